@@ -3,8 +3,9 @@
     python bench/sentences.py [--seed 0] [--count 20]
 
 Half of them are docstrings of functions, classes and attributes, the other half messages of errors and notes: whole
-texts of at least five words, each with its file. What stands in braces is a value when the message is printed. Claim:
-18 of 20 are plain at first reading; what readers said of a draw stands in bench/results/sentences.json.
+texts of at least five words, each with its file, a docstring with the line of code that it is of. What stands in braces
+is a value when the message is printed. Claim: 18 of 20 are plain at first reading; what readers said of a draw stands
+in bench/results/sentences.json.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+LEAST = 5  # words
 SOURCE = Path(__file__).parents[1] / "src" / "meshwise"
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
-    """Yield the docstrings of functions, classes and attributes."""
+    """Yield the docstrings of functions, classes and attributes, each behind what it is of, as a reader sees it."""
     for node in ast.walk(tree):
         body = node.body if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else []
+        owner: ast.AST = node
         for one in body[1:] if isinstance(node, ast.Module) else body:
-            if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
-                yield " ".join(one.value.value.split())
+            text = one.value.value if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) else None
+            if isinstance(text, str) and len(text.split()) >= LEAST:
+                head = next(line for line in ast.unparse(owner).splitlines() if not line.startswith("@"))
+                yield f"{head.rstrip(':')}\n     {' '.join(text.split())}"
+            owner = one
 
 
 def messages(tree: ast.AST) -> Iterator[str]:
@@ -34,7 +40,9 @@ def messages(tree: ast.AST) -> Iterator[str]:
             parts = [node.exc.args[0]]
             if isinstance(parts[0], ast.JoinedStr):
                 parts = list(parts[0].values)
-            yield "".join(str(p.value) if isinstance(p, ast.Constant) else f"{{{value_of(p)}}}" for p in parts)
+            text = "".join(str(p.value) if isinstance(p, ast.Constant) else f"{{{value_of(p)}}}" for p in parts)
+            if len(text.split()) >= LEAST:
+                yield text
 
 
 def value_of(part: ast.expr) -> str:
@@ -49,7 +57,7 @@ def drawn(seed: int, count: int) -> list[tuple[str, str]]:
     for path in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for texts, kind in zip((docstrings(tree), messages(tree)), found, strict=True):
-            kind += [(str(path.relative_to(SOURCE)), text) for text in texts if len(text.split()) >= 5]
+            kind += [(str(path.relative_to(SOURCE)), text) for text in texts]
     draw = random.Random(seed)
     return [one for kind in found for one in draw.sample(kind, count // 2)]
 
