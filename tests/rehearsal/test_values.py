@@ -32,6 +32,18 @@ def test_integers_of_a_batch_are_known_and_what_is_computed_of_them(rehearsed):
     assert int(mask.sum(-1).max()) == 3
 
 
+def test_an_index_by_a_known_mask_has_as_many_rows_as_the_mask_has_true_values(rehearsed):
+    labels, logits = torch.empty(2, 3, dtype=torch.int64), torch.randn(2, 3, 7, requires_grad=True)
+    give_value(labels, BATCH)
+    assert logits[labels == 1].shape == (5, 7) and logits.argmax(-1)[labels == 0].shape == (1,)
+    assert logits[:, labels[0] == 1, :2].shape == (2, 2, 2)
+    assert labels[labels != 0].tolist() == [1] * 5
+    torch.nn.functional.cross_entropy(logits[labels == 1], labels[labels == 1]).backward()
+    assert logits.grad is not None and logits.grad.shape == logits.shape
+    with pytest.raises(NEEDS_VALUES):
+        logits[logits > 0]
+
+
 def test_a_write_is_seen_through_views_and_one_that_is_not_known_is_forgotten(rehearsed):
     whole = torch.zeros(4)
     part = whole[1:3]

@@ -108,8 +108,8 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
     if self.stands_for_real and func.namespace == "profiler":  # names of spans: no tensors
         return func(*args, **(kwargs or {}))
     call = Call(self, func, types, args, kwargs or {})
-    if self.inside:  # an operator that another one is made of
-        return call._run()
+    if self.inside:  # an operator that another one is made of; an index by a mask asks how many are true
+        return call._valued() if operator_name(func) == "nonzero" else call._run()
     self.inside = True
     self.calls += 1
     try:
