@@ -359,6 +359,13 @@ def test_a_trainer_that_is_distributed_is_rehearsed(script, library, text, kind)
     assert peak["gradients"] > 0 and alone.step.holds("optimizer") >= 2 * alone.step.holds("parameters")
 
 
+def test_a_trainer_that_is_told_to_use_the_cpu_is_where_the_run_is(script):
+    """Its batches went to the CPU, and its model to the GPU."""
+    pytest.importorskip("transformers")
+    text = TRAINER.replace("report_to=[]", "report_to=[], use_cpu=True")
+    assert trace_script(script(text), Plan(), "gpu")[0].step.flops > 0
+
+
 def test_a_loss_is_taken_for_finite(script):
     text = SCRIPT.replace("# changed", "assert not torch.isnan(loss) and not torch.isinf(loss).any()")
     assert trace_script(script(text), Plan())[0].step.flops > 0

@@ -15,19 +15,21 @@ from unittest import mock
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from meshwise.spec.world import World
+
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def be_alone(rank: int, local_rank: int, device: str, make: Callable[[], object]) -> Any:
+def be_alone(world: World, make: Callable[[], object]) -> Any:
     """Reset accelerate's state to a world of one process, and make an Accelerator in it with `make`. Keep the ranks in
     the state, so that only one process writes and logs. Return the state, which all Accelerators share."""
     states = import_module("accelerate.state")
     alone = {name: value for name, value in os.environ.items() if name not in HIDDEN}
-    with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": device}, clear=True):
+    with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": world.device}, clear=True):
         states.AcceleratorState._reset_state(reset_partial_state=True)
         states.GradientState._reset_state()
-        told = states.PartialState(cpu=device == "cpu")
-        told.process_index, told.local_process_index = rank, local_rank
+        told = states.PartialState(cpu=world.device == "cpu")
+        told.process_index, told.local_process_index = world.rank, world.local_rank
         make()
     return told
 

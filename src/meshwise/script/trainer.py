@@ -69,10 +69,10 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
     if world.size > 1:
         _refuse(trainer, world.size, masks and engine.draws is not None)
     ranks = Ranks(engine, trainer, plan, share)
-    make = trainer.create_accelerator_and_postprocess
-    trainer.args.distributed_state = be_alone(world.rank, world.local_rank, world.device, make)
-    accelerator = trainer.accelerator
-    in_front(AcceleratorOnRanks, accelerator, ranks)
+    if trainer.args.use_cpu:  # the run says where, and the model is there
+        vars(trainer.args)["_setup_devices"] = torch.device(world.device)
+    trainer.args.distributed_state = be_alone(world, trainer.create_accelerator_and_postprocess)
+    in_front(AcceleratorOnRanks, trainer.accelerator, ranks)
     in_front(OnRanks, trainer, ranks)
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
     trainer.state.is_local_process_zero = trainer.is_local_process_zero()
