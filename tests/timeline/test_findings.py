@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshwise.spec.errors import UsageError
+from meshwise.spec.units import seconds_text
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.compare_runs import compare_runs, is_slower
 from meshwise.timeline.run_report import Report
@@ -46,6 +47,20 @@ def test_what_takes_most_of_the_time_is_named_not_what_moves_most() -> None:
     assert "latency, not bandwidth, is the limit" in found.sentence
     assert "batch_norm=local" in found.advice and "bf16" not in found.advice
     assert "mostly batch norm" in found.headline
+
+
+def test_mostly_is_more_than_half_and_a_share_of_a_step_is_beside_the_step_that_it_is_of() -> None:
+    schedule = Schedule(ranks=2, buckets=tuple(np.linspace(0.1, 1.0, BUCKETS)), transmit=8.0)
+    timeline = named(played(schedule, jittered(even(), 3)), "batch norm")
+    spans = timeline.spans.copy()
+    collective = spans["collective"] >= 0
+    spans["name"][collective] = 1 + spans["collective"][collective] % 3
+    names = ("", *(collective_name("all-reduce", of) for of in ("the loss", "gradients", "mw.sum")))
+    report = report_of(dataclasses.replace(timeline, spans=spans, names=names))
+    found = next(finding for finding in report.findings if finding.kind == "communication")
+    assert report.collectives[0].share < 0.5 and "mostly" not in found.headline
+    step = found.seconds / found.share
+    assert f"({seconds_text(found.seconds)} of {seconds_text(step)} on average)" in found.sentence
 
 
 def test_the_skew_of_the_ranks_is_told_from_communication() -> None:

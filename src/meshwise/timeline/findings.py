@@ -76,8 +76,9 @@ class _Shares:
         return f"{title}-bound" if share >= most else title
 
     def of_step(self, share: float) -> str:
-        """Write a share of a step: `18 % of a step (1.6 ms)`."""
-        return f"{percent_text(share)} of a step ({seconds_text(share * self.step)})"
+        """Write a share of a step: `18 % of a step (1.6 ms of 8.9 ms on average)`."""
+        part, whole = seconds_text(share * self.step), seconds_text(self.step)
+        return f"{percent_text(share)} of a step ({part} of {whole} on average)"
 
     def finding(self, kind: str, phase: str | None, headline: str, share: float, sentence: str, advice: str) -> Finding:
         whole, advice = f"{headline}: {percent_text(share)} of a step.", advised(advice, self.program)
@@ -96,8 +97,7 @@ def findings_of(
     steady = table.steady
     if not steady.any():
         return []
-    mean = table.kind_seconds()[steady].mean(axis=0)
-    seconds = dict(zip(KINDS, mean.tolist(), strict=True))
+    seconds = dict(zip(KINDS, table.kind_seconds()[steady].mean(axis=0).tolist(), strict=True))
     shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), facts.program)
     less = _balanced(table, facts.shares)
     stragglers = list(_stragglers(table, shares, error_seconds, less))
@@ -173,8 +173,7 @@ def _slower_than_one(
     one = f"would need {seconds_text(least)} to {seconds_text(most)} (estimated from what the ranks compute and read)"
     one = f"took {seconds_text(most)} (measured in {alone.run})" if alone else one
     sentence = f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device {one}."
-    advice = advised(TRY["slower"], shares.program)
-    yield Finding("slower", headline, sentence, advice, 1 - most / step, step - most)
+    yield Finding("slower", headline, sentence, advised(TRY["slower"], shares.program), 1 - most / step, step - most)
 
 
 def _input(shares: _Shares) -> Iterator[Finding]:
@@ -209,7 +208,8 @@ def _communication(
     )
     of = collectives[0].of if collectives else ""
     advice = TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""])
-    headline = shares.bound("Communication", share) + (f", mostly {of}" if of else "")
+    mostly = of and sum(each.share for each in collectives if each.of == of) > 0.5
+    headline = shares.bound("Communication", share) + (f", mostly {of}" if mostly else "")
     yield shares.finding("communication", "communication", headline, share, sentence, advice)
 
 
@@ -320,8 +320,7 @@ def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
 
 def _computing(shares: _Shares) -> Finding:
     share = shares.share(*COMPUTING)
-    took = f"{seconds_text(share * shares.step)} of {seconds_text(shares.step)}"
-    sentence = f"Computing takes {percent_text(share)} of a step ({took})."
+    sentence = f"Computing takes {shares.of_step(share)}."
     if share >= 0.8:
         sentence = f"Compute-bound: {shares.of_step(share)} is forward, backward and optimizer."
     headline = "Compute-bound" if share >= 0.8 else "Computing"
