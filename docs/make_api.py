@@ -67,7 +67,7 @@ def signature(name: str, thing: Any) -> str:
 def _plain(text: str) -> str:
     """Without the modules of types, addresses, and quotes around annotations."""
     text = re.sub(r"<(?:[^<>]|<[^<>]*>)* at 0x[0-9a-f]+>", "...", text).replace("Ellipsis", "...")
-    text = re.sub(r"""["']?Annotated\[(.*?), Option\(.*\)\]["']?""", r"\1", text)
+    text = re.sub(r"""["']?Annotated\[(.*?), (?:(?:Option|Of\w+)\(.*\)|[A-Z]+)\]["']?""", r"\1", text)
     text = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])", "", text)
     return re.sub(r"(^|: |-> )'([^']+)'(?=$| =)", r"\1\2", text)
 

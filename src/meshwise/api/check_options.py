@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Annotated
 
 from meshwise.job.job import Job
+from meshwise.job.options import ARGUMENT, JOB, settle
 from meshwise.launcher.supervise import PRELOAD
-from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.spec.arguments import Plain
 from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
-from meshwise.spec.options import Option
+from meshwise.spec.options import OfJobs, OfThePlan, Option
 from meshwise.spec.plan import Plan
 
 DEFAULT_DEVICES = "2xcpu"
@@ -31,29 +32,21 @@ class CheckOptions:
     """The options of a check. arguments: of a script. notify: called with lines for the user. progress: called
     repeatedly with the state of the check: `pass 2 of 4, step 1 of 3`."""
 
-    job: Annotated[
-        Job | str,
-        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
-    ]
+    job: Annotated[Job | str, JOB]
     _: KW_ONLY
     plan: Annotated[
         Plan | str | Path | None,
         Option("a plan file; default: that of a script, else replicas on all devices", metavar="FILE"),
     ] = None
-    settings: Annotated[
-        tuple[str, ...], Option("a field of the plan, such as shard=4", name="--set", metavar="FIELD=VALUE")
-    ] = ()
+    settings: Annotated[tuple[str, ...], OfThePlan("a field of the plan, such as shard=4")] = ()
     devices: Annotated[
         str | None, Option(f"{IN_WORDS}; default: a CPU worker for each device of the plan, else 2xcpu")
     ] = None
     steps: Annotated[int, Option("optimizer steps; the last one has a ragged batch")] = 3
-    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
-    args: Annotated[
-        Mapping[str, Plain] | tuple[str, ...],
-        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE", scripts=False),
-    ] = ()
+    batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
+    args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
-    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
+    data: Annotated[str | Path | None, OfJobs("another data set in the same format: a folder")] = None
     perturb: Annotated[
         bool,
         Option(
@@ -67,13 +60,9 @@ class CheckOptions:
     tell: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.job, Job):
-            object.__setattr__(self, "job", self.job.named())
-        object.__setattr__(self, "args", argument_texts(self.args))
+        settle(self, "steps")
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices '' names no device. Use 2xcpu, or leave --devices out.")
-        if self.steps < 1:
-            raise UsageError(f"--steps {self.steps}: must be at least 1.")
         if self.tell is not None:
             warnings.warn("check(tell=...) is now check(notify=...).", DeprecationWarning, stacklevel=4)
             object.__setattr__(self, "notify", self.tell)

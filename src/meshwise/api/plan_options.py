@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwise.job.job import Job
-from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.job.options import ARGUMENT, JOB, settle
+from meshwise.spec.arguments import Plain
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import Machine
-from meshwise.spec.options import Option
+from meshwise.spec.options import OfJobs, OfThePlan, Option
 from meshwise.spec.plan import Plan
 from meshwise.spec.quantity import read_quantity
 
@@ -29,10 +30,7 @@ ALLOW = {"precision": "a narrower dtype", "microbatch": "another microbatch unde
 class PlanOptions:
     """The options of a search. arguments: of a script. show: repeatedly takes what is known so far."""
 
-    job: Annotated[
-        Job | str,
-        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
-    ]
+    job: Annotated[Job | str, JOB]
     _: KW_ONLY
     machine: Annotated[
         Machine | str | Path | None, Option("8xH100, 2x8xA100-80GB@200Gb, 4xcpu, a machine file; default: what is here")
@@ -51,33 +49,22 @@ class PlanOptions:
     ] = False
     price: Annotated[float | None, Option("money for an hour of one device, in any currency: 2.5")] = None
     steps: Annotated[int | None, Option("optimizer steps of the training; default: those of the job's epochs")] = None
-    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
-    settings: Annotated[
-        tuple[str, ...], Option("a field that every plan has: precision=bf16", name="--set", metavar="FIELD=VALUE")
-    ] = ()
+    batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
+    settings: Annotated[tuple[str, ...], OfThePlan("a field that every plan has: precision=bf16")] = ()
     allow: Annotated[tuple[str, ...], Option("what may change the numbers: precision, microbatch")] = ()
     seconds: Annotated[float, Option("of a processor, for which it rehearses at most")] = SECONDS
-    args: Annotated[
-        Mapping[str, Plain] | tuple[str, ...],
-        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE", scripts=False),
-    ] = ()
-    seed: Annotated[int | None, Option("seed of the start values, the data order and the draws", scripts=False)] = None
-    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
+    args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
+    seed: Annotated[int | None, OfJobs("seed of the start values, the data order and the draws")] = None
+    data: Annotated[str | Path | None, OfJobs("another data set in the same format: a folder")] = None
     arguments: Sequence[str] = ()
     show: Callable[[Any], None] = lambda found: None
 
     def __post_init__(self) -> None:
-        if isinstance(self.job, Job):
-            object.__setattr__(self, "job", self.job.named())
-        object.__setattr__(self, "args", argument_texts(self.args))
+        settle(self, "batch_size", "explain", "steps")
         for name in self.allow:
             check_known("--allow", name, ALLOW)
         if not self.seconds > 0:
             raise UsageError(f"--seconds {self.seconds}: must be above 0.")
-        for name in ("batch_size", "explain", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
         if self.price is not None and not self.price >= 0:
             raise UsageError(f"--price {self.price}: the price of one device for an hour must be 0 or more.")
 

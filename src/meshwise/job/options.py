@@ -18,7 +18,7 @@ from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.faults import parse_fault
-from meshwise.spec.options import Option, given_options, options_of
+from meshwise.spec.options import OfJobs, OfThePlan, OfThisStart, Option, given_options, options_of
 from meshwise.spec.plan import OWN_DTYPES, Plan
 from meshwise.spec.plan_file import plan_from_toml, plan_text, plan_to_toml, plan_values
 from meshwise.spec.plan_settings import plan_on, setting_text, settings_values
@@ -36,6 +36,8 @@ AUTO_OF_A_SCRIPT = "--plan auto works only in meshwise run of a job. Save a plan
 """The message for `--plan auto` with a script, which takes a saved plan only."""
 OF_THE_PLAN = ("accumulate", "precision")
 """Fields of the plan that have a separate option, besides `--set`."""
+JOB = Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True)
+ARGUMENT = OfJobs("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE")
 
 
 @dataclass(frozen=True)
@@ -49,25 +51,17 @@ class PlanText:
 class RunOptions(NodeOptions):
     """The options of a run; None, False or an empty tuple if the user did not give one."""
 
-    job: Annotated[
-        Job | str | None,
-        Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True),
-    ] = None
+    job: Annotated[Job | str | None, JOB] = None
     _: KW_ONLY
     devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one CPU worker")] = None
-    epochs: Annotated[int | None, Option("epochs to train", scripts=False)] = None
-    batch_size: Annotated[int | None, Option("samples of the global batch, over all devices", scripts=False)] = None
-    accumulate: Annotated[int | None, Option("microbatches that make a step", scripts=False)] = None
-    precision: Annotated[str | None, Option("fp32, bf16, fp16 or fp64", scripts=False)] = None
-    args: Annotated[
-        Mapping[str, Plain] | tuple[str, ...],
-        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE", scripts=False),
-    ] = ()
-    seed: Annotated[
-        int | None, Option("seed of the start values, the data order and the random draws", scripts=False)
-    ] = None
-    data: Annotated[str | Path | None, Option("another data set in the same format: a folder", scripts=False)] = None
-    log_every: Annotated[int | None, Option(f"steps between log lines; default: {LOG_EVERY}", scripts=False)] = None
+    epochs: Annotated[int | None, OfJobs("epochs to train")] = None
+    batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
+    accumulate: Annotated[int | None, OfJobs("microbatches that make a step")] = None
+    precision: Annotated[str | None, OfJobs("fp32, bf16, fp16 or fp64")] = None
+    args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
+    seed: Annotated[int | None, OfJobs("seed of the start values, the data order and the random draws")] = None
+    data: Annotated[str | Path | None, OfJobs("another data set in the same format: a folder")] = None
+    log_every: Annotated[int | None, OfJobs(f"steps between log lines; default: {LOG_EVERY}")] = None
     save_every: Annotated[
         int | str | None,
         Option("save the state every 500 steps, or 10min; default: at the end, and when stopped", metavar="N|TIME"),
@@ -75,30 +69,23 @@ class RunOptions(NodeOptions):
     keep: Annotated[int | None, Option(f"states that are kept; default: {KEEP}")] = None
     save_limit: Annotated[str | None, Option("bytes of all states that are kept: 50GiB", metavar="SIZE")] = None
     memory_limit: Annotated[
-        str | None, Option("bytes that a rank may use, to try a smaller device: 8GiB", metavar="SIZE", scripts=False)
+        str | None, OfJobs("bytes that a rank may use, to try a smaller device: 8GiB", metavar="SIZE")
     ] = None
     redundancy: Annotated[
-        int | None,
-        Option("1: after each step its state also lies in memory that outlives a worker; 0: never", scripts=False),
+        int | None, OfJobs("1: after each step its state also lies in memory that outlives a worker; 0: never")
     ] = None
     on_nan: Annotated[
         str,
-        Option(
-            "a loss or gradient that is not finite: stop, skip the step, back: leave the batch out",
-            metavar="WHAT",
-            scripts=False,
-        ),
+        OfJobs("a loss or gradient that is not finite: stop, skip the step, back: leave the batch out", metavar="WHAT"),
     ] = STOP
     on_spike: Annotated[
-        str | None, Option("save: also save where the loss is far above those before it", metavar="WHAT", scripts=False)
+        str | None, OfJobs("save: also save where the loss is far above those before it", metavar="WHAT")
     ] = None
     check_every: Annotated[
-        int | None,
-        Option(f"steps between comparisons of replicas, 0 for none; default: {CHECK_EVERY}", scripts=False),
+        int | None, OfJobs(f"steps between comparisons of replicas, 0 for none; default: {CHECK_EVERY}")
     ] = None
     time_limit: Annotated[
-        str | None,
-        Option("save and stop this long after the command began, exit code 85: 90s, 4h", recorded=False),
+        str | None, OfThisStart("save and stop this long after the command began, exit code 85: 90s, 4h")
     ] = None
     log: Annotated[
         tuple[str, ...],
@@ -108,44 +95,37 @@ class RunOptions(NodeOptions):
         Plan | PlanText | str | Path | None, Option("a plan file, or auto; default: replicas", metavar="FILE")
     ] = None
     allow: Annotated[
-        tuple[str, ...],
-        Option("what --plan auto may change of the numbers: precision, microbatch", scripts=False, recorded=False),
+        tuple[str, ...], OfThisStart("what --plan auto may change of the numbers: precision, microbatch", scripts=False)
     ] = ()
-    settings: Annotated[
-        tuple[str, ...], Option("a field of the plan: recompute=full", name="--set", metavar="FIELD=VALUE")
-    ] = ()
+    settings: Annotated[tuple[str, ...], OfThePlan("a field of the plan: recompute=full")] = ()
     exact_random: Annotated[bool, Option("dropout as on one device, on any number of them; slower")] = False
     resume: Annotated[
-        str | Path | None,
-        Option("go on with a stopped run: its folder", metavar="RUN", scripts=False, recorded=False),
+        str | Path | None, OfThisStart("go on with a stopped run: its folder", metavar="RUN", scripts=False)
     ] = None
     folder: Annotated[
         str | Path | None,
-        Option("the run's own folder: begins in it, or goes on with the run there", metavar="DIR", recorded=False),
+        OfThisStart("the run's own folder: begins in it, or goes on with the run there", metavar="DIR"),
     ] = None
     restarts: Annotated[
         int | None, Option(f"how often it is started again after a fault of a machine; default: {RESTARTS}")
     ] = None
     min_nodes: Annotated[
-        int | None,
-        Option("end with 85, rather than go on, once fewer machines than this are left", metavar="N", recorded=False),
+        int | None, OfThisStart("end with 85, rather than go on, once fewer machines than this are left", metavar="N")
     ] = None
     restart_on: Annotated[str | None, Option("exception: also after one of the program's own")] = None
     on_failure: Annotated[
-        str | None, Option("a shell command for each failure, with its sentence in the environment", recorded=False)
+        str | None, OfThisStart("a shell command for each failure, with its sentence in the environment")
     ] = None
     fault: Annotated[
         tuple[str, ...],
-        Option("rehearse a failure: kill:rank=1, or with step=40, phase=backward", metavar="FAULT", recorded=False),
+        OfThisStart("rehearse a failure: kill:rank=1, or with step=40, phase=backward", metavar="FAULT"),
     ] = ()
     hang_limit: Annotated[
-        str | None,
-        Option("how long a rank may make no progress before the run is ended: 10min; default: 60s", recorded=False),
+        str | None, OfThisStart("how long a rank may make no progress before the run is ended: 10min; default: 60s")
     ] = None
-    out: Annotated[str | Path, Option("where run folders are made", recorded=False)] = "runs"
+    out: Annotated[str | Path, OfThisStart("where run folders are made")] = "runs"
     blocks: Annotated[
-        bool,
-        Option("record each block of the model: about 30 µs a block", name="--blocks/--no-blocks", recorded=False),
+        bool, OfThisStart("record each block of the model: about 30 µs a block", name="--blocks/--no-blocks")
     ] = False
 
     @property
@@ -178,9 +158,7 @@ class RunOptions(NodeOptions):
             check_known("--on-spike", self.on_spike, ["save"])
         if self.check_every is not None and self.check_every < 0:
             raise UsageError(f"--check-every {self.check_every}: must be at least 1, or 0 to compare nothing.")
-        if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
-            object.__setattr__(self, "job", self.job.named())
-        object.__setattr__(self, "args", argument_texts(self.args))
+        settle(self, "log_every")
         check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices '' names no device. Use 2xcpu or all, or leave --devices out.")
@@ -188,8 +166,6 @@ class RunOptions(NodeOptions):
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.allow and self.plan != AUTO:
             raise UsageError("--allow works only with --plan auto: a given plan says what changes. Leave it out.")
-        if self.log_every is not None and self.log_every < 1:
-            raise UsageError(f"--log-every {self.log_every}: must be at least 1.")
         if self.restarts is not None and self.restarts < 0:
             raise UsageError(f"--restarts {self.restarts}: must be at least 0.")
         if self.restart_on not in (None, "exception"):
@@ -257,6 +233,18 @@ class RunOptions(NodeOptions):
                 raise UsageError(f"--arg {text}: the resumed run and its state have {had}. Leave --arg out.")
         given = {name: value for name, value, _ in given_options(self) if name != "args"}
         return replace(RunOptions(**_still_valid(earlier, self)), **given)
+
+
+def settle(options: Any, *counts: str) -> None:
+    """Put the name of a `Job` in its place and its arguments as texts. Raises UsageError for an argument that is none,
+    and for a count below 1. options: a dataclass with `job` and `args`. counts: fields that, if given, count from 1."""
+    if isinstance(options.job, Job):  # here: a worker has another program, in which it is not bound
+        object.__setattr__(options, "job", options.job.named())
+    object.__setattr__(options, "args", argument_texts(options.args))
+    for name in counts:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from meshwise.job.job import Job
-from meshwise.job.options import PlanText, RunOptions
-from meshwise.spec.arguments import Plain, argument_texts
+from meshwise.job.options import ARGUMENT, PlanText, RunOptions, settle
+from meshwise.spec.arguments import Plain
 from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
-from meshwise.spec.options import Option
+from meshwise.spec.options import OfThePlan, Option
 from meshwise.spec.plan import Plan
 
 FORMATS = (".jsonl", ".safetensors")
@@ -45,15 +44,10 @@ class PredictOptions:
     plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; default: replicas", metavar="FILE")] = (
         None
     )
-    settings: Annotated[
-        tuple[str, ...], Option("a field of the plan: shard=2, tensor=2", name="--set", metavar="FIELD=VALUE")
-    ] = ()
+    settings: Annotated[tuple[str, ...], OfThePlan("a field of the plan: shard=2, tensor=2")] = ()
     precision: Annotated[str | None, Option("fp32, bf16, fp16 or fp64")] = None
     batch_size: Annotated[int | None, Option("samples of the global batch, over all devices")] = None
-    args: Annotated[
-        Mapping[str, Plain] | tuple[str, ...],
-        Option("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE"),
-    ] = ()
+    args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, Option("seed of the start values and the random draws")] = None
     train: Annotated[bool, Option("predict the job's training set, in its own order", name="--train")] = False
     overwrite: Annotated[bool, Option("start over, and overwrite what an earlier run wrote", name="--overwrite")] = (
@@ -63,11 +57,7 @@ class PredictOptions:
     collate: Callable[[list[Any]], Any] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.job, Job):  # here: a worker has another program, in which it is not bound
-            object.__setattr__(self, "job", self.job.named())
-        object.__setattr__(self, "args", argument_texts(self.args))
-        if self.batch_size is not None and self.batch_size < 1:
-            raise UsageError(f"--batch-size {self.batch_size}: must be at least 1.")
+        settle(self, "batch_size")
         if self.train and self.data is not None:
             raise UsageError("--train predicts the training set of the job, and --data another one. Give only one.")
         if self.out is not None and Path(self.out).suffix not in FORMATS:

@@ -43,6 +43,14 @@ class Option:
     recorded: bool = True
 
 
+OfJobs = functools.partial(Option, scripts=False)
+"""Describe an option that a user's own script does not have."""
+OfThisStart = functools.partial(Option, recorded=False)
+"""Describe an option that a run which goes on with this one does not take over."""
+OfThePlan = functools.partial(Option, name="--set", metavar="FIELD=VALUE")
+"""Describe `--set`."""
+
+
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
     """Yield (name, type, `Option`) of each field of a dataclass that has an `Option`, inherited fields last."""
     hints = get_type_hints(kind, include_extras=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
 from meshwise.spec.errors import UsageError
-from meshwise.spec.options import Option
+from meshwise.spec.options import OfThisStart
 from meshwise.workers.handshake import Unproven
 from meshwise.workers.machines import REACH_TIMEOUT, RENDEZVOUS_TIMEOUT, Machines
 from meshwise.workers.meeting import Meeting
@@ -28,11 +28,9 @@ STRANGERS = 20.0  # seconds to look on, where who listens does not know the secr
 class NodeOptions:
     """The machines that run together: how many, the index of this one, and where machine 0 is reached."""
 
-    nnodes: Annotated[int, Option("machines that take part", recorded=False)] = 1
-    node_rank: Annotated[int, Option("which of them this is, from 0", recorded=False)] = 0
-    rdzv: Annotated[
-        str | None, Option("where machine 0 is reached by the others", metavar="HOST:PORT", recorded=False)
-    ] = None
+    nnodes: Annotated[int, OfThisStart("machines that take part")] = 1
+    node_rank: Annotated[int, OfThisStart("which of them this is, from 0")] = 0
+    rdzv: Annotated[str | None, OfThisStart("where machine 0 is reached by the others", metavar="HOST:PORT")] = None
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
