@@ -8,7 +8,6 @@ from meshwise.api import logs as logs
 from meshwise.api import machines as machines
 from meshwise.api import plan as plan
 from meshwise.api import plan_options as plan_options
-from meshwise.api import plans as plans
 from meshwise.api import report as report
 from meshwise.api import run as run
 from meshwise.api import runs as runs

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwise import api, engine, launcher, process, recording, tracking
+from meshwise import engine, launcher, process, recording, tracking
 from meshwise.job.options import RunOptions
 from meshwise.jobs.script import refuse_untrained_job, run_script_file
 from meshwise.launcher.placing import placed
 from meshwise.launcher.start import LaunchedProgram, record_blocks, start, supervised
+from meshwise.parallel.fits import check_fits, check_for_scripts
 from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import check_script
@@ -89,7 +90,8 @@ def _where(folder: Path) -> list[str]:
 def _script_program(script: Path, arguments: Sequence[str], options: RunOptions, world: World) -> LaunchedProgram:
     plan = options.plan_on(world.size) if options.gives_plan else None
     if plan is not None:
-        api.plans.check_for_script(plan, world)
+        check_fits(plan, world)
+        check_for_scripts(plan)
     call = partial(_script_in_worker, script.resolve(), list(arguments), options)
     text = script.read_text(encoding="utf-8", errors="replace")
     picks = "meshwise" not in text or "TrainingArguments" in text or "trl" in text  # its device, by LOCAL_RANK
@@ -118,7 +120,10 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
             process.session.program_ends()
     recording.plain_program.tell_what_is_missing(script.name)
     refuse_untrained_job(script, variables)
-    if options.gives_plan:
-        api.plans.tell_if_unused(script.name)
+    applied = process.session.process_engine() if options.gives_plan else None
+    if applied is not None and not applied.has_applied:
+        applied.notify(
+            f"{script.name} never passed a model to mw.distribute, so the plan changed nothing: every worker ran alone."
+        )
     if options.log and not tracking.tracking.has_logged():
         process.session.tell(f"{script.name} never called mw.log: {', '.join(options.log)} got nothing.")
