@@ -29,7 +29,7 @@ F = nn.functional
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a Trainer. ours: with the line of meshwise. stops: after so many steps the run is asked to stop."""
+    """A run of a Trainer. ours: with the line of meshwise. stops: after so many batches the run is asked to stop."""
 
     folder: str
     ours: bool = True
@@ -172,11 +172,12 @@ class Kept(L.pytorch.loggers.Logger):
 class Stop(L.pytorch.Callback):
     """As who stops a run from outside."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
+        self.batches -= 1
+        if self.batches == 0:
             default_engine().gate.set_last(default_engine().gate.freeze())
 
 
@@ -267,14 +268,19 @@ def test_a_plan_divides_the_model_and_its_files_are_those_of_one_device(pool: An
     equal(pool, tmp_path, (2,), plan=plan, options={"gradient_clip_val": 0.1})
 
 
-def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path) -> None:
-    want = train(Case(str(tmp_path / "one"), model=Classes))
+@pytest.mark.parametrize(("accumulated", "steps"), [(1, 8), (2, 5)])
+def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(
+    pool: Any, tmp_path: Path, accumulated: int, steps: int
+) -> None:
+    """Of two batches that make a step the first one's gradients were lost: the second is waited for."""
+    options: dict[str, Any] = {"model": Classes, "options": {"accumulate_grad_batches": accumulated}}
+    want = train(Case(str(tmp_path / "one"), **options))
     end_sessions()
     there = str(tmp_path / "two/last.ckpt")
     said = f'saved {there}: trainer.fit(…, ckpt_path="{there}") goes on from there.'
-    for got in pool(2).run(train, Case(str(tmp_path / "two"), stops=8, model=Classes)):
-        assert got == {"steps": 8, "said": [said]}
-    got = pool(3).run(train, Case(str(tmp_path / "two"), resume=there, model=Classes))[0]
+    for got in pool(2).run(train, Case(str(tmp_path / "two"), stops=7 + accumulated, **options)):
+        assert got == {"steps": steps, "said": [said]}
+    got = pool(3).run(train, Case(str(tmp_path / "two"), resume=there, **options))[0]
     for name in ("log", "losses"):
         want[name] = want[name][-len(got[name]) :]
     for line in (next(line for _, line in each["log"] if "ones" in line) for each in (got, want)):

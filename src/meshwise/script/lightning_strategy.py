@@ -158,7 +158,8 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         ranks, module, plugin = self.meshwise, self.lightning_module, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
-        before, ranks.engine.reduce = ranks.engine.reduce, not accumulates(ranks.trainer)
+        ranks.waits = accumulates(ranks.trainer)
+        before, ranks.engine.reduce = ranks.engine.reduce, not ranks.waits
         try:
             ranks.loss = steps.backward(ranks.engine, loss, *ranks.said)
         finally:
