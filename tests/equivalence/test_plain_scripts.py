@@ -339,6 +339,29 @@ def test_a_loss_of_the_training_that_stands_beside_a_metric_is_of_one_rank(accur
     assert {name for name in found if name in ("number of one rank", "metric differs from one device's")} == {kind}
 
 
+def test_the_loss_of_a_microbatch_that_no_step_takes_is_of_one_rank() -> None:
+    """It stands with the losses of the next epoch's first step, or after the last step."""
+
+    def found(losses: list[tuple[float, ...]], left: tuple[float, ...]) -> dict[str, bool]:
+        def side(rank: int, ranks: int, more: float, text: str) -> Record:
+            steps = [step(losses=tuple(n + more for n in each), scales=(0.5,) * len(each)) for each in losses]
+            after = tuple(n + more for n in left)
+            return record(rank, ranks, steps=steps, left=after, shown=[("train.py:30", text, False)])
+
+        ranks = [side(rank, 2, rank / 10, "loss 1.4000 acc 0.50") for rank in range(2)]
+        return found_in(ranks, side(0, 1, 0.05, "loss 1.5000 acc 0.50"))
+
+    for number in (found([(0.5, 0.6), (0.7, 0.5, 0.6)], ()), found([(0.5, 0.6)], (0.7,))):
+        assert number["number of one rank"] is False and "metric differs from one device's" not in number
+
+
+def test_a_loss_divided_twice_is_found_beside_one_that_no_step_takes() -> None:
+    steps = [step(scales=(0.25,) * number) for number in (2, 3)]
+    assert found_in([record(rank, steps=steps) for rank in range(2)], record(0, 1, steps=steps))[
+        "loss divided by the accumulation twice"
+    ]
+
+
 def test_a_number_that_is_another_when_one_process_runs_again_is_measured() -> None:
     """A time beside a loss of the training or a metric; what is a time by its words needs no other run."""
 

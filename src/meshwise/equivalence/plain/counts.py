@@ -145,7 +145,7 @@ def _steps_of_pass(record: Record) -> float:
     trained = [p for p in record.passes if p.trained]
     if not trained or not record.steps:
         return 0.0
-    return len(trained[0].batches) / max(statistics.median([len(s.scales) for s in record.steps]), 1)
+    return len(trained[0].batches) / record.microbatches
 
 
 def _whole_steps(steps: float, horizon: float) -> float:
@@ -202,8 +202,7 @@ def shown(first: Record, one: Record, devices: str, again: Record) -> Iterator[F
 def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
     """Return whether two numbers are the same losses of a training on both sides, added or averaged: of a few steps or
     of one microbatch, divided by how many a step has or not."""
-    losses = [[loss for step in record.steps for loss in step.losses] for record in (one, first)]
-    micro = float(max((len(step.losses) for step in one.steps), default=1))
+    losses, micro = [one.losses, first.losses], float(one.microbatches)
     for begin, end in itertools.combinations(range(1 + min(map(len, losses))), 2):
         totals = [sum(side[begin:end]) for side in losses]
         for by in {1.0, 1 / micro, float(end - begin), (end - begin) / micro}:

@@ -159,7 +159,7 @@ def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
 
 
 def _scales(ranks: Sequence[Record]) -> Iterator[Finding]:
-    whole = max((len(step.scales) for step in ranks[0].steps), default=0)  # the last step of an epoch may have fewer
+    whole = ranks[0].microbatches
     for step in [each for each in ranks[0].steps if len(each.scales) == whole > 1]:
         if abs(step.scales[-1] * whole * whole - 1) < 1e-6:
             said = f"each of {whole} losses of a step is multiplied by {step.scales[-1]:.6g}, or 1/{whole * whole}."

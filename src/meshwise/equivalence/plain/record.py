@@ -5,6 +5,7 @@ Tested in tests/equivalence/test_plain_scripts.py.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -89,7 +90,7 @@ class Record:
     schedule ends, and the lines that make and tick it. shown: lines that print, what they print, and whether it is from
     a training or inside an evaluation. ticks: since the last step. told: lines that give a schedule a metric, and it.
     length: steps of the whole training; 0: not known. schedules: lines that make one. refused: why none of it can be
-    compared."""
+    compared. left: losses after the last step."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
@@ -105,6 +106,17 @@ class Record:
     wrapped: bool = False
     accelerate: bool = False
     refused: str = ""
+    left: tuple[float, ...] = ()
+
+    @property
+    def losses(self) -> list[float]:
+        """Those of all backwards."""
+        return [*(loss for step in self.steps for loss in step.losses), *self.left]
+
+    @property
+    def microbatches(self) -> int:
+        """How many a step has: more where an epoch's last batches made no step, fewer where its last step is short."""
+        return statistics.mode([len(step.scales) for step in self.steps] or [1]) or 1
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class _Watcher:
     def ended(self) -> Record:
         """Return what was recorded."""
         self.record.norms = tuple(self._norms)
+        self.record.left = tuple(self._since["losses"])
         self.record.accelerate = "accelerate" in sys.modules
         return self.record
 
