@@ -420,6 +420,36 @@ def test_an_evaluation_counts_each_sample_once_by_what_its_library_has() -> None
     assert "all_reduce" in advice[0] and "gather_for_metrics" not in advice[0] and "gather_for_metrics" in advice[1]
 
 
+def test_an_evaluation_with_batch_norm_is_told_to_broadcast_its_statistics() -> None:
+    """`model.module` leaves out what the wrapper does before each forward."""
+    padded = replace(read(0, trained=False), batches=[*read(0).batches, [0]])
+    ranks = [record(rank, passes=[padded], norms=("BatchNorm1d",)) for rank in range(2)]
+    found = judge("train.py", "2xcpu", ranks, record(0, 1)).findings
+    assert "dist.broadcast(b, 0)" in next(each.instead for each in found if "twice" in each.kind)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_metric_of_other_statistics_of_batch_norm_says_so(own: bool) -> None:
+    ranks = [
+        record(rank, shown=[("train.py:30", "accuracy 0.50", False)], evaluated=[1.5, 2.0 + own * rank])
+        for rank in range(2)
+    ]
+    (found,) = judge("train.py", "2xcpu", ranks, record(0, 1, shown=[("train.py:30", "accuracy 0.60", False)])).findings
+    assert found.kind == "metric differs from one device's" and "Sum over all ranks' samples" in found.instead
+    assert ("dist.broadcast" in found.instead) == ("statistics of batch norm" in found.evidence) == own
+
+
+def test_the_statistics_of_an_evaluation_are_kept_where_they_are_others() -> None:
+    def script() -> None:
+        model = torch.nn.BatchNorm1d(2)
+        for _ in range(2):
+            model.train()(torch.ones(3, 2))
+            for _ in range(3):
+                model.eval()(torch.ones(3, 2))
+
+    assert watch_plain(script, 1, 0, None, 0).evaluated == pytest.approx([0.1 * 2**0.5, 0.19 * 2**0.5])
+
+
 def test_a_schedule_of_whole_accumulations_is_of_epochs() -> None:
     def side(rank: int, ranks: int, batches: int) -> Record:
         passes = [replace(read(rank, ranks), batches=[[0]] * batches)]

@@ -20,6 +20,7 @@ from meshwise.equivalence.tolerance import LIMIT
 ALONE = "in one process on all their samples."
 OF_ACCELERATE = "Use gather_for_metrics, or cut what is gathered to len(dataset)"
 OF_DDP = "Read Subset(data, range(rank, len(data), world)), call model.module, and all_reduce sums and counts"
+BROADCAST = "broadcast batch norm's statistics before it (for b in model.buffers(): dist.broadcast(b, 0))"
 TWICE = "samples counted twice in the evaluation"
 
 
@@ -44,7 +45,10 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         draws_again = any(len(set(p.read)) < len(p.read) for p in alone)  # a sampler with replacement
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
-            yield from _shares(passes, trained, agrees, OF_ACCELERATE if ranks[0].accelerate else OF_DDP)
+            once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
+            if ranks[0].norms and not ranks[0].accelerate:  # the wrapper would do it, and wait where one reads less
+                once += f"; {BROADCAST}"
+            yield from _shares(passes, trained, agrees, once)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
         again = bool(earlier) and earlier[0].trained and earlier[0].read == first.read
         if trained and first.shuffles and again and not first.endless:
@@ -183,8 +187,10 @@ def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
     return numbers and not any(finding.wrong for finding in apart)
 
 
-def shown(first: Record, one: Record, devices: str, again: Record) -> Iterator[Finding]:
+def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> Iterator[Finding]:
     """Report lines that print other numbers than one process does. again: that process once more."""
+    first, used = ranks[0], list(zip(*(record.evaluated for record in ranks), strict=False))
+    own = any(max(each) - min(each) > LIMIT * max(each) for each in used)
     for trains, wrong in ((False, True), (True, False)):
         sides = [[(line, text) for line, text, after in each.shown if after is trains] for each in (one, first, again)]
         texts, _ = shown_otherwise(sides[0], sides[1], devices)
@@ -194,9 +200,14 @@ def shown(first: Record, one: Record, devices: str, again: Record) -> Iterator[F
             apart = [pair for each in zip(*printed, strict=False) for pair in numbers_apart(*each)]
             metric = wrong and not all(_is_of_training(pair, one, first) for pair in apart)
             kind = "metric differs from one device's" if metric else "number of one rank"
+            evidence = text.removesuffix("on one device.") + ALONE
             instead = "Sum over all ranks' samples, each counted once, before dividing." if metric else ""
+            if metric and own:
+                evidence += " The ranks evaluate with other statistics of batch norm, each with its own."
+                also = f"Where all ranks read as many batches, call the DistributedDataParallel; else {BROADCAST}."
+                instead = f"{also} {instead}"
             if apart:
-                yield Finding(kind, metric, (line,), text.removesuffix("on one device.") + ALONE, instead)
+                yield Finding(kind, metric, (line,), evidence, instead)
 
 
 def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:

@@ -35,9 +35,9 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     clipped = [(a.before_clipping, b.before_clipping) for a, b in pairs if a.clips]
     largest = max((_apart(b, a)[0] for a, b in [*pairs, *clipped]), default=0.0)
     between = [*_unreduced(ranks), *_clips(ranks)]
-    shown = list(counts.shown(ranks[0], one, devices, one))
+    shown = list(counts.shown(ranks, one, devices, one))
     if any(finding.wrong for finding in shown):  # a number may be measured
-        shown = list(counts.shown(ranks[0], one, devices, next(iter(repeat()), None) or one))
+        shown = list(counts.shown(ranks, one, devices, next(iter(repeat()), None) or one))
     found = [
         *counts.reads(ranks, one, counts.agrees(ranks[0], one, shown)),
         *between,

@@ -90,7 +90,8 @@ class Record:
     schedule ends, and the lines that make and tick it. shown: lines that print, what they print, and whether it is from
     a training or inside an evaluation. ticks: since the last step. told: lines that give a schedule a metric, and it.
     length: steps of the whole training; 0: not known. schedules: lines that make one. refused: why none of it can be
-    compared. left: losses after the last step."""
+    compared. left: losses after the last step.
+    evaluated: of the statistics of batch norm that evaluations use, a number each time it is another."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
@@ -107,6 +108,7 @@ class Record:
     accelerate: bool = False
     refused: str = ""
     left: tuple[float, ...] = ()
+    evaluated: list[float] = field(default_factory=list)
 
     @property
     def losses(self) -> list[float]:

@@ -86,6 +86,7 @@ class _Watcher:
         self._optimizers: dict[int, tuple[Optimizer, int]] = {}
         self._since: dict[str, Any] = {}
         self._norms: dict[str, None] = {}
+        self._used: dict[int, float] = {}  # by layer
         self._parallel: list[DistributedDataParallel] = []
         self._ends: list[Callable[[], None]] = []
         self._fresh()
@@ -128,6 +129,11 @@ class _Watcher:
     def _forward(self, module: nn.Module, inputs: Any) -> None:
         if isinstance(module, NORMS) and module.training and torch.is_grad_enabled():
             self._norms.setdefault(type(module).__name__)
+        if isinstance(module, NORMS) and not module.training and module.running_mean is not None:
+            used = float(module.running_mean.norm())
+            if self._used.get(id(module)) != used:
+                self._used[id(module)] = used
+                self.record.evaluated.append(used)
         if isinstance(module, FullyShardedDataParallel):
             self.record.refused = NOT_REPLICAS
             raise ScriptEnds
