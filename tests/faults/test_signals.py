@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from rich.console import Console
 
-from meshwise.launcher.supervise import forwarded_signals
+from meshwise.launcher.supervise import Viewer, forwarded_signals
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN, INTERRUPTED, code_of_stop
@@ -164,6 +166,18 @@ for step in range(100_000):
     if step == 40:
         mw.print("far enough", flush=True)
 """
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_stop_of_a_trainer_that_saves_is_not_told_that_no_state_is_saved(saves: bool) -> None:
+    said, halt = list[str](), Halt()
+    halt.ask(signal.SIGTERM)
+    view: Any = SimpleNamespace(print=said.append)
+    restarts: Any = SimpleNamespace(resumable=False)
+    viewer = Viewer(view, ["cpu"], live=False, restarts=restarts, halt=halt, machines=None)
+    viewer.message(0, {"kind": "stopping", "step": 23, "epoch": 3, "saves": saves})
+    assert said[0] == "stopped by SIGTERM after step 23 (epoch 3)"
+    assert said[1:] == ([] if saves else ["no state is saved: the script has not called mw.checkpoint."])
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def _train(case: Case) -> dict[str, Any]:
         trainer.fit(model, loader, test, ckpt_path=case.resume)
     except SystemExit:
         said = [note for note in default_engine().notes if note.startswith("saved ")]
-        return {"steps": trainer.global_step, "said": said}
+        return {"steps": trainer.global_step, "said": said, "saves": default_engine().gate.saves}
     evaluated = trainer.test(model, test, verbose=False)
     predicted = trainer.predict(model, DataLoader(data(7, 3), batch_size=4))
     trainer.save_checkpoint(f"{case.folder}/end.ckpt")
@@ -279,7 +279,7 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(
     there = str(tmp_path / "two/last.ckpt")
     said = f'saved {there}: trainer.fit(…, ckpt_path="{there}") goes on from there.'
     for got in pool(2).run(train, Case(str(tmp_path / "two"), stops=7 + accumulated, **options)):
-        assert got == {"steps": steps, "said": [said]}
+        assert got == {"steps": steps, "said": [said], "saves": True}
     got = pool(3).run(train, Case(str(tmp_path / "two"), resume=there, **options))[0]
     for name in ("log", "losses"):
         want[name] = want[name][-len(got[name]) :]

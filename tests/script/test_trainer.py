@@ -224,7 +224,7 @@ def _train(case: Case) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=case.resume)
     except SystemExit:
         said = [note for note in default_engine().notes if note.startswith("saved ")]
-        return {"steps": trainer.state.global_step, "said": said}
+        return {"steps": trainer.state.global_step, "said": said, "saves": default_engine().gate.saves}
     predicted = trainer.predict(data(7, 3))
     trainer.save_model(f"{case.folder}/end")
     state = trainer.state
@@ -313,7 +313,7 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any
     there = str(tmp_path / "two/checkpoint-1")
     said = f"saved {there}: trainer.train(resume_from_checkpoint=True) goes on from there."
     for got in pool(2).run(train, Case("gpt2", str(tmp_path / "two"), options=saves, stops=1)):
-        assert got == {"steps": 1, "said": [said]}
+        assert got == {"steps": 1, "said": [said], "saves": True}
     del want["log"][-1]["train_loss"]  # Trainer's own is that of the steps since it was started
     for got in pool(3).run(train, Case("gpt2", str(tmp_path / "three"), options=saves, resume=there)):
         del got["log"][-1]["train_loss"]
