@@ -182,7 +182,7 @@ def test_a_script_knows_how_many_of_its_parameters_are_computed_wide(script):
 
 def test_a_number_that_is_shown_is_taken_for_one_and_said(script):
     notes = trace_script(script(), Plan())[0].step.notes
-    assert any("train.py:" in note and "taken for 1" in note for note in notes)
+    assert any("train.py:" in note and "takes 1" in note for note in notes)
 
 
 def test_this_process_is_as_it_was_before(script):
