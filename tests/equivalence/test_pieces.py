@@ -1,6 +1,6 @@
 """The pieces of a check, each alone: casts to float64, keyed draws, sketches, what is compared and what is left out.
 
-Of equivalence/grouped.py and equivalence/noise.py too.
+Of equivalence/upcast.py and equivalence/noise.py too.
 """
 
 from __future__ import annotations

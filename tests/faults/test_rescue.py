@@ -1,6 +1,6 @@
 """No step is lost: whoever is lost and wherever, the run goes on after the last step that all ranks have finished.
 
-Of launcher/rescue.py.
+Of launcher/restarts.py.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshwise.compat.complex_numbers import WIDE
 from meshwise.compat.dispatch import gives_view, intercept_operators, operator_name, written_arguments
 from meshwise.compat.tree import map_tensors, tensors_in
-from meshwise.equivalence.grouped import grouped_product
 
 FACTORIES = {"rand", "randn", "rand_like", "randn_like"}
 SHAPED_LIKE = {"new_empty", "new_empty_strided"}  # reads no number: copy.deepcopy sets its storage
@@ -146,3 +146,29 @@ def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         wide = torch.complex128 if kind.is_complex else torch.float64
         return operator(*args, **{**kwargs, "dtype": _NARROW[wide]}).to(wide)
     return operator(*args, **kwargs)
+
+
+def grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Compute what `aten._grouped_mm` returns for these arguments: torch's own does not support float64. `offs` holds
+    the end of each group; rows after the last group are zero.
+
+    Shapes: (rows, k) x (groups, k, n) -> (rows, n) groups rows; (m, k) x (k, n) -> (groups, m, n) groups k; (groups, m,
+    k) x (k, columns) -> (m, columns) groups columns. Without `offs`: an ordinary batched product.
+    """
+    if offs is None:
+        product = left @ right
+    else:
+        ends = list(pairwise([0, *offs.tolist()]))
+        if left.dim() == right.dim():
+            product = torch.stack([left[:, a:b] @ right[a:b] for a, b in ends])
+        elif left.dim() == 2:
+            product = left.new_zeros(len(left), right.shape[-1])
+            for group, (a, b) in enumerate(ends):
+                product[a:b] = left[a:b] @ right[group]
+        else:
+            product = right.new_zeros(left.shape[1], right.shape[1])
+            for group, (a, b) in enumerate(ends):
+                product[:, a:b] = left[group] @ right[:, a:b]
+    return product if bias is None else product + bias

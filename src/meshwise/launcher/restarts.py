@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwise.launcher.rescue import keep_left
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.claims import write_of
 from meshwise.records.files import is_lost, read_lines
+from meshwise.records.left_parts import commit_parts, newest_whole, read_parts
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
 from meshwise.spec.faults import Fault
@@ -28,7 +28,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import on_devices
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.units import plural
-from meshwise.workers.failure import recorded
+from meshwise.workers.failure import Failure, recorded
 from meshwise.workers.kept_memory import KeptMemory
 
 NOT_SAVED = "The run is not started again, since the program saves no state. Call mw.checkpoint with what is trained."
@@ -276,3 +276,17 @@ def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
 def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
     """Return `error` with `why`, the reason that the run ends with it, added, and exit code `code`."""
     return WorkerFailed(f"{error}\n{why}", rank=error.rank, exit_code=code, failure=error.failure)
+
+
+def keep_left(folder: Path, kept: KeptMemory, attempt: int, failure: Failure | None) -> str:
+    """Save the newest complete state that an attempt's ranks left in memory. Returns a sentence on an error, or ""."""
+    if failure is None or failure.has_spoiled or (failure.kind == "raised" and failure.plain):
+        return ""  # a value is wrong, and would be so there too
+    left = [part for rank in range(kept.ranks) for part in read_parts(kept.path(rank), rank)]
+    found = newest_whole(left, attempt)
+    try:
+        if found:
+            commit_parts(folder / names.CHECKPOINTS, found)
+    except OSError as error:
+        return f"The state after step {found[0].step} could not be saved ({error.strerror}). "
+    return ""

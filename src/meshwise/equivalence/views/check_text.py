@@ -15,10 +15,9 @@ from rich.text import Text
 
 from meshwise.equivalence.compare import Compared
 from meshwise.equivalence.difference import Difference
-from meshwise.equivalence.plain.findings import PlainProof
+from meshwise.equivalence.plain.findings import Finding, PlainProof
 from meshwise.equivalence.proof import Proof
 from meshwise.equivalence.tolerance import LIMIT
-from meshwise.equivalence.views.plain_text import plain_text
 from meshwise.spec.addresses import more
 from meshwise.spec.units import count_text, plural
 from meshwise.terminal.screen import Drawn, Screen, spaced
@@ -30,7 +29,7 @@ OF_BAND = ("loss", "parameters", "evaluation")
 def check_text(proof: Proof | PlainProof, width: int | None = None) -> RenderableType:
     """Show the proof, at most `width` characters wide (None: as wide as the console)."""
     if isinstance(proof, PlainProof):
-        return plain_text(proof, width)
+        return Drawn(lambda screen: _plain_lines(proof, screen), width)
     return Drawn(lambda screen: _lines(proof, screen), width)
 
 
@@ -120,3 +119,28 @@ def _size(relative: float) -> str:
     if relative == 0:
         return "0"
     return "missing" if math.isinf(relative) else f"{relative:.1e}"
+
+
+def _plain_lines(proof: PlainProof, screen: Screen) -> list[Text]:
+    wrong = [finding for finding in proof.findings if finding.wrong]
+    blocks = [screen.wrap(*_finding(each, "by design", "yellow")) for each in proof.findings if not each.wrong]
+    blocks += [screen.wrap(*(Text(f"not judged: {text}", "yellow") for text in proof.not_judged))]
+    blocks += [screen.wrap(*_finding(each, "wrong", "bold red")) for each in wrong]
+    steps = f"{plural(proof.steps, 'step')} of {plural(proof.epochs, 'epoch')} on {proof.devices}"
+    run = f"{steps}, beside one process on the same samples, in float64"
+    if wrong:
+        last = Text(f"different: {plural(len(wrong), 'finding')}, {run}", "bold red")
+    elif proof.not_judged:
+        last = Text(f"doubtful: nothing wrong is found, and not all is judged: {run}", "bold yellow")
+    else:
+        last = Text(f"equal: {run}; no gradient differs by more than {proof.largest:.1g}", "bold green")
+    return spaced([*blocks, screen.wrap(last)], None)
+
+
+def _finding(finding: Finding, word: str, style: str) -> list[Text]:
+    places = ", ".join(finding.places)
+    lines = [
+        Text(f"{word}: {finding.kind}{f' ({places})' if places else ''}", style),
+        Text(f"because   {finding.evidence}"),
+    ]
+    return [*lines, *([Text(f"instead   {finding.instead}")] if finding.instead else [])]
