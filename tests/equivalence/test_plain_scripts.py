@@ -362,6 +362,19 @@ def test_a_loss_divided_twice_is_found_beside_one_that_no_step_takes() -> None:
     ]
 
 
+@pytest.mark.parametrize(("printed", "alarms"), [("2.799e-03", False), ("3.100e-03", True)])
+def test_a_learning_rate_that_is_printed_is_no_metric(printed: str, alarms: bool) -> None:
+    """One process, which takes rank 0's rates, went on from these by the length of its own loader."""
+
+    def side(rank: int, ranks: int, rate: float, text: str) -> Record:
+        steps = [step(scales=(1.0,), start=number + rank) for number in range(2)]
+        return record(rank, ranks, steps=steps, shown=[("train.py:30", text, False)], rates={rate})
+
+    ranks = [side(rank, 2, 0.0027989, f"acc 0.50 lr {printed}") for rank in range(2)]
+    found = found_in(ranks, side(0, 1, 0.0028861, "acc 0.50 lr 2.886e-03"))
+    assert ("metric differs from one device's" in found) == alarms and "number of one rank" not in found
+
+
 def test_a_number_that_is_another_when_one_process_runs_again_is_measured() -> None:
     """A time beside a loss of the training or a metric; what is a time by its words needs no other run."""
 

@@ -198,6 +198,7 @@ def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> 
             line = text.partition(" shows ")[0]
             printed = [[other for place, other in side if place == line] for side in sides]
             apart = [pair for each in zip(*printed, strict=False) for pair in numbers_apart(*each)]
+            apart = [pair for pair in apart if not _are_rates(pair, one, first)]
             metric = wrong and not all(_is_of_training(pair, one, first) for pair in apart)
             kind = "metric differs from one device's" if metric else "number of one rank"
             evidence = text.removesuffix("on one device.") + ALONE
@@ -208,6 +209,11 @@ def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> 
                 instead = f"{also} {instead}"
             if apart:
                 yield Finding(kind, metric, (line,), evidence, instead)
+
+
+def _are_rates(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
+    """Return whether both numbers are learning rates. `rates` judges these: one process takes its own from rank 0."""
+    return all(any(_shows(n, rate) for rate in side.rates) for n, side in zip(pair, (one, first), strict=True))
 
 
 def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:

@@ -88,9 +88,9 @@ class Step:
 class Record:
     """What one rank did. norms: kinds of batch norm that ran in training. horizon: the number of ticks until the
     schedule ends, and the lines that make and tick it. shown: lines that print, what they print, and whether it is from
-    a training or inside an evaluation. ticks: since the last step. told: lines that give a schedule a metric, and it.
-    length: steps of the whole training; 0: not known. schedules: lines that make one. refused: why none of it can be
-    compared. left: losses after the last step.
+    a training or inside an evaluation. rates: the learning rates where a line prints. ticks: since the last step.
+    told: lines that give a schedule a metric, and it. length: steps of the whole training; 0: not known. schedules:
+    lines that make one. refused: why none of it can be compared. left: losses after the last step.
     evaluated: of the statistics of batch norm that evaluations use, a number each time it is another."""
 
     rank: int
@@ -103,6 +103,7 @@ class Record:
     ticked_at: tuple[str, ...] = ()
     ticks: int = 0
     told: list[tuple[str, float]] = field(default_factory=list)
+    rates: set[float] = field(default_factory=set)
     schedules: list[str] = field(default_factory=list)
     wrapped: bool = False
     accelerate: bool = False

@@ -273,6 +273,8 @@ class _Watcher:
             if where and named.get("file") in (None, sys.stdout):
                 last = self.record.passes[-1] if self.record.passes else None
                 text = named.get("sep", " ").join(map(str, values))
+                groups = (group for optimizer, _ in self._optimizers.values() for group in optimizer.param_groups)
+                self.record.rates.update(float(group.get("lr", 0.0)) for group in groups)
                 self.record.shown.append((where, text, last is None or last.trained or not last.over))
             else:
                 plain(*values, **named)
