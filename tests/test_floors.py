@@ -101,7 +101,7 @@ LONGER: dict[str, str] = {
     "parallel/data.py": "one class, which all of a backward's calls are flat in",
 }
 
-MOST_CODE_LINES = 51_741 + 10_546
+MOST_CODE_LINES = 51_773 + 10_546
 """Lines of the package without blank lines, comments and docstrings. What adds more makes something else simpler. The
 second number is what is new: races between streams, views of arrays that write through, a rendezvous with a secret,
 whether the ranks hold the same data, losses that are not finite, sums inside a loss, slips in a script's sums, what
