@@ -256,6 +256,21 @@ def test_a_gradient_is_kept_as_it_was_before_the_clipping() -> None:
     assert made.gradients["bias"].item() == pytest.approx(0.1 * 3 / 27**0.5, rel=1e-5) and not made.by_trainer
 
 
+def test_a_script_of_lightning_is_refused_at_its_first_step() -> None:
+    """By its Trainer, which calls the step: with DistributedDataParallel and without."""
+
+    def script() -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(3, 2)).sum().backward()
+        found = dict[str, Any]()
+        exec(compile("def fit(step):\n    step()\n", "/lib/lightning/pytorch/trainer/trainer.py", "exec"), found)
+        found["fit"](optimizer.step)
+
+    with pytest.raises(UsageError, match=r"of Lightning needs its one line: write trainer = mw\.distribute\(trainer\)"):
+        watch_plain(script, 1, 0, None, 0)
+
+
 def test_what_differs_by_design_is_not_wrong() -> None:
     local = [record(rank, steps=[step(gradients=times(1 + rank)), step(start=2.0)]) for rank in range(2)]
     assert found_in(local, record(0, 1))["local steps between averages"] is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,16 @@ def test_a_script_with_a_process_group_of_its_own_trains() -> None:
         plain()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("file", ["lightning/pytorch/trainer/trainer.py", "pytorch_lightning/trainer/trainer.py"])
+def test_a_script_of_lightning_is_told_its_one_line(file: str) -> None:
+    found = dict[str, Any]()
+    exec(compile("def fit(train):\n    train()\n", f"/lib/{file}", "exec"), found)
+    refuse_same_work("train.py", World(0, 2))
+    says = r"do the same work twice\. Use .* or write trainer = mw\.distribute\(trainer\) before trainer\.fit\(\)\.$"
+    with pytest.raises(UsageError, match=says):
+        found["fit"](plain)
 
 
 def test_a_closure_makes_its_gradients_inside_the_step() -> None:

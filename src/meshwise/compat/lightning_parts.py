@@ -1,6 +1,7 @@
 """Reach private parts of Lightning's Trainer: signals, logging, step closure, epoch's end.
 
-Read in Lightning 2.6. Nothing of it is imported. Tested in tests/script/test_lightning.py.
+Read in Lightning 2.6. Nothing of it is imported. Tested in tests/script/test_lightning.py and
+tests/process/test_same_work.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,16 @@ from typing import Any
 import torch
 
 from meshwise.compat.fake_device import NAME, TOLD
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import frame_in
+
+FILES = ("lightning/pytorch/trainer/trainer.py", "pytorch_lightning/trainer/trainer.py")
+
+
+def refuse_lightning(why: str) -> None:
+    """Raise UsageError if Lightning's Trainer is among the callers. why: the sentence, up to what to write."""
+    if any(map(frame_in, FILES)):
+        raise UsageError(f"{why} write trainer = mw.distribute(trainer) before trainer.fit().")
 
 
 def take_place(trainer: Any, device: str, *, signals: bool) -> None:

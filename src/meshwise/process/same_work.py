@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from meshwise import process
+from meshwise.compat.lightning_parts import refuse_lightning
 from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
@@ -32,9 +33,9 @@ def refuse_same_work(script: str, world: World) -> None:
             return
         what = "gave mw.distribute no model" if process.session.has_begun() else "does not use mw.distribute"
         times = "twice" if world.size == 2 else f"{world.size} times"
-        raise UsageError(
-            f"{script} {what}: {world.size} workers would do the same work {times}. Use --devices 1x{world.kind} to "
-            "run it once, or give its model, optimizer and loaders to mw.distribute."
-        )
+        said = f"{script} {what}: {world.size} workers would do the same work {times}. "
+        said += f"Use --devices 1x{world.kind} to run it once, or"
+        refuse_lightning(said)
+        raise UsageError(f"{said} give its model, optimizer and loaders to mw.distribute.")
 
     hook = subscribe(Order.GUARD, first_step)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from meshwise.autograd.loss_scale import scale_of
 from meshwise.compat import program_calls
+from meshwise.compat.lightning_parts import refuse_lightning
 from meshwise.engine.seeds import seed_all
 from meshwise.equivalence.plain.neutral import NORMS, neutral
 from meshwise.equivalence.plain.on_cpu import on_cpu
@@ -33,6 +34,7 @@ from meshwise.equivalence.short_loops import ScriptEnds
 from meshwise.equivalence.upcast import called_in_float64, plain_attention, upcast
 from meshwise.machine.memory import free_bytes
 from meshwise.parallel.step_hooks import Order, subscribe
+from meshwise.process.session import has_begun
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import frame_in, place_of, user_place
@@ -203,6 +205,8 @@ class _Watcher:
             self.record.refused = NOT_REPLICAS
             raise ScriptEnds
         if not self.record.steps:
+            if not has_begun():
+                refuse_lightning("check of a script of Lightning needs its one line:")
             self._refuse_large(held)
         number = self._optimizers.setdefault(id(optimizer), (optimizer, len(self._optimizers)))[1]
         hooks = tuple(dict.fromkeys(place for p in held for place in map(place_of, program_calls.hooks_of(p)) if place))
