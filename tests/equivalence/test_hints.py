@@ -115,7 +115,7 @@ def test_a_scheduler_that_ticks_each_microbatch() -> None:
     text = short((BACKWARD, ACCUMULATED + "        scheduler.step()\n"))
     (told,) = hints(text)
     assert told.startswith(
-        at(text, "scheduler.step()") + "the scheduler steps after every backward, and 2 of them make"
+        at(text, "scheduler.step()") + "the scheduler steps after every backward, and a step has 2 of them"
     )
     assert hints(short((BACKWARD, ACCUMULATED + "            scheduler.step()\n"))) == []
     assert hints(short((BACKWARD, BACKWARD + "        scheduler.step()\n"))) == [], "a tick a step"

@@ -176,7 +176,7 @@ def test_ranks_that_call_different_collectives_are_named() -> None:
     other = work(gathers((0, 1)), rank=1)
     with pytest.raises(ValueError, match=r"wait for each other.*rank 0 in all-reduce of 2 ranks \(event 1\)"):
         step_of(one, other)
-    with pytest.raises(ValueError, match="another rank"):
+    with pytest.raises(ValueError, match="each rank may have only one"):
         step_of(one, one)
 
 
@@ -187,7 +187,7 @@ def test_what_has_no_price_is_said_in_place_of_a_time() -> None:
     assert missing([unpriced], Prices(machine)) == ("aten.mm in bf16 on V100-SXM2-32GB: no figure is known (2 times)",)
     with pytest.raises(UsageError, match="meshwise bench --save"):
         simulate([unpriced], machine)
-    with pytest.raises(UsageError, match="it has 1 device, and the plan has 8 ranks"):
+    with pytest.raises(UsageError, match="this machine has 1 device, but the plan needs 8"):
         simulate([work(computes())], machine)
 
 
