@@ -370,6 +370,19 @@ def test_the_loss_of_a_microbatch_that_no_step_takes_is_of_one_rank() -> None:
         assert number["number of one rank"] is False and "metric differs from one device's" not in number
 
 
+def test_losses_divided_by_the_length_of_a_loader_that_was_not_read_whole_are_of_one_rank() -> None:
+    """As in `total += loss.item() * accumulate` and `total / len(loader)`: a check reads some of its batches."""
+
+    def side(rank: int, ranks: int, losses: tuple[float, ...], text: str) -> Record:
+        steps = [step(losses=losses, scales=(0.5, 0.5), start=number + rank) for number in range(2)]
+        passes = [replace(read(rank, ranks), batches=read(rank, ranks).batches * 3)]
+        return record(rank, ranks, passes=passes, steps=steps, shown=[("train.py:30", text, False)])
+
+    ranks = [side(rank, 2, (0.5, 0.7 + rank / 10), "loss 0.4000") for rank in range(2)]
+    assert found_in(ranks, side(0, 1, (0.5, 0.75), "loss 0.4167"))["number of one rank"] is False
+    assert found_in(ranks, side(0, 1, (0.5, 0.75), "loss 0.4267"))["metric differs from one device's"]
+
+
 def test_a_loss_divided_twice_is_found_beside_one_that_no_step_takes() -> None:
     steps = [step(scales=(0.25,) * number) for number in (2, 3)]
     assert found_in([record(rank, steps=steps) for rank in range(2)], record(0, 1, steps=steps))[

@@ -218,11 +218,13 @@ def _are_rates(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> boo
 
 def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
     """Return whether two numbers are the same losses of a training on both sides, added or averaged: of a few steps or
-    of one microbatch, divided by how many a step has or not."""
+    of one microbatch, divided by how many a step has or not, or by len(loader)."""
     losses, micro = [one.losses, first.losses], float(one.microbatches)
+    lengths = {float(len(read.batches)) for read in first.passes if read.trained}
     for begin, end in itertools.combinations(range(1 + min(map(len, losses))), 2):
         totals = [sum(side[begin:end]) for side in losses]
-        for by in {1.0, 1 / micro, float(end - begin), (end - begin) / micro}:
+        counts = {1.0, float(end - begin), *lengths}
+        for by in counts | {count / micro for count in counts}:
             if all(_shows(number, total / by) for number, total in zip(pair, totals, strict=True)):
                 return True
     return False
