@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for function, words in [
         (lambda part: part[:1], "must keep the length of the divided dim, 0"),
         (lambda part: 3, "returned int"),
-        (lambda part: part.int() if len(part) == 3 else part, "They must fit"),
+        (lambda part: part.int() if len(part) == 3 else part, "in the divided dim alone"),
     ]:
         with pytest.raises(mw.UsageError, match=words):
             mw.map_shards(function, x)

@@ -115,4 +115,4 @@ def what_says_a_layer_alone(plan: Plan) -> str:
 def test_a_layer_that_is_called_without_the_model_is_refused_where_its_gradient_would_not_be_reduced(
     pool: Callable[[int], Any], plan: Plan
 ) -> None:
-    assert "Let forward call it" in pool(4).run(what_says_a_layer_alone, plan)[0]
+    assert "Call it in the model's forward" in pool(4).run(what_says_a_layer_alone, plan)[0]

@@ -59,7 +59,7 @@ def _but_parts(x: Array) -> tuple[Any, ...]:
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
     """Convert `value` to an array on the devices of `other`; return it with the dtype in which both are compared."""
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
-        raise NoArrayGiven(f"{type(value).__name__} and {type(other).__name__}: convert them by xp.asarray(value).")
+        raise NoArrayGiven(f"{type(value).__name__} with {type(other).__name__}: give arrays, xp.asarray(value).")
     dtype = result_type(value, other)
     if type(value) is Array:
         return value, dtype

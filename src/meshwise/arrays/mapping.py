@@ -111,7 +111,8 @@ def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) 
             one = torch.empty(own, dtype=dtype, device=x.space.devices[place]) if made is None else made[number]
             if tuple(one.shape) != own or one.dtype is not dtype:
                 raise UsageError(
-                    f"map_shards: one result is {own} {dtype}, another {tuple(one.shape)} {one.dtype}. They must fit."
+                    f"map_shards: the function returned {own} {dtype} for one shard, and for another "
+                    f"{tuple(one.shape)} {one.dtype}. Return one dtype and shapes that differ in the divided dim alone."
                 )
             parts.append(one)
         whole = shape if placed.dim is None else (*shape[: placed.dim], x.shape[placed.dim], *shape[placed.dim + 1 :])

@@ -109,8 +109,8 @@ class Splits:
         return bool(self._parts) and part is self._parts[-1]
 
     def check_sum(self) -> bool:
-        """Return whether every rank's value already covers the whole batch. Raise UsageError if the batches in one sum
-        differ in that. Collective if batches were split that no backward has compared."""
+        """Return whether each rank's value is that of the whole batch already. Raise UsageError if it is for some
+        batches of a sum and not for others. Collective if batches were split that no backward has compared."""
         parts, self._used = self._parts, True
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):

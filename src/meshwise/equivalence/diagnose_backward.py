@@ -111,7 +111,7 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
 
 
 def _adds_up(found: RankWeights | None, alike: int) -> bool:
-    """Return whether ranks with the same samples each have a part of a gradient: the weights sum to `alike`."""
+    """Return whether `alike` ranks with the same samples each have a part of the gradient: their weights sum to it."""
     one = found.one if found is not None and found.unique else None
     return one is not None and alike > 1 and min(one) > 0 and near(sum(one), alike)
 

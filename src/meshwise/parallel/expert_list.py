@@ -122,7 +122,7 @@ class ExpertList:
 
     def _run(self, forward: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
         if self._mode:
-            raise self.refused("its forward is called inside itself")
+            raise self.refused("the forward of this list calls the list itself")
         try:
             self._mode, self._calls = "note", []
             with _without_trace(self, (given, named)), stages.uncounted():
@@ -144,7 +144,7 @@ class ExpertList:
         if self._mode == "run":
             return self._forwards[number](*given, **named)
         if not self._mode:
-            raise self.refused(f"expert {number} is called outside of that forward, or runs again in the backward")
+            raise self.refused(f"expert {number} runs outside of that forward, or again in the backward (recompute)")
         rows = {len(each) if isinstance(each, Tensor) and each.dim() > 1 else None for each in given}
         if named or None in rows or len(rows) != 1:
             raise self.refused(f"expert {number} is given something other than tensors with as many rows")

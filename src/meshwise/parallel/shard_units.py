@@ -170,7 +170,7 @@ def _written(module: nn.Module, name: str) -> PlanError:
 
 
 def watch_forward(module: Any) -> None:
-    """Register hooks that raise PlanError for what would go wrong in, or after, a gathered block's forward."""
+    """Register hooks that raise PlanError for a backward of a backward, and if gathered parameters are written."""
     module.register_forward_hook(refuse_second_backward)
     StaysGathered(module, groups_of(module))
 

@@ -149,8 +149,8 @@ def _run(
     PlanError if shard, which also divides parameters, has not gathered those of the module."""
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
-            f"tensor={axis.size} with data or shard: parameters are gathered while model(x) runs, or the block "
-            "that has them. Here another method was called, or a layer alone. Let forward call it, or use tensor alone."
+            f"tensor={axis.size} with data or shard: parameters are gathered only while model(x), or their block, "
+            "runs. Here another method or one layer was called. Call it in the model's forward, or use tensor alone."
         )
     changed = _localise(owners, axis)
     try:
