@@ -383,6 +383,15 @@ def test_losses_divided_by_the_length_of_a_loader_that_was_not_read_whole_are_of
     assert found_in(ranks, side(0, 1, (0.5, 0.75), "loss 0.4267"))["metric differs from one device's"]
 
 
+def test_gradients_that_an_epoch_leaves_to_the_next_are_told() -> None:
+    steps = [step(scales=(0.5,) * number) for number in (2, 2, 3, 2)]
+    passes = [read(0), read(0, number=1)]
+    found = found_in([record(rank, steps=steps, passes=passes) for rank in range(2)], record(0, 1, steps=steps))
+    assert found["gradients left over from an epoch"] is False
+    even = [record(rank, steps=steps[:2] * 2, passes=passes) for rank in range(2)]
+    assert "gradients left over from an epoch" not in found_in(even, record(0, 1, steps=steps[:2] * 2))
+
+
 def test_a_loss_divided_twice_is_found_beside_one_that_no_step_takes() -> None:
     steps = [step(scales=(0.25,) * number) for number in (2, 3)]
     assert found_in([record(rank, steps=steps) for rank in range(2)], record(0, 1, steps=steps))[

@@ -180,6 +180,16 @@ def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
         yield Finding("batch norm per rank", False, where, evidence, instead)
 
 
+def left_over(first: Record) -> Iterator[Finding]:
+    """Report an epoch whose last batches make no step, so that their gradients are in the next epoch's first step."""
+    usual = first.microbatches
+    late = next((step for step in first.steps[1:] if len(step.scales) > usual), None)
+    if late is not None and sum(each.trained for each in first.passes) > 1:
+        evidence = f"{usual} batches make a step, and one has {len(late.scales)}: the gradients of an epoch's last "
+        evidence += "batches are added to the next epoch's first step. How many are left depends on the devices."
+        yield Finding("gradients left over from an epoch", False, (late.places[2],), evidence)
+
+
 def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
     """Return whether evaluations print numbers, all equal to those of one device. apart: lines that print others."""
     told = [[text for _, text, after in record.shown if not after] for record in (first, one)]

@@ -46,6 +46,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
         *counts.schedule(ranks, one, pairs),
         *counts.rates(ranks),
         *counts.norms(ranks),
+        *counts.left_over(ranks[0]),
         *([] if _reads_others(ranks) else shown),
     ]
     once = {(each.kind, each.places): each for each in reversed(found)}  # the first of each kind and line
