@@ -106,7 +106,7 @@ def test_without_a_name_the_newest_run_is_meant(run: Path, report: Report, monke
         (["RUN", "--pdf"], "No such option"),
         (["RUN", "RUN", "--steps", "3"], "Compare two runs as text, or with --json"),
         (["RUN", "--live", "--json"], "--live works only with --openmetrics"),
-        (["RUN", "--mermaid", "--json"], "choose one"),
+        (["RUN", "--mermaid", "--json"], "Use one of them"),
         (["FILE"], "cannot be read (Not a directory). Name a folder"),
     ],
 )

@@ -323,10 +323,10 @@ def test_a_resumed_run_has_the_names_that_lightning_itself_has_then(tmp_path: Pa
 
 
 REFUSED = [
-    ({"model": Manual}, "manual optimisation is refused"),
-    ({"options": {"devices": 2, "strategy": "ddp"}}, "DDPStrategy (2 devices) is refused"),
+    ({"model": Manual}, "does not support manual optimisation"),
+    ({"options": {"devices": 2, "strategy": "ddp"}}, "DDPStrategy (2 devices) is not supported"),
     ({"model": OfOneRank}, "self.log('rows') outside of a step is of this rank's samples"),
-    ({"model": Lbfgs}, "LBFGS is refused: it computes the loss several times"),
+    ({"model": Lbfgs}, "does not support LBFGS: it computes the loss several times"),
 ]
 
 

@@ -163,7 +163,7 @@ def test_values_of_no_loop_are_joined_rank_by_rank(pool: Any) -> None:
 
 
 WRONG = {
-    "numbers": (lambda x: x.flatten().tolist(), "this is or holds float. Use torch.as_tensor(values)"),
+    "numbers": (lambda x: x.flatten().tolist(), "and was given float. Use torch.as_tensor(values)"),
     "nothing": (lambda x: [], "none"),
     "another number of rows": (lambda x: x[:-1], "rows are not the samples of this rank"),
     "a scalar": (lambda x: x.sum(), "rows are not the samples"),

@@ -323,9 +323,9 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("samples", {"auto_find_batch_size": True}, "auto_find_batch_size is refused"),
-        ("samples", {"optim": "lomo"}, "optim=lomo is refused"),
-        ("masks", {}, "--exact-random with a collator that masks at random is refused"),
+        ("samples", {"auto_find_batch_size": True}, "does not support auto_find_batch_size"),
+        ("samples", {"optim": "lomo"}, "does not support optim=lomo"),
+        ("masks", {}, "does not support --exact-random with a collator that masks at random"),
         ("routed", {}, "the loss of Routed is a sum over num_items_in_batch plus another term"),
     ],
 )
