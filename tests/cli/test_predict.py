@@ -102,7 +102,7 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_goes_on(
     assert f"({done} of them by an earlier call)" in capfd.readouterr().out
     assert lines_in("out.jsonl") == 200
     assert ended("predict train.py:job --arg slow=0.2 --out out.jsonl", monkeypatch) == 2
-    assert "out.jsonl exists" in capfd.readouterr().err
+    assert "out.jsonl: the file exists" in capfd.readouterr().err
 
 
 def test_the_data_set_may_be_named_in_a_file(
