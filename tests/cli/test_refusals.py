@@ -198,6 +198,7 @@ BEGINS = (
     "That was ",
     "It is ",
     "Ranks diverged: ",
+    "The run is not started again",
 )
 
 
