@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,7 +46,7 @@ class Given:
     step by a metric. loaders: the distributed loaders. loop_states: what `mw.checkpoint` returned. earlier: objects
     given by earlier programs in this process. splits: the batches of `mw.split`, once it is called.
 
-    waits: returns whether batches of a step wait for their last one, in a loop whose state cannot hold them.
+    waits: whether batches of a step wait for their last one, in a loop whose state cannot hold their gradients.
     saves, loads: how often each file was saved, and files were loaded; all ranks count alike, to synchronize.
     """
 
@@ -57,7 +56,7 @@ class Given:
     loaders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     saves: Counter[str] = field(default_factory=Counter)
     loads: int = 0
-    waits: Callable[[], bool] = bool
+    waits: bool = False
     loop_states: list[CheckpointedLoop] = field(default_factory=list)
     earlier: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
@@ -69,7 +68,7 @@ class Given:
 
     def finishes_epoch(self) -> bool:
         """Return, once the run was asked to stop, whether the program should go on until its next step or epoch."""
-        return self.waits() or any(state.finishes_epoch() for state in self.loop_states)
+        return self.waits or any(state.finishes_epoch() for state in self.loop_states)
 
     def close(self) -> None:
         """Close the saved states of loops, as the program ends."""

@@ -152,7 +152,7 @@ class Program:
         for model in new:
             if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
                 materialise(model)
-            if plan == Plan() and self.world.given:
+            if plan == Plan() and self.world.given and all(p.device.type == "cpu" for p in model.parameters()):
                 model.to(self.world.device)
         now = {id(p) for p in self.named_parameters().values()}
         self._replaced.update({p: name for name, p in before.items() if id(p) not in now})

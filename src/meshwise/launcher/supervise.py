@@ -121,7 +121,7 @@ class Viewer:
                 )
 
     def stops(self, where: str = "", saves: bool = False) -> None:
-        """Say once that the run is stopped, by which signal, and (`where`) after which step. saves: a Trainer saves."""
+        """Say once that the run is stopped, by which signal, and (`where`) after which step. saves: it saves."""
         if not self.stopped:
             self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
             self._view.print(self.stopped)

@@ -57,7 +57,6 @@ def distribute_lightning(
     if type(strategy).__name__ != "SingleDeviceStrategy":
         raise UsageError(ALONE.format(what=f"{type(strategy).__name__} ({trainer.num_devices} devices)"))
     ranks = Ranks(engine, trainer, add, share)
-    engine.given.waits = lambda: ranks.waits
     for callback in trainer.callbacks:
         if type(callback).__name__ == "BatchSizeFinder":
             refuse(ranks, "BatchSizeFinder", "it tries each rank's memory; meshwise plan says what fits")

@@ -106,6 +106,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     def teardown(self: Any) -> None:
         self.meshwise.close()
+        self.meshwise.engine.given.waits = False  # of a training that ended between the batches of a step
         kept = self._lightning_module, self._optimizers
         if self.meshwise.divided:  # parts stay on their devices
             self._lightning_module, self._optimizers = None, []
@@ -158,8 +159,8 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         ranks, module, plugin = self.meshwise, self.lightning_module, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
-        ranks.waits = accumulates(ranks.trainer)
-        before, ranks.engine.reduce = ranks.engine.reduce, not ranks.waits
+        ranks.engine.given.waits = accumulates(ranks.trainer)
+        before, ranks.engine.reduce = ranks.engine.reduce, not ranks.engine.given.waits
         try:
             ranks.loss = steps.backward(ranks.engine, loss, *ranks.said)
         finally:

@@ -74,8 +74,7 @@ class Ranks(OfTrainer):
     said: the weight and reduction of the newest loss. open: loops over loaders, by whether they train. states: loaders'
     states in a checkpoint. sizes: the loaders' batch sizes. items, logs: of the value being logged, how many items it
     is a mean over, and its hook and name; kinds: by hook and name, the kinds of all values. looks: watches the first
-    batch of a hook; looked: hooks watched so far. inside: whether a metric is being updated. waits: whether gradients
-    wait for a later batch of their step: a checkpoint does not hold them, so a stop comes after the step.
+    batch of a hook; looked: hooks watched so far. inside: whether a metric is being updated.
     """
 
     add: Callable[[list[nn.Module]], None]
@@ -86,7 +85,6 @@ class Ranks(OfTrainer):
     items: Tensor | None = None
     logs: tuple[str, str] = ("", "")
     inside: bool = False
-    waits: bool = False
     states: list[dict[str, Any]] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
 

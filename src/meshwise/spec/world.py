@@ -10,7 +10,7 @@ class World:
     """This process among those of a run. device: the name of its torch device, `cpu` or `cuda:0`.
 
     shares: how much of each batch each rank computes, in proportion; empty if all compute the same.
-    given: whether the launcher chose the device. If not, a single process leaves models where the program puts them.
+    given: whether the launcher chose the device. If so, one worker moves a model from the CPU to it too.
     """
 
     rank: int = 0
