@@ -11,7 +11,9 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,6 +34,12 @@ def run(code: str, name: str) -> dict[str, object]:
     }
 
 
+def begin_together(*arguments: Any, _begin: Callable[..., None] = dist.init_process_group, **named: Any) -> None:
+    """Return from `init_process_group` when every rank has: a rank that left its group at once failed the others'."""
+    _begin(*arguments, **named)
+    dist.barrier()
+
+
 def wait_for(count: int, outcomes: list[Path], seconds: float = 60.0) -> None:
     """Return when each rank has written `count` outcomes: a group that one rank left early fails on another."""
     end = time.monotonic() + seconds
@@ -43,6 +51,7 @@ def wait_for(count: int, outcomes: list[Path], seconds: float = 60.0) -> None:
 
 def main(blocks: Path, own: Path, everyone: list[Path]) -> None:
     """Run all blocks; a line is on disk before the next block starts, so that a crash loses one outcome only."""
+    dist.init_process_group = begin_together
     with own.open("w", encoding="utf-8") as lines:
         for count, block in enumerate(json.loads(blocks.read_text(encoding="utf-8")), 1):
             os.environ["MASTER_PORT"] = str(block["port"])
