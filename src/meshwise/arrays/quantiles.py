@@ -43,7 +43,7 @@ def quantile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", k
 
 def percentile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
     """Return `quantile` with `q` from 0 to 100."""
-    return _quantile(x, torch.as_tensor(q, dtype=torch.float64) / 100, axis, method, keepdims, "percentile")
+    return _quantile(x, q, axis, method, keepdims, "percentile", 100)
 
 
 def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
@@ -51,14 +51,14 @@ def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
     return _quantile(x, 0.5, axis, "midpoint", keepdims, "median")
 
 
-def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: str) -> Array:
+def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: str, most: int = 1) -> Array:
     x = as_array(name, x)
-    shares = torch.as_tensor(q, dtype=torch.float64)
+    shares = torch.as_tensor(q, dtype=torch.float64) / most
     axes = as_axes(name, axis, len(x.shape))
     length = math.prod(x.shape[dim] for dim in axes)
     if method not in METHODS or shares.dim() > 1 or bool(((shares < 0) | (shares > 1)).any()):
         raise ValueError(
-            f"{name}(q={q!r}, method={method!r}): q is 0 to 1 (percentile: 100), method one of {', '.join(METHODS)}."
+            f"{name}(q={q!r}, method={method!r}): q must be from 0 to {most}, method one of {', '.join(METHODS)}."
         )
     if x.dtype.is_complex or not length:
         raise TypeError(
