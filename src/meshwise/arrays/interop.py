@@ -1,9 +1,9 @@
 """Exchange arrays with other libraries: DLPack, NumPy, CUDA array interface.
 
-NumPy's own functions also accept our arrays.
+NumPy's own functions also accept arrays of this namespace.
 
-An array on one device is shared without a copy. An array on several is gathered: other libraries get all of it, never
-a part. `x.shards` gives its parts.
+An array on one device is shared without a copy. An array on several devices is gathered first, so that the other
+library gets all of it, never only a part. `x.shards` gives the parts.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ def dlpack(
     dl_device: Any = None,
     copy: bool | None = None,
 ) -> Any:
-    """Implement the standard's `x.__dlpack__()`: without a copy if the array lies on one device. Otherwise gather it
-    on the first device, over ranks on each, with a warning or an error as `mw.guard` says; with copy=False, the array
-    itself moves to that device."""
+    """Implement `x.__dlpack__()` of the array API standard.
+
+    An array on one device is shared without a copy. An array on several devices is gathered on its first device, or on
+    every rank if the array lies over ranks, with a warning or an error as `mw.guard` says. With copy=False, the array
+    itself is moved to that device. Raises BufferError if this array has views and would have to move.
+    """
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
         if x.alias is not None and not is_last(x):
@@ -52,13 +55,16 @@ def dlpack(
 
 
 def dlpack_device(x: Array, /) -> Any:
-    """Implement the standard's `x.__dlpack_device__()`: the first device where the array lies."""
+    """Implement `x.__dlpack_device__()` of the array API standard: return the first device that holds a part of `x`."""
     device = x.space.devices[x.sharding.places[0] if not x.space.over_ranks else x.space.here[0]]
     return torch.empty(0, device=device).__dlpack_device__()
 
 
 def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
-    """Make an array of an object with `__dlpack__`; no copy, if its device is ours and `copy` is not True."""
+    """Make an array from an object that has a `__dlpack__` method.
+
+    The memory is shared if the object lies on a device of the namespace and `copy` is not True. Otherwise it is copied.
+    """
     if isinstance(x, Array):
         return asarray(space, x, device=device, copy=copy)
     if not hasattr(type(x), "__dlpack__"):
@@ -79,9 +85,10 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
 
 
 def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
-    """Make an array whose parts are these tensors or arrays, one per device in order, without a copy.
+    """Make an array whose parts are the given tensors or arrays, one per device in order. The parts are not copied.
 
-    Over ranks, each rank gives a list with its own part. UsageError for a part on another kind of device.
+    Over ranks, each rank passes a list with only its own part. Raises UsageError if a part lies on another kind of
+    device.
     """
     parts = [from_array(part) for part in shards]
     if len(parts) != len(space.here):
@@ -105,8 +112,12 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
 
 
 def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-    """Return `np.asarray(x)`: shared memory if the array lies on one CPU device; else a read-only copy, since writes
-    to it would not reach `x`. Waits for the values."""
+    """Implement `np.asarray(x)`. Waits for the values.
+
+    If the array lies on one CPU device, the result shares its memory. Otherwise the result is a copy. Unless `copy` is
+    True, this copy is read-only, because writes to it would not reach `x`. Raises ValueError if `copy` is False and a
+    copy is necessary.
+    """
     here = x.sharding.single and x.parts and x.parts[0].is_cpu and not x.space.over_ranks
     shown = here and (x.alias is None or (x.alias.source is None and not x.alias.read_only))
     if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
@@ -129,14 +140,19 @@ def from_array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def cuda_interface(x: Array) -> Any:
-    """Return the interface that CuPy and Numba read, for an array on one GPU. AttributeError for any other array."""
+    """Return the CUDA array interface of `x`, which CuPy and Numba read. Raises AttributeError unless `x` lies on one
+    GPU."""
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
     raise AttributeError(f"__cuda_array_interface__ needs an array on one GPU, not {reading.where(x)}.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return the methods through which NumPy's own functions, `np.sqrt(x)` and `np.concatenate([x, y])`, call ours."""
+    """Return the methods by which NumPy's functions, such as `np.sqrt(x)`, call the functions of this namespace.
+
+    functions: the functions of this namespace by name. The keys of the result are `__array_ufunc__` and
+    `__array_function__`.
+    """
 
     def ufunc(self: Array, called: Any, method: str, *given: Any, **kwargs: Any) -> Any:
         rule = functions.get(called.__name__)

@@ -28,10 +28,10 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, by_bits, made
 
 
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
-    """Join arrays along a dim; None: flatten them first.
+    """Join arrays along an existing dim. If `axis` is None, the arrays are flattened first.
 
-    The result is divided like the largest of them; if that is along `axis`, each device has as many entries as it had
-    of all arrays together. Moves the entries that then belong to another device.
+    The result is divided like the largest array. If the largest array is divided along `axis`, each device gets as many
+    entries of the result as it held of all arrays together. Only entries that change their device move.
     """
     given = _of_one_type("concat", arrays)
     if axis is None:
@@ -47,7 +47,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
 
 
 def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
-    """Join arrays along a new dim. Arrays with equal shardings stay where they lie: no data moves."""
+    """Join arrays along a new dim. Arrays with equal shardings stay where they lie, so that no data moves."""
     given = _of_one_type("stack", arrays)
     if len({x.shape for x in given}) > 1:
         raise ValueError(f"stack needs arrays of equal shape, and these have {', '.join(str(x.shape) for x in given)}.")
@@ -56,7 +56,8 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
 
 
 def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
-    """Split a dim into its entries: views, or numbers for a vector. Entries of a divided dim stay where they lie."""
+    """Split an array into the entries of one dim. Each entry is a view, or a number if `x` is a vector. No data
+    moves."""
     dim = axis_of(axis, len(x.shape), "unstack")
     whole = [range(length) for length in x.shape]
     entries = tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
@@ -64,7 +65,10 @@ def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
 
 
 def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Reverse the entries along dims, or all dims. No data moves: the devices of a divided dim are reversed, too."""
+    """Reverse the entries along the given dims, by default along all dims.
+
+    No data moves. Along the divided dim, the order of the devices is reversed, too.
+    """
     given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
     if not x.shape:
         return copied(x)
@@ -73,8 +77,11 @@ def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 @by_bits
 def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
-    """Shift the entries by `shift` along a dim; those that fall off the end come in again at the start. axis None:
-    shift the flattened array. The sharding stays the same: the entries that pass the end of their part move."""
+    """Shift the entries by `shift` along a dim. Entries shifted past the end come back at the start.
+
+    If `axis` is None, the flattened array is shifted. The sharding stays the same. Only entries that cross the end of
+    their part move to another device.
+    """
     if axis is None:
         if not isinstance(shift, int):
             raise ValueError(f"roll(shift={shift}) needs an axis for each number. Name them, or give one number.")
@@ -96,7 +103,10 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
 
 @by_bits
 def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
-    """Repeat the array so often along each dim. Along the divided dim, entries move, and each part grows alike."""
+    """Repeat the whole array along each dim, as often as `repetitions` says for that dim.
+
+    Along the divided dim, entries move between devices, and all parts grow by the same factor.
+    """
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
     times = [1] * (len(x.shape) - len(times)) + times
     if min(times, default=0) < 0:
@@ -112,8 +122,11 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
 
 @by_bits
 def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
-    """Repeat each entry along `axis`; None: of the flattened array. If `repeats` is an array, it moves to the devices
-    of `x`, and this waits for the sum of `repeats`; nothing else moves."""
+    """Repeat each entry along `axis`. If `axis` is None, the entries of the flattened array are repeated.
+
+    repeats: a number, or an array with one number per entry. Such an array moves to the devices of `x`, and the call
+    waits for its sum. Nothing else moves.
+    """
     x = flat(x) if axis is None else x
     repeats = asarray(x.space, repeats) if isinstance(repeats, list | tuple) else repeats
     dim = axis_of(axis or 0, len(x.shape), "repeat")
@@ -140,7 +153,10 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
 def diff(
     x: Array, /, n: int = 1, axis: int = -1, *, prepend: Array | None = None, append: Array | None = None
 ) -> Array:
-    """Return differences of neighbours along a dim, `n` times. Moves one entry per border of two parts, each time."""
+    """Return the differences of neighboring entries along a dim, taken `n` times.
+
+    Each time, one entry moves across each border between two parts.
+    """
     dim = axis_of(axis, len(x.shape), "diff")
     if n < 0:
         raise ValueError(f"diff(n={n}): n must be 0 or more.")
@@ -161,11 +177,15 @@ def diff(
 def halo(
     x: Array, before: int, after: int, /, *, dim: int | None = None, wrap: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return the local parts, each with `before` entries of its neighbours ahead of it and `after` behind it.
+    """Return the local parts, each extended by entries of the neighboring parts: `before` ahead of it and `after`
+    behind it.
 
-    dim: by default the divided dim. wrap: the array is a ring, so the last entries come before the first; else the
-    parts at the ends have fewer. Moves those entries, from as many devices as hold them; an empty part gets none. The
-    result does not share memory with `x`.
+    The added entries move from as many devices as hold them. An empty part is not extended. The result does not share
+    memory with `x`.
+
+    dim: the dim along which the parts are extended, by default the divided dim.
+    wrap: True treats the array as a ring, in which the last entry precedes the first. Otherwise the first and last
+    parts get fewer entries.
     """
     dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
     if min(before, after) < 0:
@@ -190,7 +210,7 @@ def halo(
 
 
 def _ring(x: Array, length: int, before: int) -> list[Run]:
-    """Return runs of the `before` entries that come before the first one in a ring."""
+    """Return the `before` entries that precede the first entry of a ring, as runs."""
     rounds, rest = divmod(before, length)
     return [Run(x, length - rest, rest), *[Run(x, 0, length)] * rounds]
 
@@ -198,8 +218,11 @@ def _ring(x: Array, length: int, before: int) -> list[Run]:
 def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: Any = 0) -> Array:
     """Add entries before and after `x` along each dim, as NumPy's `pad`.
 
-    pad_width: a number, (before, after), or such a pair for each dim. mode: constant, edge, wrap, reflect, symmetric.
-    Along the divided dim, constants are made on the first and last devices; other entries move there if need be.
+    Along the divided dim, constants are created on the first and last devices. For the other modes, entries move to
+    these devices where necessary.
+
+    pad_width: a number, a pair (before, after), or such a pair for each dim.
+    mode: "constant", "edge", "wrap", "reflect" or "symmetric".
     """
     if mode not in ("constant", "edge", "wrap", "reflect", "symmetric"):
         raise ValueError(f"pad(mode={mode!r}): write constant, edge, wrap, reflect or symmetric.")
@@ -244,7 +267,7 @@ def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
 
 
 def _of_one_type(name: str, arrays: Sequence[Array]) -> list[Array]:
-    """Cast arrays of one namespace, at least one, to the type that they promote to."""
+    """Cast all arrays to the dtype that they promote to. Raises if the list is empty or names several namespaces."""
     if isinstance(arrays, Array):
         raise TypeError(f"{name} takes a list of arrays, not one array.")
     given = list(arrays)

@@ -1,7 +1,8 @@
 """Read an index key such as `x[1:, None, mask]`, like NumPy.
 
-Slices and indices cut one dim each. Index arrays and masks are advanced: the dims of their common shape replace the
-indexed dims, at the position of the first if they stand side by side in the key, else in front.
+A slice or an integer indexes one dim. Index arrays and masks are advanced indices: the dims of their common broadcast
+shape replace the dims that they index. The new dims stand at the position of the first advanced index if all advanced
+indices stand side by side in the key, else in front.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.sharding import Shape
 
 Cut = int | range
-"""In one dim: the entry to select, or the entries to keep."""
+"""What is selected along one dim: an int for one entry, or a range for the entries to keep."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A parsed index. cuts: one for each dim. arrays: (first dim, index array or mask), by dim; a mask may cover
-    several. out: the dims of the result in order: a dim that is cut, None for a new one, ADVANCED for those of index
-    arrays."""
+    """A parsed index key.
+
+    cuts: what is selected along each dim of the array.
+    arrays: pairs (first dim that it indexes, index array or mask), in the order of the dims. A mask may index several
+    dims.
+    out: the dims of the result, in order. Each is a dim of the array, None for a new dim, or ADVANCED for the dims of
+    the index arrays.
+    """
 
     cuts: tuple[Cut, ...]
     arrays: tuple[tuple[int, Array | Tensor], ...]
@@ -38,7 +44,7 @@ ADVANCED = -1
 
 
 def read_key(given: Any, shape: Shape) -> Key:
-    """Read an index key for an array of this shape. IndexError for an invalid key."""
+    """Parse an index key for an array of this shape. Raises IndexError for an invalid key."""
     if not isinstance(given, tuple):
         given = (given,)
     try:
@@ -53,7 +59,7 @@ _BASIC: dict[type, Callable[[Any], Any]] = {
     type(None): lambda each: each,
     type(...): lambda each: each,
 }
-"""The items of keys without arrays, as hashable values: slices are not hashable."""
+"""Functions that convert the items of a key without arrays to hashable values, by type. A slice is not hashable."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,7 +101,8 @@ def _read(items: list[Any], shape: Shape) -> Key:
 
 
 def _item(given: Any) -> Any:
-    """Convert an item of a key: None, Ellipsis, a slice, an int, or an index array or mask (`Array` or host tensor)."""
+    """Convert one item of a key to None, Ellipsis, a slice, an int, or an index array or mask (`Array` or host
+    tensor)."""
     if given is None or given is Ellipsis or isinstance(given, slice):
         return given
     if type(given) is int:
@@ -115,7 +122,11 @@ def _item(given: Any) -> Any:
 
 
 def on_host(given: Any) -> Any:
-    """Convert lists, NumPy arrays and tensors of indices or booleans to a host tensor; a single index to an int."""
+    """Convert a list, NumPy array or tensor of indices or booleans to a tensor on the host, and a single index to an
+    int.
+
+    Raises IndexError for values of any other type.
+    """
     values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if values.size == 0 and not isinstance(given, np.ndarray | Tensor):
         values = values.astype(np.int64)
@@ -131,7 +142,10 @@ def _is_array(item: Any) -> bool:
 
 
 def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
-    """Add a slice for each dim that is not named. An ellipsis stays, as it separates the arrays at its sides."""
+    """Add a slice for each dim that the key does not name.
+
+    An ellipsis is kept, because index arrays on its two sides do not count as standing side by side.
+    """
     used = sum(_dims_of(item) for item in items)
     at = [k for k, item in enumerate(items) if item is Ellipsis]
     if len(at) > 1:

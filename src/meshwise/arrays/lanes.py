@@ -15,13 +15,18 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
 def free_dim(shape: Shape, taken: Collection[int]) -> int | None:
-    """Return the longest dim outside `taken`, to split along; None if all others are shorter than 2."""
+    """Return the longest dim outside `taken`, along which to split. Returns None if all other dims are shorter than
+    2."""
     others = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] > 1]
     return max(others, key=lambda dim: shape[dim], default=None)
 
 
 def freed(x: Array, axes: Collection[int], operation: str) -> Array:
-    """Return `x` with none of `axes` split: unchanged, split along the longest other dim, or on one device."""
+    """Return `x` laid out so that none of `axes` is split.
+
+    If one of `axes` is split now, `x` is split along its longest other dim instead, or put on one device if there is
+    none. Otherwise `x` is returned unchanged.
+    """
     held = x.sharding
     if held.dim is None or held.dim not in axes:
         return x
@@ -29,7 +34,7 @@ def freed(x: Array, axes: Collection[int], operation: str) -> Array:
 
 
 def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
-    """Return the sharding that `freed` gives an array that has to move."""
+    """Return a sharding that splits none of `axes`: along the longest other dim, or on one device if there is none."""
     dim = free_dim(shape, axes)
     if dim is None:
         return sharding((fullest(held),))
@@ -37,5 +42,5 @@ def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
 
 
 def fullest(held: Sharding) -> int:
-    """Return the place with the largest part; moving the other parts there moves the fewest bytes."""
+    """Return the place (device number) that holds the largest part. Gathering on this device moves the fewest bytes."""
     return held.places[held.sizes.index(max(held.sizes))] if held.sizes else held.places[0]

@@ -17,7 +17,10 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, made
 
 
 def arranged(x: Array, order: Sequence[int | None]) -> Array:
-    """Permute the dims of `x`; None in `order` adds a dim of length 1. Moves no data."""
+    """Permute the dims of `x` as a view. No data moves.
+
+    order: for each dim of the result, the dim of `x` that becomes it, or None for a new dim of length 1.
+    """
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         flips = [at for at, dim in enumerate(order) if dim in x.alias.flips]
         return flipped(arranged(x.alias.source, order), flips)
@@ -38,7 +41,8 @@ def arranged(x: Array, order: Sequence[int | None]) -> Array:
 
 
 def flipped(x: Array, dims: Sequence[int]) -> Array:
-    """Reverse the entries of these dims. Along the divided dim, the devices are reversed, too."""
+    """Reverse the entries along the given dims, as a view. Along the divided dim, the order of the devices is reversed,
+    too."""
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         dims, x = sorted(x.alias.flips.symmetric_difference(dims)), x.alias.source
     dims = [dim for dim in dims if x.shape[dim] > 1]
@@ -56,7 +60,7 @@ def flipped(x: Array, dims: Sequence[int]) -> Array:
 
 
 def turned(x: Array, dims: Sequence[int]) -> Array:
-    """Return the result of `flipped` as a copy, not as a view."""
+    """Reverse the entries along the given dims, as a copy. `flipped` returns a view."""
     bits, placed = as_bits(x), x.sharding
     parts = [part.flip(tuple(dims)) for part in bits.parts]
     if placed.dim in dims:
@@ -66,7 +70,7 @@ def turned(x: Array, dims: Sequence[int]) -> Array:
 
 
 def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
-    """Permute the dims. Moves no data: the array stays divided along the same dim, at its new position."""
+    """Permute the dims. No data moves: the array stays divided along the same dim, which gets a new position."""
     order = [axis_of(axis, len(x.shape), "permute_dims") for axis in axes]
     if sorted(order) != list(range(len(x.shape))):
         raise ValueError(f"permute_dims(axes={tuple(axes)}): name each of the {len(x.shape)} dims once.")
@@ -82,7 +86,7 @@ def matrix_transpose(x: Array, /) -> Array:
 
 
 def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[int], /) -> Array:
-    """Move dims from `source` to `destination`; the others keep their order."""
+    """Move the dims `source` to the positions `destination`. The other dims keep their order."""
     ndim = len(x.shape)
     here = [axis_of(axis, ndim, "moveaxis") for axis in ([source] if isinstance(source, int) else source)]
     there = [
@@ -97,7 +101,7 @@ def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[
 
 
 def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
-    """Add dims of length 1 at these positions of the result."""
+    """Add dims of length 1 at the given positions of the result."""
     given = [axis] if isinstance(axis, int) else list(axis)
     ndim = len(x.shape) + len(given)
     new = [axis_of(each, ndim, "expand_dims") for each in given]
@@ -108,7 +112,10 @@ def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
 
 
 def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Remove these dims of length 1; None: all such dims. If one of them was divided, the result lies on one device."""
+    """Remove the given dims, which must have length 1. If `axis` is None, all dims of length 1 are removed.
+
+    If the divided dim is removed, the result lies on one device.
+    """
     shape = x.shape
     if axis is None:
         gone = [dim for dim, length in enumerate(shape) if length == 1]
@@ -132,8 +139,10 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 
 def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
-    """Repeat `x` along new dims and dims of length 1: a read-only view, in which repeats take no memory. Moves no data:
-    an array on one device stays there."""
+    """Broadcast `x` to a shape, as a read-only view in which repeated entries take no memory.
+
+    No data moves: an array on one device stays there.
+    """
     wanted = tuple(int(length) for length in shape)
     more = len(wanted) - len(x.shape)
     own = (1,) * more + x.shape
@@ -150,7 +159,7 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
 
 
 def of_repeated(x: Array, shape: Shape) -> Strides:
-    """Return the strides of `x` repeated to this shape."""
+    """Return the strides, in elements, of `x` broadcast to this shape."""
     own = zip(x.shape, of(x.shape, strides_of(x)), strict=True)
     more = len(shape) - len(x.shape)
     strides = [0] * more + [
@@ -168,8 +177,9 @@ def _repeated(x: Array, shape: Shape, placed: Sharding) -> Array:
 
 
 def spread(x: Array, shape: Shape, placed: Sharding, operation: str) -> Array:
-    """Broadcast `x` to `shape` and lay it out as `placed`; entries that are repeated go to each device.
+    """Broadcast `x` to `shape`, and lay it out as `placed`. Repeated entries are sent to each device that needs them.
 
-    Moves the least: what a device needs of `x` and does not hold; all of `x` if the divided dim is a repeated one.
+    Only the entries of `x` that a device needs and does not hold are moved. If `x` is repeated along the dim that
+    `placed` divides, each device needs all of `x`.
     """
     return _repeated(reshard(x, lies_for(shape, x.shape, placed), operation), shape, placed)

@@ -2,8 +2,9 @@
 
 Either the table or the values may be split.
 
-Bytes moved, the lesser of two: what each device with values lacks of the table; or what each device with a part of the
-table lacks of the values, and (devices - 1) x answers, since the answers for the parts are added.
+Of two ways, the one that moves fewer bytes is taken. Either each device with values gets the rest of the table. Or each
+device with a part of the table gets the rest of the values, and the answers of the parts are added, which moves
+(devices - 1) x (bytes of the answers).
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> the 
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
-    """Return where to insert each of `x2` into the sorted vector `x1`. side: before equal elements, or after ("right").
-    sorter: indices that sort `x1`, as from argsort. nan counts as greater than all numbers."""
+    """Return the indices at which the elements of `x2` would have to be inserted into the sorted vector `x1`.
+
+    NaN counts as greater than all numbers.
+
+    side: "left" for the position before equal elements, "right" for the position after them.
+    sorter: indices that sort `x1`, as argsort returns them.
+    """
     if type(x1) is not Array or len(x1.shape) != 1:
         raise NoArrayGiven("searchsorted: x1 must be a sorted vector. Write xp.sort(xp.reshape(x1, (-1,))).")
     if side not in ("left", "right"):
@@ -43,7 +49,10 @@ def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | N
 
 
 def isin(x1: Any, x2: Any, /, *, assume_unique: bool = False, invert: bool = False) -> Array:
-    """Return which elements of `x1` are in `x2`; `invert`: which are not. nan equals nothing."""
+    """Return, for each element of `x1`, whether it occurs in `x2`. With `invert`, return whether it does not occur.
+
+    NaN equals nothing, not even NaN.
+    """
     if type(x2) is not Array:
         x1, x2 = (x1, _operand(x2, x1)[0]) if type(x1) is Array else (x1, x2)
     values, dtype = _operand(x1, x2)
@@ -57,7 +66,8 @@ def _but_parts(x: Array) -> tuple[Any, ...]:
 
 
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
-    """Convert `value` to an array on the devices of `other`; return it with the dtype in which both are compared."""
+    """Convert `value` to an array on the devices of `other`. Returns this array, and the dtype for comparing it with
+    `other`."""
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
         raise NoArrayGiven(f"{type(value).__name__} with {type(other).__name__}: give arrays, xp.asarray(value).")
     dtype = result_type(value, other)

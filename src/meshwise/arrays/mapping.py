@@ -24,13 +24,16 @@ from meshwise.workers.verb_log import came_to
 def map_shards(
     function: Callable[..., Any], x: Array, /, *others: Any, halo: int | tuple[int, int] = 0, wrap: bool = False
 ) -> Any:
-    """Call `function` on each part of `x`, a torch tensor on its device, and join the results; a tuple gives several
-    arrays.
+    """Call a function of torch tensors on each part of `x`, and join the results into an array.
 
-    others: more arguments. Of an array, each call gets the matching part, or all of it if it lacks the divided dim, as
-    in broadcasting; other values are passed unchanged. halo: how many neighbouring entries a part gets on each side, or
-    (before, after); at the ends of the array there are none, unless `wrap` takes those of the other end. `function`
-    must keep the length of the divided dim; a halo in its result is cut off. Empty parts are skipped.
+    If `function` returns a tuple of tensors, the result is a tuple of arrays. `function` must keep the length of the
+    divided dim. Empty parts are skipped.
+
+    others: more arguments. For an array, each call gets the part that matches the part of `x`, or the whole array if it
+    lacks the divided dim, as in broadcasting. Other values are passed unchanged.
+    halo: how many entries of the neighboring parts are added to a part on each side, or a pair (before, after). If the
+    result of `function` still has these entries, they are cut off.
+    wrap: True also extends the first and last parts, with entries from the other end of the array.
     """
     if not isinstance(x, Array):
         raise UsageError(f"map_shards takes a function, then an array of a namespace, not {type(x).__name__}.")
@@ -57,7 +60,11 @@ def map_shards(
 
 
 def _beside(x: Array, other: Any) -> Callable[[int], Any]:
-    """Return a function from k to the argument for part k of `x`: of an array divided alike the same part, else all."""
+    """Return a function from the number of a part of `x` to the argument that accompanies this part.
+
+    If `other` is an array that has the divided dim of `x`, the argument is its matching part. Otherwise it is all of
+    `other`.
+    """
     if not isinstance(other, Array):
         return lambda at: other
     wanted = sharding(x.sharding.places)
@@ -69,13 +76,14 @@ def _beside(x: Array, other: Any) -> Callable[[int], Any]:
 
 
 def _ahead(x: Array, at: int, before: int, wrap: bool) -> int:
-    """Return how many entries of its neighbours lie ahead of local part number `at`."""
+    """Return how many halo entries precede the local part number `at`."""
     part, _ = x.space.local(x.sharding)[at]
     return before if wrap else min(before, x.sharding.offsets[part])
 
 
 def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> Tensor:
-    """Cut the halo off a result."""
+    """Cut the halo off one result of the user's function. Raises UsageError if its length along the divided dim is
+    wrong."""
     if not isinstance(made, Tensor):
         raise UsageError(
             f"map_shards: the function returned {type(made).__name__}. Return a tensor, or a tuple of tensors."
@@ -94,7 +102,7 @@ def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> T
 
 
 def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) -> list[Array]:
-    """Join the results into arrays; empty parts get the shape and dtype of the others."""
+    """Join the results of all parts into arrays. Skipped empty parts get the shape and dtype of the other results."""
     found = next((each for each in results if each is not None), None)
     forms = None if found is None else [(tuple(one.shape), one.dtype) for one in found]
     if x.space.over_ranks:

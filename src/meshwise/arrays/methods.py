@@ -2,7 +2,7 @@
 
 They are the same functions that the namespace has.
 
-Other files add theirs by `METHODS` and `PROPERTIES`, tables of functions whose first parameter is the array.
+Other files add their own through `METHODS` and `PROPERTIES`, tables of functions whose first parameter is the array.
 """
 
 from __future__ import annotations
@@ -48,12 +48,19 @@ UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_
 
 
 def of_this_space(x: Array, value: Any) -> Array | None:
-    """Convert an operand of NumPy or torch, or a list, to an array of the namespace of `x`; None for any other type."""
+    """Convert a NumPy array, NumPy scalar, torch tensor or list to an array of the namespace of `x`.
+
+    Returns None for a value of any other type.
+    """
     return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor | list | tuple) else None
 
 
 def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable[[Array, Any], Any]:
-    """Make an operator from a function of two arrays. The operator returns NotImplemented for unknown types."""
+    """Make a method for an operator of `Array` from a function of two arrays.
+
+    The method returns NotImplemented for operands of unknown types. If `reflected`, it is the right-hand form, such as
+    `__radd__`.
+    """
 
     def apply(self: Array, other: Any) -> Any:
         try:
@@ -68,8 +75,10 @@ def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable
 
 
 def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
-    """Return the right operands of `rule` for the parts of `x`, if the result has the shape, dtype and placement of `x`
-    and can overwrite it; None if that is not certain."""
+    """Return the right operand of `rule` for each part of `x`, if the result can overwrite the parts of `x` in place.
+
+    Returns None unless the result is certain to have the shape, dtype and sharding of `x`.
+    """
     if x.dtype not in getattr(rule, "takes", ()):
         return None
     if type(other) is Array:
@@ -90,7 +99,10 @@ def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
 
 
 def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
-    """Implement `x += y` in place, so that every reference to `x` sees it. TypeError if its dtype would change."""
+    """Make the method for an in-place operator such as `x += y`, which changes `x` for every reference to it.
+
+    The method raises TypeError if the dtype would have to change, and ValueError if the shape would.
+    """
     apply = operator(rule)
 
     def change(self: Array, other: Any) -> Any:
@@ -117,7 +129,11 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
 
 
 def resharded(x: Array, sharding: Placement = None, /, *, device: Any = None) -> Array:
-    """Copy `x` into another layout. sharding: such as `xp.shard(1)`; device: the device that is to hold all of `x`."""
+    """Copy `x` into another layout.
+
+    sharding: the new layout, such as `xp.shard(1)`.
+    device: the device that is to hold all of `x`.
+    """
     return asarray(x.space, x, device=device, sharding=sharding, copy=True)
 
 
@@ -129,12 +145,13 @@ def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
 
 
 def shards(x: Array) -> tuple[Tensor, ...]:
-    """The parts of this process as torch tensors, in the order of `x.sharding.places`; not copied."""
+    """The parts of this process as torch tensors, in the order of `x.sharding.places`. They share memory with the
+    array."""
     return x.parts
 
 
 def length(x: Array) -> int:
-    """Return `len(x)`."""
+    """Return `len(x)`, the length of the first dim. Raises TypeError for an array without dims."""
     if not x.shape:
         raise TypeError("an array without dims has no len(): its one element is x.item().")
     return x.shape[0]
@@ -146,7 +163,10 @@ def size(x: Array) -> int:
 
 
 def no_such(x: Array, name: str) -> Any:
-    """Return the parts of a view that torch cannot show; raise AttributeError for any other missing name."""
+    """Implement `Array.__getattr__`. Raises AttributeError with a hint, except for the attribute `parts`.
+
+    `parts` is missing if `x` is a view that torch cannot express. In this case the parts are computed and returned.
+    """
     if name == "parts":
         return fetched(x)
     if isinstance(own := Array.__dict__.get(name), property):
@@ -183,11 +203,11 @@ SETTERS: dict[str, Callable[[Array, Any], None]] = {
     "real": lambda x, value: x.real.__setitem__(..., value),
     "imag": lambda x, value: x.imag.__setitem__(..., value),
 }
-"""The setters of properties that can be assigned."""
+"""Functions (array, value) that assign a property, by the property's name."""
 
 
 def install(methods: dict[str, Callable[..., Any]], properties: dict[str, Callable[[Array], Any]]) -> None:
-    """Add these methods and properties to `Array`."""
+    """Add these methods and properties to the class `Array`."""
     for name, method in methods.items():
         setattr(Array, name, method if name.startswith("__") else checked(f"x.{name}", method))
     for name, read in properties.items():
@@ -195,7 +215,7 @@ def install(methods: dict[str, Callable[..., Any]], properties: dict[str, Callab
 
 
 def install_operators() -> None:
-    """Add the operators of `elementwise.py` to `Array`."""
+    """Add the operators of `elementwise.py` to the class `Array`."""
     rules = elementwise.FUNCTIONS
     for name, rule in BINARY.items():
         install_binary(name, rules[rule])
@@ -206,7 +226,7 @@ def install_operators() -> None:
 
 
 def install_binary(name: str, rule: Callable[..., Array]) -> None:
-    """Add an operator, its reflected form and its in-place form to `Array`."""
+    """Add a binary operator to `Array`, with its reflected form and its in-place form."""
     setattr(Array, f"__{name}__", operator(rule))
     setattr(Array, f"__r{name}__", operator(rule, reflected=name not in ("add", "mul")))
     setattr(Array, f"__i{name}__", changing(rule))

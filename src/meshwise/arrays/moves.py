@@ -27,12 +27,16 @@ from meshwise.transfer.path import choose
 from meshwise.workers.verb_log import came_to
 
 EXPLAINED: list[object] = []
-"""Not empty while `mw.explain` runs: moves are then reported instead of made."""
+"""Not empty while `mw.explain` runs. Transfers are then recorded as rows of the communication log, but not made."""
 
 
 class Move(NamedTuple):
-    """A tensor to send from place `source` to place `target`. tensor: its values; None if the source is not local.
-    into: memory at the target to write to; without it, a tensor whose source is its target is not copied."""
+    """A tensor to send from one place (device number) to another.
+
+    tensor: the values, or None if the source is not in this process.
+    into: memory at the target that receives the values. Without it, new memory is allocated. If source and target are
+    the same place, `tensor` itself is then used without a copy.
+    """
 
     source: int
     target: int
@@ -44,8 +48,11 @@ class Move(NamedTuple):
 
 
 def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Send pieces, and return those with local targets by their keys. If a piece's source is its target, it is not
-    counted, and copied only if it has `into`. Over ranks, all ranks must give the same pieces in the same order."""
+    """Send tensors between devices, and return the tensors that arrived on local devices, by the keys of their moves.
+
+    A move whose source is its target is not logged, and its tensor is only copied if it has `into`. Over ranks, all
+    ranks must pass the same moves in the same order.
+    """
     if space.over_ranks:
         return _over_ranks(space, list(pieces), operation)
     arrived = {}
@@ -70,7 +77,7 @@ def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hasha
 
 
 def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Send and receive the pieces between ranks in one batch. Places are rank numbers."""
+    """Exchange tensors between ranks in one batch of sends and receives. Place numbers are rank numbers."""
     came_to(operation)
     (own,) = space.here
     arrived, sends, receives, copies = {}, [], [], []
@@ -95,9 +102,9 @@ def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Ha
 
 
 def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool = False) -> Array:
-    """Lay out `x` as wanted. Parts that already lie there are not copied: the result may share memory with `x`.
+    """Lay out `x` according to another sharding. Parts that lie right already are not copied.
 
-    own: the result is for a user, and must not share memory with `x`.
+    own: True makes sure that the result shares no memory with `x`, as for a result that is returned to the user.
     """
     held, space, shape = x.sharding, x.space, x.shape
     if held is wanted or held == wanted:
@@ -125,12 +132,16 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
 
 
 Step = tuple[int, int, Shape, Slices | None, Slices | None]
-"""(source part, target part, shape of the piece, its slices in the source, its slices in the target); None: all."""
+"""(source part, target part, shape of the piece, its slices in the source, its slices in the target). Slices are None
+for the whole part."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(shape: Shape, held: Sharding, wanted: Sharding, own: bool) -> tuple[list[Step], set[int]]:
-    """Return the steps of `overlaps`, and the parts that a single copy fills, which need no memory before."""
+    """Return the pieces to send, and the numbers of the target parts that one piece fills completely.
+
+    Such a target part needs no memory allocated in advance.
+    """
     steps: list[Step] = []
     whole = set()
     for source, target, theirs, ours in overlaps(shape, held, wanted):
@@ -148,7 +159,8 @@ def _covers(within: tuple[slice, ...], shape: Shape) -> bool:
 
 
 def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
-    """Count the elements that go to another device when an array with the sharding `held` gets `wanted`."""
+    """Count the elements that have to go to another device to change the sharding of an array from `held` to
+    `wanted`."""
     if held is wanted or held == wanted:
         return 0
     moved = 0
@@ -162,26 +174,28 @@ def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
 
 
 def to_single(x: Array, place: int, operation: str = "to one place") -> Array:
-    """Move all of `x` to one device, given as its place."""
+    """Move all of `x` to one device, named by its number in the namespace."""
     return reshard(x, sharding((place,)), operation)
 
 
 def replicate(x: Array, places: tuple[int, ...] | None = None, operation: str = "replicate") -> Array:
-    """Copy all of `x` to each of these places; by default to all devices."""
+    """Copy all of `x` to each of the given devices, by default to all devices of the namespace."""
     return reshard(x, sharding(places or x.space.places), operation)
 
 
 def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Array:
-    """Make an array from one partial result per device, stacked along a new first dim; `combined` reduces that dim.
+    """Make an array from one partial result per device, stacked along a new first dim. `combined` reduces this dim.
 
-    parts: the partial results of the local devices. x: an array of the same space.
+    parts: the partial results of the local devices.
+    shape: the shape of one partial result.
+    x: any array of the same space.
     """
     partials = tuple(part.unsqueeze(0) for part in parts)
     return Array(partials, sharding(tuple(places), 0, (1,) * len(places)), (len(places), *shape), dtype, x.space)
 
 
 def plainly(space: Space) -> bool:
-    """Return whether all devices are host memory of this process, and no moves between them are recorded."""
+    """Return whether all devices are host memory of this process and nothing records the transfers between them."""
     return not (OPEN or OPEN_DEVICES or EXPLAINED or space.over_ranks or not space.on_host)
 
 
@@ -193,10 +207,13 @@ def combined(
     operation: str,
     shape: Shape | None = None,
 ) -> Array:
-    """Reduce the first dim of `partials` on the devices of `wanted`: each reduces all partial results for its part.
+    """Reduce the first dim of `partials`, the dim of the devices. The result lies as the sharding `wanted` says.
 
-    reduce: (devices, ...) -> (...), in the order of the devices, so that the bits are always the same. shape: that of
-    the result, if it differs from the remaining dims of the partials.
+    Each device of `wanted` gets what it needs of all partial results and reduces it.
+
+    reduce: a function from shape (devices, ...) to shape (...). The partial results always come in the order of the
+    devices, so that the bits of the result are always the same.
+    shape: the shape of the result, if it differs from the remaining dims of `partials`.
     """
     above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
     there = reshard(partials, above, operation)
@@ -205,8 +222,12 @@ def combined(
 
 
 def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> list[int]:
-    """Return the integers of all devices, in their order, on which shapes depend. values: those of the local devices,
-    equally many for each. Waits for the other devices' values."""
+    """Gather integers from all devices, in the order of the devices. Over ranks, the call waits for all ranks.
+
+    Shapes that depend on values are computed from these integers, so that they are the same on all ranks.
+
+    values: the integers of the local devices, equally many for each.
+    """
     if not space.over_ranks:
         return list(values)
     came_to(operation)

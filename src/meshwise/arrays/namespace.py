@@ -2,8 +2,8 @@
 
 `xp = mw.array_namespace("4xcpu")`, then `xp.sqrt(x)` as in NumPy.
 
-It collects the functions of other files by their names, and defines only those that say where arrays lie. A new file of
-functions gets a line in `RULES`, or in `MAKERS` if its functions need no array.
+The namespace collects functions of other files by their names. Only the functions that say where arrays lie are defined
+here. A new file of functions gets a line in `RULES`, or in `MAKERS` if its functions need no array.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     numpy_numbers.FUNCTIONS,
     numpy_products.FUNCTIONS,
 ]
-"""Functions of arrays."""
+"""Tables of functions whose arguments are arrays, by name."""
 MAKERS: list[dict[str, Callable[..., Any]]] = [
     creation.CREATION,
     interop.MAKERS,
@@ -89,12 +89,12 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
     files.MAKERS,
     dtensor.MAKERS,
 ]
-"""Functions whose first parameter is the `Space`, which the namespace fills in."""
+"""Tables of functions that create arrays. The namespace passes its `Space` as their first argument."""
 EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "fft": fft.FUNCTIONS,
     "linalg": products.FUNCTIONS | solving.FUNCTIONS | spectra.FUNCTIONS | norms.FUNCTIONS | numpy_products.LINALG,
 }
-"""`linalg` and `fft`: functions of arrays by name, in a namespace of their own."""
+"""The functions of the nested namespaces `xp.linalg` and `xp.fft`, by name."""
 EXTENSIONS["linalg"]["matrix_transpose"] = layout.matrix_transpose
 PLAIN: dict[str, Any] = {
     **dtypes.NAMES,
@@ -127,7 +127,7 @@ class Names:
 
 
 class Namespace(Names):
-    """The functions and data types of the Python array API on some devices. Made by `mw.array_namespace`."""
+    """The functions and data types of the Python array API for arrays on some devices. Made by `mw.array_namespace`."""
 
     def __init__(self, space: Space) -> None:
         bound: dict[str, Any] = {name: checked(name, make, space) for table in MAKERS for name, make in table.items()}
@@ -151,29 +151,33 @@ class Namespace(Names):
     def shard(
         self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | Machine | None = None
     ) -> Layout:
-        """Divide a dim over the devices: in equal parts (to within one entry), of these sizes, or by these weights.
+        """Return a layout that divides one dim over the devices. By default, the sizes of the parts differ by at most
+        one entry.
 
-        weights: a number per device, or a machine (`mw.find_machine()`, or a measured one) for its memory speeds.
+        sizes: the number of entries on each device.
+        weights: a number per device to which the sizes are proportional, or a machine (`mw.find_machine()`, or a
+        measured one) for sizes in proportion to the memory speeds of its devices.
         """
         if isinstance(weights, Machine):
             weights = self.space.speeds(weights)
         return as_layout(self.space.places, dim, sizes, weights)
 
     def __array_namespace_info__(self) -> casting.Info:
-        """Return devices, data types and capabilities, as the standard's inspection API asks for them."""
+        """Return the devices, data types and capabilities, as the inspection API of the array API standard defines."""
         return casting.Info(self.space)
 
     def replicated(self) -> Layout:
-        """Return the layout that puts all of an array on each device."""
+        """Return the layout in which each device holds all of an array."""
         return Layout(self.space.places)
 
     def single(self, place: Any = 0) -> Layout:
-        """Return the layout that puts all of an array on one device, given by name or by number in `xp.devices`."""
+        """Return the layout in which one device holds all of an array. place: the device's name, or its number in
+        `xp.devices`."""
         return Layout((self.space.place(place),))
 
 
 def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Let a function of arrays also take NumPy's arrays and scalars, tensors, lists, or Python numbers alone."""
+    """Wrap a function of arrays to also accept NumPy arrays, NumPy scalars, tensors, lists and Python numbers."""
 
     @functools.wraps(rule)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +204,8 @@ def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement NumPy's `out=`, and `where=` of elementwise functions: `out` is written only where that is true."""
+    """Implement NumPy's `out=`, and the `where=` of elementwise functions, which limits the elements of `out` to
+    write."""
     out, shown = kwargs.pop("out", None), kwargs.pop("where", True)
     found = call(*args, **kwargs)
     if out is None and shown is True:
@@ -236,16 +241,19 @@ def _arrays_of(space: Space, given: tuple[Any, ...]) -> list[Any]:
 
 @functools.cache
 def namespace_of(space: Space) -> Namespace:
-    """Return the shared namespace of a `Space`."""
+    """Return the namespace of a `Space`. Each `Space` has one namespace, which is made at the first call."""
     return Namespace(space)
 
 
 def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> Namespace:
     """Make a namespace with the Python array API and NumPy's names, for arrays whose parts lie on several devices.
 
-    devices: `"4xcpu"` for virtual ones, `"cuda"` for all GPUs, `["cuda:0", "cuda:1"]`; a device named twice
-    counts as two. By default all GPUs, else one CPU. In a run (`meshwise run`, torchrun) arrays lie on the ranks, and
-    all ranks must make the same calls. default_float: the dtype that Python's floats become.
+    In a run with several ranks (`meshwise run`, torchrun) arrays lie on the ranks, and all ranks must make the same
+    calls.
+
+    devices: `"4xcpu"` for four virtual devices, `"cuda"` for all GPUs, or a list such as `["cuda:0", "cuda:1"]`, in
+    which a device that is named twice counts as two. By default all GPUs, or one CPU if there is no GPU.
+    default_float: the dtype of arrays that are made from Python floats.
     """
     kind = as_dtype(default_float)
     if not kind.is_floating_point:
@@ -256,7 +264,7 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
 
 
 def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:
-    """Return the standard's `x.__array_namespace__()`."""
+    """Implement `x.__array_namespace__()` of the array API standard."""
     if api_version is not None and api_version > VERSION:
         raise ValueError(f"api_version {api_version} is too new: this is {VERSION}. Name {VERSION}, or leave it out.")
     return namespace_of(x.space)

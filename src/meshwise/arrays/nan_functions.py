@@ -20,7 +20,6 @@ from meshwise.arrays.statistics import as_floats
 
 
 def _without(x: Array, value: float) -> Array:
-    """Replace nan in `x` by a value."""
     if x.dtype not in FLOATS:
         return x
     filled: Array = x.__array_namespace__().where(ELEMENTWISE["isnan"](x), value, x)
@@ -28,7 +27,6 @@ def _without(x: Array, value: float) -> Array:
 
 
 def _count(x: Array, axis: Any, keepdims: bool) -> Array:
-    """Count the elements that are not nan, in the real type of `x`."""
     numbers = ELEMENTWISE["logical_not"](ELEMENTWISE["isnan"](x))
     return astype(total(numbers, axis=axis, keepdims=keepdims), real_of(x.dtype))
 
@@ -53,13 +51,17 @@ def _extreme(name: str, value: float) -> Callable[..., Any]:
 
 
 def nanmean(x: Any, /, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Any:
-    """Return the mean of elements that are not nan; nan if there are none."""
+    """Return the mean of the elements that are not NaN. The result is NaN if there are no such elements."""
     x = as_floats("nanmean", x if dtype is None else as_array("nanmean", x).astype(dtype))
     return total(_without(x, 0.0), axis=axis, keepdims=keepdims) / _count(x, axis, keepdims)
 
 
 def nanvar(x: Any, /, axis: Any = None, *, ddof: float = 0.0, correction: float = 0.0, keepdims: bool = False) -> Any:
-    """Return the variance of what is not nan: divided by the count less `ddof`; nan if that is not above 0."""
+    """Return the variance of the elements that are not NaN.
+
+    The sum of squared deviations is divided by the number of these elements minus `ddof`. The result is NaN if this
+    divisor is not above 0.
+    """
     x = as_floats("nanvar", x)
     apart = ELEMENTWISE["abs"](_without(x - nanmean(x, axis, keepdims=True), 0.0))
     over = _count(x, axis, keepdims) - (ddof or correction)
@@ -68,7 +70,7 @@ def nanvar(x: Any, /, axis: Any = None, *, ddof: float = 0.0, correction: float 
 
 
 def nanstd(x: Any, /, axis: Any = None, *, ddof: float = 0.0, correction: float = 0.0, keepdims: bool = False) -> Any:
-    """Return the standard deviation of elements that are not nan: the square root of `nanvar`."""
+    """Return the standard deviation of the elements that are not NaN, the square root of `nanvar`."""
     return ELEMENTWISE["sqrt"](nanvar(x, axis, ddof=ddof, correction=correction, keepdims=keepdims))
 
 

@@ -30,7 +30,10 @@ from meshwise.arrays.strides import named, of
 
 
 def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Array:
-    """Return sum(abs(x)^ord)^(1/ord) over axes, or all. ord: inf, greatest; -inf, least; 0, number of nonzeros."""
+    """Return the vector norm sum(abs(x)^ord)^(1/ord) over the given axes, by default over all.
+
+    ord: inf for the greatest absolute value, -inf for the least, 0 for the number of nonzero elements.
+    """
     x = as_floats("vector_norm", x)
     size = x if ord == 2 and not x.dtype.is_complex else _mapped(x, torch.abs, real_of(x.dtype))
     words: Any = {"axis": axis, "keepdims": keepdims}
@@ -47,7 +50,7 @@ def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: f
 
 
 def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Array:
-    """Return the norm of matrices: "fro", "nuc", 1, -1, 2, -2, inf or -inf."""
+    """Return the norm of each matrix in the last two dims. ord: "fro", "nuc", 1, -1, 2, -2, inf or -inf."""
     x = as_matrices("matrix_norm", x)
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
@@ -63,14 +66,19 @@ def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Arr
 
 
 def _extreme(values: Array, ord: float) -> Array:
-    """Return the greatest of the last dim, or the least if `ord` is below 0; the greatest of no values is 0."""
+    """Return the greatest value along the last dim, or the least if `ord` is below 0. The greatest of no values is
+    0."""
     if ord > 0 and not values.shape[-1]:
         return reductions.total(values, axis=-1)
     return reductions.FUNCTIONS["max" if ord > 0 else "min"](values, axis=-1)
 
 
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:
-    """Return the diagonals of matrices, `offset` entries above the main one: a read-only view, split as `x` is."""
+    """Return the diagonal of each matrix in the last two dims, as a read-only view that lies on the devices as `x`
+    does.
+
+    offset: the number of entries above the main diagonal.
+    """
     x = as_array("diagonal", x)
     if len(x.shape) < 2:
         raise ValueError(f"diagonal needs two dims or more, and this array has shape {x.shape}.")
@@ -78,7 +86,7 @@ def diagonal(x: Array, /, *, offset: int = 0) -> Array:
 
 
 def diagonal_of(x: Array, offset: int, *, read_only: bool) -> Array:
-    """Return the diagonals of matrices as a view."""
+    """Return the diagonal of each matrix in the last two dims, as a view, which is writable unless `read_only`."""
     *stack, rows, columns = of(x.shape, strides_of(x))
     found = _diagonal(x, offset)
     strides = named(found.shape, (*stack, rows + columns))
@@ -104,12 +112,15 @@ def _diagonal(x: Array, offset: int) -> Array:
 
 
 def trace(x: Array, /, *, offset: int = 0, dtype: Any = None) -> Array:
-    """Sum the diagonals of matrices; integers in 64 bits."""
+    """Sum the diagonal of each matrix in the last two dims. Integers are summed in 64 bits."""
     return reductions.total(diagonal(x, offset=offset), axis=-1, dtype=dtype)
 
 
 def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """Return the cross products of vectors of 3 along `axis`, counted from the end; the other dims are broadcast."""
+    """Return the cross products of the vectors of length 3 along `axis`. The other dims are broadcast.
+
+    axis: a negative number, counted from the end.
+    """
     x, y = as_array("cross", x1), as_array("cross", x2)
     if not -min(len(x.shape), len(y.shape)) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
         raise ValueError(f"cross(axis={axis}) of {x.shape} and {y.shape}: the axis must be below 0, and of length 3.")

@@ -30,13 +30,16 @@ from meshwise.spec.errors import UsageError
 
 
 def _entries(x: Array, axis: int, *bounds: int | None) -> Array:
-    """Return the entries of `x` in the slice `bounds` along an axis."""
     return x[(slice(None),) * axis + (slice(*bounds),)]
 
 
 def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
-    """Return the index of each element's bin: how many of the ascending `bins` are <= the element, or with `right`
-    < the element. Reads the bins."""
+    """Return, for each element, the index of the bin in which it lies.
+
+    This index is the number of entries of `bins` that are at most equal to the element, or with `right`, less than the
+    element. For descending `bins`, it is the number of entries that are greater than the element, or with `right`, at
+    least equal to it. Waits for the values of `bins`.
+    """
     x = as_array("digitize", x)
     xp, borders = x.__array_namespace__(), np.asarray(bins)
     steps = np.diff(borders)
@@ -49,8 +52,10 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
 
 
 def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, period: None = None) -> Array:
-    """Interpolate linearly at `x` between points with ascending coordinates `xs` and values `ys`. Outside of `xs` the
-    result is `left` or `right`, by default the value of the first or last point."""
+    """Interpolate linearly at `x` between points with the ascending coordinates `xs` and the values `ys`.
+
+    left, right: the result for elements before the first and after the last point. By default the value of this point.
+    """
     if period is not None:
         raise UsageError(
             "interp(period=...) is not supported. Write xp.interp(x % period, xs, ys) with points of one period."
@@ -80,8 +85,11 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
 
 
 def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
-    """Convolve two vectors. mode: `full`, every offset at which they overlap; `same`, as many as the longer vector has;
-    `valid`, only where all of the shorter one overlaps."""
+    """Convolve two vectors.
+
+    mode: "full" for every offset at which the vectors overlap, "same" for as many entries as the longer vector has,
+    "valid" for only the offsets at which all of the shorter vector overlaps the longer one.
+    """
     a = as_array("convolve", a)
     xp = a.__array_namespace__()
     v = xp.asarray(v)
@@ -102,7 +110,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
 
 
 def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
-    """Correlate one vector with the conjugate of the other, at each offset. mode: as in `convolve`."""
+    """Correlate the first vector with the complex conjugate of the second, at each offset. mode: as in `convolve`."""
     a = as_array("correlate", a)
     xp = a.__array_namespace__()
     v = xp.asarray(v)
@@ -112,7 +120,8 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
 
 
 def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
-    """Return `length` weighted sums, each of `count` successive entries; the first entry gets the last weight."""
+    """Return `length` weighted sums of `count` successive entries each. The first of these entries gets the last
+    weight."""
     held = a.sharding
     spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)
     lies = sharding(held.places, 0, tuple(max(0, min(begin + size, length) - begin) for begin, size in spans))
@@ -127,8 +136,13 @@ def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
 
 
 def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) -> Any:
-    """Return the slopes of `x` along each axis, from both neighbours; at the ends from one. spacing: a number, or the
-    coordinates along the axis; one for all axes, or one for each. Several axes give a list."""
+    """Return the slope of `x` along each axis, computed from both neighbors of an entry, and at the ends from one
+    neighbor.
+
+    For several axes, the result is a list with one array per axis.
+
+    spacing: a number or the coordinates along the axis. Pass one spacing for all axes, or one for each.
+    """
     x = as_floats("gradient", x)
     if edge_order != 1:
         raise UsageError(f"gradient(edge_order={edge_order}): only edge_order=1 is supported. Leave it out.")
@@ -165,7 +179,10 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
 
 
 def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
-    """Integrate `y` along an axis by the trapezoidal rule. x: the coordinates of the entries; by default `dx` apart."""
+    """Integrate `y` along an axis by the trapezoidal rule.
+
+    x: the coordinates of the entries. By default, neighboring entries are `dx` apart.
+    """
     y = as_array("trapezoid", y)
     dim = axis_of(axis, len(y.shape), "trapezoid")
     width: Any = dx
@@ -178,7 +195,10 @@ def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
 
 
 def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof: int | None = None) -> Any:
-    """Return the covariances of variables: the rows of `m`, or without `rowvar` its columns. y: more variables."""
+    """Return the covariance matrix of variables. Each row of `m` is one variable, or each column if `rowvar` is False.
+
+    y: an array of additional variables.
+    """
     m = as_floats("cov", m)
     xp = m.__array_namespace__()
     if len(m.shape) > 2:
@@ -197,7 +217,10 @@ def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof:
 
 
 def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
-    """Return the correlations of variables: the rows of `x`, or without `rowvar` its columns. y: more variables."""
+    """Return the correlation matrix of variables. Each row of `x` is one variable, or each column if `rowvar` is False.
+
+    y: an array of additional variables.
+    """
     found = cov(x, y, rowvar)
     xp = found.__array_namespace__()
     if not found.shape:
@@ -208,7 +231,11 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
 
 
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
-    """Choose each element from the choice of the first condition that is true there; from `default` if none is."""
+    """Choose each element from the entry of `choices` that belongs to the first condition that is true for this
+    element.
+
+    Elements for which no condition is true are taken from `default`.
+    """
     if not conditions or len(conditions) != len(choices):
         raise ValueError(f"select needs a choice for each condition: not {len(choices)} for {len(conditions)}.")
     as_array("select", conditions[0])
@@ -219,7 +246,7 @@ def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 
 
 
 def polyval(coefficients: Any, x: Any, /) -> Any:
-    """Evaluate a polynomial at `x`; the highest coefficient comes first. Reads the coefficients."""
+    """Evaluate a polynomial at `x`. The coefficient of the highest power comes first. Waits for the coefficients."""
     x = as_array("polyval", x)
     found = x * 0
     for each in np.asarray(coefficients):

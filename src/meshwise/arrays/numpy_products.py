@@ -2,8 +2,8 @@
 
 `linalg.norm`, `lstsq` and `polyfit` are here too.
 
-An `einsum` of more than two arrays multiplies the first two, then the result and the next array, and so on: each
-product moves the fewest bytes.
+An `einsum` of more than two arrays multiplies the first two, then the result and the next array, and so on. Each
+product is divided over the devices so that it moves the fewest bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from meshwise.spec.errors import UsageError
 
 
 def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
-    """Sum products over labelled dims, as in `xp.einsum("ik,kj->ij", a, b)`. optimize: ignored, the order is fixed."""
+    """Sum products over labeled dims, as in `xp.einsum("ik,kj->ij", a, b)`.
+
+    optimize: ignored, because the order of the products is fixed.
+    """
     if not isinstance(subscripts, str) or not operands:
         raise UsageError("einsum: labels come first, then arrays, as in xp.einsum('ik,kj->ij', a, b).")
     first = as_array("einsum", next((x for x in operands if isinstance(x, Array)), operands[0]))
@@ -50,7 +53,8 @@ def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
 
 
 def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
-    """Return the labels of each array and of the result, one letter per dim. ValueError if they do not fit."""
+    """Return the labels of each array and the labels of the result, one letter per dim. ValueError if they do not
+    fit."""
     given, arrow, result = subscripts.replace(" ", "").partition("->")
     inputs = given.split(",")
     free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # for dims behind `...`
@@ -90,7 +94,7 @@ def _lengths(asked: str, inputs: Sequence[str], arrays: Sequence[Array]) -> None
 
 
 def _alone(x: Array, labels: str) -> tuple[Array, str]:
-    """Reduce `x` to one dim per label: for two dims with the same label take the diagonal."""
+    """Return an array with one dim per label. If two dims have the same label, their diagonal is taken."""
     while twice := next((label for label in labels if labels.count(label) > 1), None):
         one, other = labels.index(twice), labels.rindex(twice)
         x = diagonal_of(moveaxis(x, (one, other), (-2, -1)), 0, read_only=False)
@@ -99,7 +103,7 @@ def _alone(x: Array, labels: str) -> tuple[Array, str]:
 
 
 def _summed(x: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
-    """Sum `x` over the labels that are not needed any more."""
+    """Sum `x` over all dims whose labels are not in `needed`."""
     over = tuple(dim for dim, label in enumerate(labels) if label not in needed)
     kept = "".join(label for label in labels if label in needed)
     return (total(x, axis=over, dtype=x.dtype) if over else x), kept
@@ -124,7 +128,7 @@ def _pair(x: Array, ours: str, y: Array, theirs: str, out: str) -> Array:
 
 
 def inner(x1: Any, x2: Any, /) -> Any:
-    """Sum the products of `x1` and `x2` over the last dim of each."""
+    """Sum the products of `x1` and `x2` over the last dim of each array."""
     x1 = as_array("inner", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     found = x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
@@ -138,7 +142,8 @@ def vdot(x1: Any, x2: Any, /) -> Any:
 
 
 def kron(x1: Any, x2: Any, /) -> Any:
-    """Return the Kronecker product: the second array times each element of the first, as blocks."""
+    """Return the Kronecker product, in which each element of `x1` is replaced by a block: the element times all of
+    `x2`."""
     x1 = as_array("kron", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     dims = max(len(x1.shape), len(x2.shape))
@@ -150,7 +155,8 @@ def kron(x1: Any, x2: Any, /) -> Any:
 
 
 def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return the norm of vectors along one axis, of matrices along two, or of all elements."""
+    """Return a norm of `x`: the vector norm along one axis, the matrix norm along two axes, or by default of all
+    elements."""
     x = as_array("norm", x)
     if axis is None and ord is None:
         return vector_norm(x, keepdims=keepdims)
@@ -165,8 +171,12 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 
 
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
-    """Solve `a @ x = b` by least squares: return the smallest such x, the squared distances, the rank of `a` and its
-    singular values. rcond: singular values below this share of the largest count as 0. Waits for the rank."""
+    """Solve `a @ x = b` by least squares. Waits for the rank of `a`.
+
+    Returns (the smallest such x, the sums of squared residuals, the rank of `a`, the singular values of `a`).
+
+    rcond: singular values below `rcond` times the largest one count as 0.
+    """
     a = as_array("lstsq", a)
     xp = a.__array_namespace__()
     b = xp.asarray(b)
@@ -186,7 +196,10 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
 
 
 def cond(x: Any, /, p: Any = None) -> Any:
-    """Return the condition number of a matrix: its norm times that of its inverse. p: the norm, 2 by default."""
+    """Return the condition number of a matrix, which is the norm of the matrix times the norm of its inverse.
+
+    p: the kind of norm, by default the 2-norm.
+    """
     x = as_array("cond", x)
     if p in (None, 2, -2):
         s = svdvals(x)
@@ -195,14 +208,20 @@ def cond(x: Any, /, p: Any = None) -> Any:
 
 
 def vander(x: Any, /, N: int | None = None, increasing: bool = False) -> Any:
-    """Return a matrix of the powers of a vector as columns: from `N - 1` down to 0, or with `increasing` up from 0."""
+    """Return the Vandermonde matrix of a vector, with its powers as columns.
+
+    The powers go from `N - 1` down to 0, or up from 0 if `increasing`.
+    """
     x = as_array("vander", x)
     powers = range(x.shape[0] if N is None else N)
     return x.__array_namespace__().stack([x**power for power in (powers if increasing else reversed(powers))], axis=1)
 
 
 def polyfit(x: Any, y: Any, deg: int, /, rcond: float | None = None) -> Any:
-    """Fit a polynomial of degree `deg` to the points by least squares; the highest coefficient comes first."""
+    """Fit a polynomial of degree `deg` to the points (x, y) by least squares.
+
+    Returns the coefficients, the coefficient of the highest power first.
+    """
     x = as_array("polyfit", x)
     xp = x.__array_namespace__()
     x, y = x + 0.0, xp.asarray(y)

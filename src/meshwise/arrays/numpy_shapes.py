@@ -1,6 +1,6 @@
 """Add NumPy's functions of shapes and entries beyond the standard's.
 
-They are made of the standard's functions, and move what those move.
+They are composed of the standard's functions, and move the data that those functions move.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from meshwise.arrays.views import axis_of
 
 
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """Split along a dim into so many parts, the first longer by one if need be, or before each of these entries."""
+    """Split an array along a dim into a list of views.
+
+    sections: the number of parts, of which the first ones are longer by one entry if necessary, or a sequence of the
+    entries before which to split.
+    """
     dim = axis_of(axis, len(x.shape), "array_split")
     length = x.shape[dim]
     if isinstance(sections, int):
@@ -37,7 +41,8 @@ def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> li
 
 
 def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """Split as `array_split`, into parts of equal length. ValueError if that is impossible."""
+    """Split an array along a dim, as `array_split`. Raises ValueError if a number of parts does not divide the
+    length."""
     dim = axis_of(axis, len(x.shape), "split")
     if isinstance(sections, int) and sections > 0 and x.shape[dim] % sections:
         raise ValueError(f"split cannot divide {x.shape[dim]} entries into {sections} equal parts. Use array_split.")
@@ -50,12 +55,12 @@ def atleast_1d(x: Array, /) -> Array:
 
 
 def atleast_2d(x: Array, /) -> Array:
-    """Return the array with at least two dims; a vector becomes a row."""
+    """Return the array with at least two dims. A vector becomes a row."""
     return x if len(x.shape) > 1 else arranged(x, [None, 0] if x.shape else [None, None])
 
 
 def atleast_3d(x: Array, /) -> Array:
-    """Return the array with at least three dims: a vector as (1, n, 1), a matrix as (m, n, 1)."""
+    """Return the array with at least three dims. A vector gets the shape (1, n, 1), a matrix the shape (m, n, 1)."""
     if len(x.shape) > 2:
         return x
     orders: list[list[int | None]] = [[None, None, None], [None, 0, None], [0, 1, None]]
@@ -63,12 +68,12 @@ def atleast_3d(x: Array, /) -> Array:
 
 
 def fliplr(x: Array, /) -> Array:
-    """Reverse the columns."""
+    """Reverse the order of the columns, the entries of the second dim."""
     return flipped(x, [axis_of(1, len(x.shape), "fliplr")])
 
 
 def flipud(x: Array, /) -> Array:
-    """Reverse the rows."""
+    """Reverse the order of the rows, the entries of the first dim."""
     return flipped(x, [axis_of(0, len(x.shape), "flipud")])
 
 
@@ -82,30 +87,33 @@ def rot90(x: Array, /, k: int = 1, axes: Sequence[int] = (0, 1)) -> Array:
 
 
 def append(x: Array, values: Array, /, axis: int | None = None) -> Array:
-    """Join two arrays; without an axis, flatten them first."""
+    """Join two arrays along `axis`. Without an axis, both arrays are flattened first."""
     return concat([x, values], axis=axis)
 
 
 def argwhere(x: Array, /) -> Array:
-    """Return the indices of elements that are not zero, one row for each."""
+    """Return the indices of the elements that are not zero, one row per element."""
     columns = [arranged(each, [0, None]) for each in nonzero(x)]
     return concat(columns, axis=1)
 
 
 def flatnonzero(x: Array, /) -> Array:
-    """Return the indices of elements that are not zero in the flattened array."""
+    """Return the indices of the nonzero elements in the flattened array."""
     return nonzero(flat(x))[0]
 
 
 def rollaxis(x: Array, /, axis: int, start: int = 0) -> Array:
-    """Move a dim to the position before `start`, as NumPy's `rollaxis`."""
+    """Move the dim `axis` to the position before the dim `start`, as NumPy's `rollaxis`."""
     dim = axis_of(axis, len(x.shape), "rollaxis")
     before = start + len(x.shape) if start < 0 else start
     return moveaxis(x, dim, before - 1 if dim < before else before)
 
 
 def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
-    """Insert values before the entries `at` along `axis`; None: into the flattened array. Reads `at` on the host."""
+    """Insert values before the entries `at` along `axis`. If `axis` is None, `x` is flattened first.
+
+    Waits for the values of `at`.
+    """
     x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "insert"))
     xp = x.__array_namespace__()
     added = xp.asarray(values).astype(x.dtype)
@@ -125,13 +133,14 @@ def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
 
 
 def _where(at: Any) -> Any:
-    """Convert positions to a slice or an array for NumPy; an empty list becomes an array of integers."""
+    """Convert positions to a slice or a NumPy array. An empty list becomes an array of integers."""
     found: Any = at if isinstance(at, slice) else np.asarray(at)
     return found if isinstance(found, slice) or found.size else found.astype(np.int64)
 
 
 def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`; an error of NumPy names the function that the user called."""
+    """Return the result of `call`. If NumPy raises an error, its message is changed to name the function that the user
+    called."""
     try:
         return call()
     except (IndexError, ValueError) as error:
@@ -139,7 +148,10 @@ def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
 
 
 def delete(x: Array, at: Any, /, axis: int | None = None) -> Array:
-    """Return `x` without the entries `at` along `axis`; None: of the flattened array. Reads `at`; moves no data."""
+    """Return `x` without the entries `at` along `axis`. If `axis` is None, `x` is flattened first.
+
+    Waits for the values of `at`. No elements of `x` move to another device.
+    """
     x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "delete"))
     where = _where(at)
     kept = _named("delete", dim, lambda: np.delete(np.arange(x.shape[dim]), where))
@@ -155,7 +167,7 @@ def _split_along(name: str, dim: int) -> Callable[..., list[Array]]:
 
 
 def extract(condition: Array, x: Any, /) -> Array:
-    """Return the elements of `x` where the condition is true."""
+    """Return the elements of `x` at which the condition is true."""
     found: Array = condition.__array_namespace__().asarray(x)[condition]
     return found
 

@@ -1,9 +1,9 @@
 """Generate counter-based random bits with Philox4x32-10, on any device.
 
-A key and a count give 64 random bits (Salmon, Moraes, Dror, Shaw, SC 2011).
+A key and a counter give 64 random bits (Salmon, Moraes, Dror, Shaw, SC 2011).
 
-torch calculates with signed 64-bit integers: one of these holds all bits of a product of two 32-bit numbers, and a mask
-after a shift gives its upper half as an unsigned number.
+torch calculates with signed 64-bit integers. One such integer holds all bits of a product of two 32-bit numbers, and a
+mask after a shift gives its upper half as an unsigned number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _ROUNDS = 10
 
 
 def words(low: Tensor, high: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four random 32-bit words, in int64, for each 64-bit count, given as its lower and upper word."""
+    """Return four random 32-bit words for each value of a 64-bit counter, as int64 tensors.
+
+    low, high: the lower and the upper 32 bits of the counters.
+    """
     a, b = low, high
     c, d = torch.full_like(low, stream & _LOW), torch.full_like(low, stream >> 32 & _LOW)
     k0, k1 = key & _LOW, key >> 32 & _LOW
@@ -30,15 +33,15 @@ def words(low: Tensor, high: Tensor, stream: int, key: int) -> tuple[Tensor, Ten
 
 
 def _product(words: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """Return the (lower, upper) word of a product of two words."""
     found = words * by
     return found & _LOW, (found >> 32) & _LOW
 
 
 def bits(first: int, count: int, stream: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (upper, lower) 32 random bits of elements from `first` on, which depend only on index, stream and key.
+    """Return 64 random bits for each of `count` elements from index `first` on, as (upper 32 bits, lower 32 bits).
 
-    Two elements share a count: the even one uses its first two words, the odd one the other two.
+    The bits depend only on the element's index, the stream and the key. Two elements share one counter value: the
+    element with the even index uses the first two of its four words, the other element the last two.
     """
     begin, end = first // 2, (first + count + 1) // 2
     counts = torch.arange(begin, end, dtype=torch.int64, device=device)
@@ -49,7 +52,7 @@ def bits(first: int, count: int, stream: int, key: int, device: torch.device) ->
 
 
 def bits_at(index: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor]:
-    """Return (upper, lower) 32 random bits of the elements at these indices, in any order."""
+    """Return 64 random bits for the elements at these indices, in any order, as (upper 32 bits, lower 32 bits)."""
     counts, odd = index >> 1, (index & 1).bool()
     a, b, c, d = words(counts & _LOW, (counts >> 32) & _LOW, stream, key)
     return torch.where(odd, c, a), torch.where(odd, d, b)

@@ -2,15 +2,17 @@
 
 All of them follow one rule.
 
-The dims of both operands have labels, as in einsum, and the work is divided along one label. An operand with that label
-is split along it; an operand without it is on every device. If the result is without it, each device has a partial sum,
-and these are added into a result split along its first dim. Bytes moved, the least for a product divided so:
+The dims of both operands have labels, as in einsum, and the work is divided along one label. An operand that has this
+label is split along it. An operand without it is copied to every device. If the result does not have the label, each
+device computes a partial sum, and the partial sums are added into a result split along its first dim. A product divided
+in this way must at least move these bytes, and moves no more:
 
     what each device needs of the operands and does not hold, + (devices - 1) x result where sums are partial
 
-The label that moves the fewest is taken. Row x replicated, replicated x column and batches split alike move nothing,
-k x k only the sums, row x row-split the smaller of an operand and the result. An operand that every device needs whole,
-but that is too large for that, comes in blocks, one after another.
+The label that moves the fewest bytes is taken. Rows times a replicated matrix, a replicated matrix times columns, and
+batches that are split alike move nothing. If both operands are split along the summed dim, only the partial sums move.
+If both are split by rows, the smaller of one operand and the result moves. An operand that every device needs whole,
+but that is too large for this, is sent in blocks, one after another.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ Local = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Terms:
-    """A product without its values: labels of the dims of x, y and the result, and the result's shape."""
+    """A product of two arrays without their values: the labels of the dims of x, y and the result, and the result's
+    shape."""
 
     x: Labels
     y: Labels
@@ -55,7 +58,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class _Division:
-    """The label that a product is divided along; shardings of operands and result. result None: partial sums."""
+    """How a product is divided over the devices: the label along which to divide, and the shardings of operands and
+    result.
+
+    If `result` is None, each device computes a partial sum of the whole result.
+    """
 
     label: int | None
     x: Sharding
@@ -64,14 +71,15 @@ class _Division:
 
 
 def matmul(x1: Array, x2: Array, /) -> Array:
-    """Multiply vectors, matrices or stacks of matrices, whose leading dims are broadcast."""
+    """Multiply vectors, matrices, or stacks of matrices. The leading dims of stacks are broadcast."""
     x1, x2 = as_array("matmul", x1), as_array("matmul", x2)
     return product(x1, x2, _matmul_terms(x1.shape, x2.shape), torch.matmul, "matmul")
 
 
 @lru_cache(maxsize=1024)
 def _matmul_terms(a: Shape, b: Shape) -> Terms:
-    """Return the terms of a matrix product of these shapes. ValueError if they do not fit."""
+    """Return the labels and the shape for a matrix product of these shapes. Raises ValueError if the shapes do not
+    fit."""
     if not a or not b:
         raise ValueError(f"matmul of shapes {a} and {b}: both arrays need at least one dim. Write x1 * x2.")
     if a[-1] != b[-2 if len(b) > 1 else 0]:
@@ -87,7 +95,10 @@ def _matmul_terms(a: Shape, b: Shape) -> Terms:
 
 
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """Sum `conj(x1) * x2` along an axis counted from the end; the other dims are broadcast."""
+    """Sum `conj(x1) * x2` along an axis. The other dims are broadcast.
+
+    axis: a negative number, counted from the end.
+    """
     x1, x2 = as_array("vecdot", x1), as_array("vecdot", x2)
     a, b = x1.shape, x2.shape
     if not -min(len(a), len(b)) <= axis < 0:
@@ -105,7 +116,11 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
 
 
 def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
-    """Sum products over pairs of axes: the last axes of `x1` with the first of `x2`, or the axes that are named."""
+    """Sum products over pairs of axes.
+
+    axes: a number n for the last n axes of `x1` with the first n axes of `x2`, or two sequences with the axes of `x1`
+    and of `x2`.
+    """
     x1, x2 = as_array("tensordot", x1), as_array("tensordot", x2)
     a, b = x1.shape, x2.shape
     asked = f"tensordot of shapes {a} and {b} over {axes!r}"
@@ -132,7 +147,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
 
 
 def outer(x1: Array, x2: Array, /) -> Array:
-    """Multiply each entry of one vector with each entry of the other."""
+    """Return the outer product of two vectors, the matrix of the products of all pairs of their elements."""
     x1, x2 = as_array("outer", x1), as_array("outer", x2)
     if len(x1.shape) != 1 or len(x2.shape) != 1:
         raise ValueError(f"outer of shapes {x1.shape}, {x2.shape}: both must be vectors. Write xp.reshape(x, (-1,)).")
@@ -140,7 +155,10 @@ def outer(x1: Array, x2: Array, /) -> Array:
 
 
 def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> Array:
-    """Compute the product that `terms` describe, of dtype `result_type(x, y)`; `local` multiplies two parts."""
+    """Compute the product that `terms` describe. Its dtype is `result_type(x, y)`.
+
+    local: a function that multiplies one part of `x` and one part of `y`.
+    """
     space = common_space(operation, [x, y])
     dtype = promoted(x.dtype, y.dtype)
     if dtype is BOOL:
@@ -169,7 +187,10 @@ def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> A
 def _divided(
     a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms, x_size: int, y_size: int, size: int
 ) -> _Division:
-    """Choose the division that moves the fewest bytes; of equal ones the first of: as `x` is split, as `y`, others."""
+    """Choose the way to divide a product that moves the fewest bytes.
+
+    Of ways that move equally many, the first is taken: as `x` is split, then as `y` is split, then any other.
+    """
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)
         if not common:  # the smaller goes to the other
@@ -191,7 +212,7 @@ def _divided(
 
 
 def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the labels along which a product can be divided, with the sizes of the parts."""
+    """Yield the labels along which a product can be divided, each with the sizes of its parts."""
     places = x.places if x.divided else y.places
     seen = set()
     for labels, lies in ((terms.x, x), (terms.y, y)):
@@ -206,14 +227,14 @@ def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Itera
 
 
 def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
-    """Return whether `x` is needed whole on several devices, but is too large for that."""
+    """Return whether several devices need all of `x`, but `x` is too large to be copied to each of them at once."""
     if wanted.dim is not None or len(wanted.places) == 1 or x.sharding.dim is None:
         return False
     return labels[x.sharding.dim] is not None and prod(x.shape) * x.dtype.itemsize >= BLOCKS_FROM
 
 
 def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, operation: str) -> Array:
-    """Multiply `x`, which stays as it lies, and `y`, whose parts come to every device of `x` one after another.
+    """Multiply `x`, which stays where it lies, by `y`, whose parts are sent to every device of `x` one after another.
 
     Each device holds one part of `y` at a time. As many bytes move as if `y` were replicated.
     """
@@ -242,13 +263,13 @@ def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, 
 
 
 def _cast(a: Tensor, b: Tensor, local: Local, dtype: torch.dtype) -> Tensor:
-    """Apply `local` to parts cast to `dtype`, or to int64 if torch cannot multiply it."""
+    """Apply `local` to two parts cast to `dtype`, or to int64 if torch cannot multiply numbers of type `dtype`."""
     inner = torch.int64 if dtype in UNMULTIPLIED else dtype
     return local(a.to(inner), b.to(inner))
 
 
 def added(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add partial sums over their first dim."""
+    """Add partial sums over their first dim, and return the sum as `dtype`."""
     inner = torch.int64 if dtype in UNMULTIPLIED else dtype
     return partials.to(inner).sum(0, dtype=inner).to(dtype)
 
@@ -262,7 +283,10 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stack_labels(own: Shape, stack: Shape) -> Labels:
-    """Return the labels of leading dims broadcast to `stack`: its dims from 0; None for a repeated dim of length 1."""
+    """Return the labels of an operand's leading dims, whose shape `own` is broadcast to the shape `stack`.
+
+    The label of a dim is its position in `stack`, or None for a dim of length 1 that is repeated.
+    """
     first = len(stack) - len(own)
     return tuple(first + k if length == stack[first + k] else None for k, length in enumerate(own))
 

@@ -1,8 +1,9 @@
 """Compute quantile, percentile, median and the k largest.
 
-Along a dim that is not split, each device sorts what it holds. Over all of a split array, or a split vector, only the
-wanted elements are read: parts are sorted where they lie, and exact cuts (`selection.py`) find the element at a
-position in sorted order. If a split dim has several lanes, the array is first split along another dim: a transpose.
+Along a dim that is not split, each device sorts what it holds. For a quantile of all elements of a split array, only
+the wanted elements are read: each part is sorted where it lies, and `selection.py` finds the elements at a position in
+the sorted order of all parts. For quantiles along a split dim of an array with other dims, the array is first split
+along another dim, which moves as much as a transpose.
 """
 
 from __future__ import annotations
@@ -26,28 +27,31 @@ METHODS = ("linear", "lower", "higher", "midpoint", "nearest")
 
 
 class TopK(NamedTuple):
-    """The result of `topk`: the values, in order, and their positions along the axis."""
+    """The result of `topk`: the values in sorted order, and their positions along the axis."""
 
     values: Array
     indices: Array
 
 
 def quantile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
-    """Return the value below which the share `q` of the elements lies, over `axis` or all; nan if an element is nan.
+    """Return the value below which the fraction `q` of the elements lies, over `axis`, by default over all elements.
 
-    q: a number from 0 to 1; several become the first dim of the result.
-    method: what to return between two elements: "linear", "lower", "higher", "midpoint" or "nearest".
+    The result is NaN if any of the elements is NaN.
+
+    q: a number from 0 to 1, or a sequence of numbers, whose quantiles are stacked along a new first dim.
+    method: how to choose a value between two elements: "linear", "lower", "higher", "midpoint" or "nearest".
     """
     return _quantile(x, q, axis, method, keepdims, "quantile")
 
 
 def percentile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
-    """Return `quantile` with `q` from 0 to 100."""
+    """Return `quantile` for `q` given in percent, from 0 to 100."""
     return _quantile(x, q, axis, method, keepdims, "percentile", 100)
 
 
 def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
-    """Return the middle one of the elements in sorted order, or the mean of the middle two, over `axis` or all."""
+    """Return the median over `axis`, by default of all elements. It is the mean of the middle two elements of an even
+    number."""
     return _quantile(x, 0.5, axis, "midpoint", keepdims, "median")
 
 
@@ -89,12 +93,16 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
 
 
 def _ranks(at: Tensor, length: int) -> Tensor:
-    """Return the positions in sorted order to read: below and above each of `at`, and the last, where any nan is."""
+    """Return the positions to read in sorted order: below and above each value of `at`, and the last one, where NaN
+    would be."""
     return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
 
 
 def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
-    """Interpolate between the elements at `_ranks`, which the first dim of `found` counts; `rest` dims follow it."""
+    """Interpolate between the elements at the positions `_ranks`.
+
+    found: the elements, along the first dim. `rest` more dims follow.
+    """
     found = found if found.is_floating_point() else found.to(torch.float64)
     count = len(at)
     low, high, last = found[:count], found[count : 2 * count], found[2 * count :]
@@ -113,7 +121,8 @@ def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
 
 
 def _of_all(x: Array, at: Tensor) -> Tensor:
-    """Return the elements at `_ranks` in the sorted order of a whole split array, in host memory."""
+    """Return the elements at the positions `_ranks` in the sorted order of all elements of a split array, in host
+    memory."""
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
     parts = tuple(sort_values(part.reshape(-1)) for part in x.parts)
@@ -128,9 +137,10 @@ def _of_all(x: Array, at: Tensor) -> Tensor:
 
 
 def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
-    """Return the `k` largest elements along `axis`, or the smallest, in order, with positions; of equal ones the first.
+    """Return the `k` largest elements along `axis`, or the smallest if `largest` is False, sorted, and their positions.
 
-    Along a split dim, each device sends at most k elements per lane, to one device.
+    Of equal elements, the first ones are taken. Along a split dim, each device sends at most k elements, for each
+    position in the other dims, to one device.
     """
     x = as_array("topk", x)
     axis = axis_of(axis, len(x.shape), "topk")

@@ -28,13 +28,13 @@ from meshwise.transfer import collectives
 from meshwise.workers.verb_log import came_to
 
 Draw = Callable[[Tensor, Tensor], Tensor]
-"""(upper, lower) 32 bits of each element -> its values."""
+"""A function from the upper and the lower 32 random bits of each element to the values of the elements."""
 
 
 class Generator:
-    """A generator of random arrays: `rng = xp.random.default_rng(7)`. Each call draws new numbers.
+    """A generator of random arrays, such as `rng = xp.random.default_rng(7)`. Each call draws new numbers.
 
-    Over ranks, all ranks must make the same calls; each rank draws its own part.
+    Over ranks, all ranks must make the same calls. Each rank draws its own part.
     """
 
     def __init__(self, space: Space, seed: int | None = None) -> None:
@@ -42,7 +42,8 @@ class Generator:
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        """Start again with this seed; without one, with a random seed, the same on all ranks."""
+        """Restart the generator with this seed. Without a seed, a random one is drawn, which is the same on all
+        ranks."""
         if seed is None:
             seed = secrets.randbits(63)
             if self._space.over_ranks:
@@ -53,7 +54,8 @@ class Generator:
         self.key, self._streams = seed, itertools.count()
 
     def random(self, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
-        """Draw uniform numbers from 0 to below 1, of the default float or another float type."""
+        """Draw numbers from the uniform distribution on [0, 1). dtype: a float type, by default the namespace's default
+        float."""
         kind = self._float(dtype)
         return self._drawn(size, kind, (device, sharding), lambda u, v: _uniform(u, v, kind))
 
@@ -67,7 +69,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw uniform numbers from `low` to below `high`."""
+        """Draw numbers from the uniform distribution on [low, high)."""
         kind = self._float(dtype)
         return self._drawn(size, kind, (device, sharding), lambda u, v: _uniform(u, v, kind).mul_(high - low).add_(low))
 
@@ -81,8 +83,10 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw normal numbers of mean `loc` and standard deviation `scale`: the inverse of the distribution function at
-        uniform numbers of 53 bits."""
+        """Draw numbers from the normal distribution with mean `loc` and standard deviation `scale`.
+
+        They are computed as the inverse of the distribution function at uniform numbers with 53 random bits.
+        """
         if scale < 0:
             raise ValueError(f"normal(scale={scale}): the standard deviation must be 0 or more.")
         kind = self._float(dtype)
@@ -97,13 +101,13 @@ class Generator:
     def standard_normal(
         self, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None
     ) -> Array:
-        """Draw normal numbers of mean 0 and standard deviation 1."""
+        """Draw numbers from the normal distribution with mean 0 and standard deviation 1."""
         return self.normal(0.0, 1.0, size, dtype, device=device, sharding=sharding)
 
     def exponential(
         self, scale: float = 1.0, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None
     ) -> Array:
-        """Draw exponential numbers of mean `scale`."""
+        """Draw numbers from the exponential distribution with mean `scale`."""
         kind = self._float(dtype)
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -121,7 +125,8 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw whole numbers from `low` to below `high`; with one number, from 0 to below it."""
+        """Draw integers from `low` up to but not including `high`. If only one number is given, from 0 up to this
+        number."""
         begin, end = (0, int(low)) if high is None else (int(low), int(high))
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)
@@ -137,8 +142,10 @@ class Generator:
         return self._drawn(size, kind, (device, sharding), draw)
 
     def permutation(self, x: Any, *, device: Any = None, sharding: Placement = None) -> Array:
-        """Return the whole numbers below `x`, or the entries of an array, in a random order. One device (over
-        ranks: every rank) computes the whole order."""
+        """Return the integers below `x`, or the entries of the array `x`, in a random order.
+
+        One device computes the whole order. Over ranks, every rank does.
+        """
         if not isinstance(x, int):
             entries = asarray(self._space, x, device=device, sharding=sharding)
             found: Array = entries[self.permutation(len(entries))]
@@ -162,7 +169,11 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw entries of `a`, or whole numbers below it. replace: entries may come again. p: their probabilities."""
+        """Draw entries of the array `a`, or integers below the number `a`.
+
+        replace: True allows an entry to be drawn more than once.
+        p: the probability of each entry. By default all are equal.
+        """
         count = a if isinstance(a, int) else len(a)
         shape = () if size is None else as_shape(size)
         placement: dict[str, Any] = {"device": device, "sharding": sharding}
@@ -203,12 +214,18 @@ class Generator:
 
 
 BLOCKS = {"cpu": 1 << 15}
-"""How many elements are drawn at a time, by the kind of device: so few that their random bits stay in a processor's
-cache, or take little memory on a GPU."""
+"""The number of elements to draw at a time, by the type of device.
+
+It is so small that the random bits stay in a processor's cache. On a GPU they take little memory.
+"""
 
 
 def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: tuple[int, int], draw: Draw) -> Tensor:
-    """Return the random values of the part `where` of an array of this shape. source: the generator's (stream, key)."""
+    """Return the random values of one part of an array of this shape.
+
+    where: the slices of the part in the array.
+    source: the generator's (stream, key).
+    """
     own = tuple(each.stop - each.start for each in where)
     divided = next((dim for dim in range(len(shape)) if own[dim] != shape[dim]), 0)
     size, after = math.prod(own), math.prod(shape[divided:])
@@ -233,12 +250,12 @@ def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: 
 
 
 def _whole(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return 63 bits as a non-negative number."""
+    """Join 63 of the 64 random bits to a non-negative int64 number."""
     return (upper & 0x7FFFFFFF) << 32 | lower
 
 
 def _uniform(upper: Tensor, lower: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers from 0 to below 1, with as many bits as the type has."""
+    """Return uniform numbers in [0, 1), with as many random bits as the dtype can represent."""
     if dtype is torch.float64:
         return ((upper << 21) | (lower >> 11)).to(dtype).mul_(2.0**-53)
     kept = {torch.float32: 24, torch.float16: 11}.get(dtype, 8)
@@ -246,10 +263,10 @@ def _uniform(upper: Tensor, lower: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Random(Generator):
-    """`xp.random`: NumPy's functions of these names, which share one generator, and `default_rng`."""
+    """The object `xp.random`. It has `default_rng`, and NumPy's random functions, which share one generator."""
 
     def default_rng(self, seed: int | None = None) -> Generator:
-        """Make a generator with this seed."""
+        """Make a generator with this seed, by default with a random seed."""
         return Generator(self._space, seed)
 
     def rand(self, *shape: int) -> Array:

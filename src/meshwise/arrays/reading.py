@@ -23,7 +23,10 @@ HOST_DEVICE = torch.device("cpu")
 
 
 def to_host(x: Array, operation: str = "read") -> Tensor:
-    """Return all of `x` in host memory, as a new tensor; over ranks, on every rank."""
+    """Return all of `x` as a new tensor in host memory. Over ranks, every rank gets all of it.
+
+    Raises UsageError inside `mw.explain`, which computes no values.
+    """
     if EXPLAINED:
         raise UsageError(f"explain computes no values, and {operation} reads some. Explain what comes before it.")
     if x.space.over_ranks:
@@ -45,7 +48,7 @@ def numpy(x: Array) -> np.ndarray[Any, Any]:
 
 
 def tensor(x: Array, device: Any = None) -> Tensor:
-    """Return all of `x` as one torch tensor on a device of the namespace; by default on the host."""
+    """Return all of `x` as one torch tensor, on a device of the namespace or by default on the host."""
     if device is None:
         return to_host(x, "torch")
     place = x.space.place(device)
@@ -56,7 +59,10 @@ def tensor(x: Array, device: Any = None) -> Tensor:
 
 
 def number(x: Array) -> Any:
-    """Return the only element of `x` as a Python number. Waits for the value. TypeError if there is not exactly one."""
+    """Return the only element of `x` as a Python number. Waits for the value.
+
+    Raises TypeError if `x` does not have exactly one element.
+    """
     if x.shape and any(length != 1 for length in x.shape):
         raise TypeError(
             f"an array of shape {x.shape} is not one Python number. Take one element, x[0], or reduce it, x.sum()."
@@ -68,7 +74,7 @@ def number(x: Array) -> Any:
 
 
 def as_float(x: Array) -> float:
-    """Return `float(x)`."""
+    """Implement `float(x)`. Raises TypeError for a complex number."""
     value = number(x)
     if isinstance(value, complex):
         raise TypeError("float() does not take complex numbers: write xp.real(x) or abs(x).")
@@ -76,7 +82,7 @@ def as_float(x: Array) -> float:
 
 
 def as_int(x: Array) -> int:
-    """Return `int(x)`."""
+    """Implement `int(x)`. Raises TypeError for a complex number."""
     value = number(x)
     if isinstance(value, complex):
         raise TypeError("int() does not take complex numbers: write xp.real(x) or abs(x).")
@@ -84,7 +90,7 @@ def as_int(x: Array) -> int:
 
 
 def as_index(x: Array) -> int:
-    """Return `operator.index(x)`, as in `range(x)`, for integers only."""
+    """Implement `operator.index(x)`, as in `range(x)`. Raises TypeError unless `x` is an integer."""
     value = number(x)
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"an index must be one integer, not {x.dtype}. Write int(x).")
@@ -92,12 +98,12 @@ def as_index(x: Array) -> int:
 
 
 def as_complex(x: Array) -> complex:
-    """Return `complex(x)`."""
+    """Implement `complex(x)`."""
     return complex(number(x))
 
 
 def as_bool(x: Array) -> bool:
-    """Return `bool(x)`. ValueError if `x` has more than one element."""
+    """Implement `bool(x)`. Raises ValueError if `x` does not have exactly one element."""
     if x.shape and any(length != 1 for length in x.shape):
         raise ValueError(f"the truth of an array of shape {x.shape} is ambiguous. Write x.any() or x.all().")
     return bool(number(x))
@@ -109,7 +115,10 @@ MOST_SHOWN = 1000
 
 
 def text(x: Array) -> str:
-    """Return `repr(x)`: the values, for a large array only those at the ends, and the devices. Waits for the values."""
+    """Implement `repr(x)`: the values, the dtype and the devices. Waits for the values.
+
+    Of a large array, only the values at the ends of each dim are read and shown.
+    """
     many = x.shape and int(np.prod(x.shape)) > MOST_SHOWN
     values = _values(x) if not many else _ends(x)
     kind = str(x.dtype).removeprefix("torch.")
@@ -118,7 +127,7 @@ def text(x: Array) -> str:
 
 
 def where(x: Array) -> str:
-    """Say where the array lies: `dim 0 over cpu:0 (3), cpu:1 (2)`."""
+    """Describe where the array lies, for example `dim 0 over cpu:0 (3), cpu:1 (2)`."""
     names = [x.space.names[place] for place in x.sharding.places]
     if x.sharding.dim is None:
         return f"on {names[0]}" if len(names) == 1 else f"on each of {', '.join(names)}"
@@ -133,7 +142,7 @@ def _values(x: Array) -> str:
 
 
 def _ends(x: Array) -> str:
-    """Return the elements at the ends of each dim; only these are read."""
+    """Format the elements at the ends of each dim. No other elements are read."""
     shown = x
     gaps = []
     for dim, length in enumerate(x.shape):
@@ -144,7 +153,7 @@ def _ends(x: Array) -> str:
 
 
 def _ends_of(x: Array, dim: int) -> Array:
-    """Return the first and last elements of a dim, where they lie."""
+    """Return the first and last `EDGE` elements along a dim. They stay on their devices."""
     length, placed = x.shape[dim], x.sharding
     wanted = [*range(EDGE), *range(length - EDGE, length)]
     shape = (*x.shape[:dim], 2 * EDGE, *x.shape[dim + 1 :])

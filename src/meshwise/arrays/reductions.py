@@ -1,6 +1,6 @@
 """Reduce arrays; only partial results move.
 
-Each device reduces what it holds; partial results move only if the split dim is reduced.
+Each device reduces the part that it holds. Partial results move only if the split dim is reduced.
 
 Partial results are added in the order of the devices, so that the same program gives the same bits every time.
 """
@@ -24,20 +24,27 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.unsigned import extreme as of_ordered
 
 Reduce = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""(tensor, dims) -> the tensor reduced over these dims, at least one."""
+"""A function (tensor, dims) that reduces the tensor over these dims, of which there is at least one."""
 IN_ORDER = frozenset((*REAL, *COMPLEX))
-"""The types whose partial sums are added one by one in their own type; float16 and bfloat16 are added in float32."""
+"""The dtypes whose partial sums are added one after another in their own type.
+
+float16 and bfloat16 are not among them, because their partial sums are added in float32.
+"""
 
 
 def as_array(name: str, x: Any) -> Array:
-    """Return `x` if it is an array; else raise NoArrayGiven, so that the namespace converts it."""
+    """Return `x` if it is an `Array`. Otherwise raise NoArrayGiven, upon which the namespace converts `x` and calls
+    again."""
     if type(x) is not Array:
         raise NoArrayGiven(f"{name} needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     return x
 
 
 def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
-    """Return the dims that `axis` names, sorted; None: all. IndexError for a missing one, ValueError for duplicates."""
+    """Return the dims that `axis` names, sorted. None stands for all dims.
+
+    Raises IndexError for a dim that does not exist, and ValueError for a dim that is named twice.
+    """
     if axis is None:
         return tuple(range(dims))
     try:
@@ -56,21 +63,25 @@ def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
 
 
 def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
-    """Return the shape after a reduction."""
+    """Return the shape of the result of a reduction over `axes`."""
     if keepdims:
         return tuple(1 if dim in axes else length for dim, length in enumerate(shape))
     return tuple(length for dim, length in enumerate(shape) if dim not in axes)
 
 
 def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
-    """Return the sharding of a reduction's result, if `axes` do not contain the divided dim."""
+    """Return the sharding of the result of a reduction over `axes`, which must not contain the divided dim unless
+    `keepdims`."""
     if placed.dim is None or keepdims:
         return placed
     return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
 
 
 def together(x: Array, shape: Shape) -> Sharding:
-    """Return where partial results are combined: divided along the first dim; without dims, on the first device."""
+    """Return the sharding of the result of adding up partial results.
+
+    The result is divided along its first dim. If it has no dims, it lies on the first device.
+    """
     places = x.sharding.places
     return evenly(shape[0], places) if shape else sharding(places[:1])
 
@@ -85,9 +96,10 @@ def reduced(
     *,
     of_empty: bool = True,
 ) -> Array:
-    """Reduce `x` over axes. reduce: (function of each part, function of partial results stacked along dim 0).
+    """Reduce `x` over axes.
 
-    of_empty: the function accepts parts without entries along the axes; else such parts are left out.
+    reduce: a function that reduces one part, and a function that reduces partial results stacked along dim 0.
+    of_empty: whether the first function accepts a part without entries along the axes. If not, such parts are left out.
     """
     part_reduce, partial_reduce = reduce
     shape = reduced_shape(x.shape, axes, keepdims)
@@ -115,7 +127,6 @@ def _of_part(reduce: Reduce, part: Tensor, axes: tuple[int, ...], keepdims: bool
 
 
 def _has_some(part: Tensor, axes: tuple[int, ...]) -> bool:
-    """Return whether each result of a reduction over axes has at least one element."""
     return all(part.shape[axis] for axis in axes)
 
 
@@ -129,7 +140,8 @@ def _with_empty(x: Array, axes: tuple[int, ...], keepdims: bool, dtype: torch.dt
 
 
 def sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
-    """Return the dtype in which sums are calculated: the given one, or for integers 64 bits wide."""
+    """Return the dtype of a sum: the given dtype, or by default 64 bits wide for integers and unchanged for other
+    types."""
     if given is not None:
         return as_dtype(given)
     if dtype in UNSIGNED:
@@ -138,7 +150,7 @@ def sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
 
 
 def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """Sum over axes; integers in 64 bits. The sum of no elements is 0."""
+    """Sum over axes. Integers are summed in 64 bits. The sum of no elements is 0."""
     x = as_array("sum", x)
     whole = axis is None and dtype is None and not keepdims
     if whole and x.dtype in IN_ORDER and x.sharding.dim is not None and plainly(x.space):
@@ -160,13 +172,13 @@ def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fa
 
 
 def _in_order(partials: Sequence[Tensor]) -> Tensor:
-    """Add partial results one after another, so that the bits never differ."""
+    """Add partial results one after another, so that the result has the same bits every time."""
     first, *others = partials
     return sum(others, first)
 
 
 def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """Multiply over axes; integers in 64 bits. The product of no elements is 1."""
+    """Multiply over axes. Integers are multiplied in 64 bits. The product of no elements is 1."""
     x = as_array("prod", x)
     kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)
@@ -183,7 +195,10 @@ def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = 
 
 
 def _calculated(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which torch sums: wide unsigned integers have the same sums, bit by bit, as signed ones."""
+    """Return the dtype in which torch computes a sum of type `dtype`.
+
+    Unsigned integers are computed as int64, whose sums have the same bits.
+    """
     return torch.int64 if dtype in UNSIGNED else dtype
 
 
@@ -204,7 +219,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
 
 
 def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
-    """Raise ValueError if a reduction that needs an element has none."""
+    """Raise ValueError if a reduction that needs at least one element has none."""
     if any(x.shape[axis] == 0 for axis in axes):
         raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs an element, and there are none.")
 
@@ -226,7 +241,7 @@ def _logical(name: str, torch_name: str) -> Callable[..., Array]:
 
 
 def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
-    """Count the elements over axes that are not zero."""
+    """Count the nonzero elements over axes."""
     x = as_array("count_nonzero", x)
     parts = tuple(part != 0 for part in x.parts)
     return total(Array(parts, x.sharding, x.shape, BOOL, x.space), axis=axis, keepdims=keepdims)
