@@ -1,10 +1,15 @@
 """Reshape arrays, moving only what crosses a new border.
 
-Dims of the old and the new shape form groups of equal size; a group without the divided dim is reshaped where it lies.
-The group with the divided dim (outer, divided, inner) is divided anew along its first dim that has an entry for each
-device, in the old proportions, rounded to whole entries. Moved, and that is the lower bound: if the divided dim is the
-first of its group, before and after, what lies between an old border and the new one; else what lies elsewhere than the
-new division wants it. If it is first neither before nor after, the group is flattened first, which moves bytes twice.
+Dims of the old and the new shape form groups of equal size. A group without the divided dim is reshaped where it lies.
+The group that contains the divided dim is divided anew along its first dim that has an entry for each device, in the
+old proportions, rounded to whole entries.
+
+The bytes moved are the lower bound in two cases. If the divided dim is the first dim of its group, before and after,
+only what lies between an old border and the new one is moved. If it is the first dim either before or after, each
+device
+is sent what it lacks of its new part. If it is the first dim neither before nor after, the group is flattened first,
+and
+bytes move twice.
 """
 
 from __future__ import annotations
@@ -27,10 +32,11 @@ from meshwise.arrays.views import made, size_of
 
 
 def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
-    """Reshape in row-major order; one length may be -1. The top of the file says what moves.
+    """Reshape in row-major order. One length may be -1. The docstring of this file says which elements move.
 
-    Return a view if NumPy does. copy: True always copies; False raises ValueError if elements must move or be
-    reordered.
+    The result is a view where NumPy would return a view.
+
+    copy: True always copies. False raises ValueError if elements must be moved to other devices or reordered.
     """
     wanted = _lengths(x.shape, shape)
     x = on_its_place(x)
@@ -62,7 +68,10 @@ def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
 
 
 def on_its_place(x: Array) -> Array:
-    """Return a view of an array that is divided along a dim of one entry, on the device that holds all of it."""
+    """Return `x` as it is, or if it is divided along a dim of length 1, a view without the division.
+
+    This view lies on the device that holds the only entry of that dim.
+    """
     held = x.sharding
     if held.dim is None or x.shape[held.dim] != 1:
         return x
@@ -71,12 +80,14 @@ def on_its_place(x: Array) -> Array:
 
 
 def _is_of(part: Tensor, whole: Tensor) -> bool:
-    """Return whether a reshaped part shares the memory of the whole part."""
     return bool(EXPLAINED) or part.data_ptr() == whole.data_ptr()
 
 
 def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
-    """Return the reshaped array, and whether each device keeps its elements. x: not divided along a dim of length 1."""
+    """Return the reshaped array, and whether each device keeps its elements.
+
+    `x` must not be divided along a dim of length 1.
+    """
     placed = x.sharding
     if not size_of(wanted):
         placed = evenly(wanted[0], placed.places)
@@ -95,7 +106,7 @@ def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
 
 
 def flat(x: Array) -> Array:
-    """Flatten all elements in row-major order: a view if NumPy's is one."""
+    """Flatten all elements in row-major order. The result is a view if `x` is in row-major order, otherwise a copy."""
     return reshape(x, (-1,), True if strides_of(x) is not None else None)
 
 
@@ -112,8 +123,11 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """A divided array as (before, outer, length, after), where the group of its divided dim is (outer, length). Part k
-    has the entries from `begins[k]` to `ends[k]` of each of the `outer` rows."""
+    """A divided array seen with the shape (before, outer, length, after).
+
+    `outer` * `length` is the size of the group of dims to which the divided dim belongs. Part k has the entries
+    `begins[k]` to `ends[k]` of each of the `outer` rows of this group.
+    """
 
     before: int
     outer: int
@@ -124,12 +138,13 @@ class Rows:
     placed: Sharding
 
     def seen(self, part: Tensor, k: int) -> Tensor:
-        """Return part number k as (before, outer, its entries, after)."""
+        """Return part number k in the shape (before, outer, entries of the part, after)."""
         return part.reshape(self.before, self.outer, self.ends[k] - self.begins[k], self.after)
 
 
 def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
-    """Describe a divided array as rows. group: its first dim, and the one after its last."""
+    """Describe a divided array as `Rows`. group: the first dim of the divided dim's group, and the dim after the
+    last."""
     assert placed.dim is not None
     first, last = group
     inner = math.prod(shape[placed.dim + 1 : last])
@@ -140,7 +155,7 @@ def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
 
 
 def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
-    """Describe as `Rows` how the array is divided now, and how it will be in its new shape."""
+    """Describe as `Rows` how the array is divided in its old shape, and how it will be divided in its new shape."""
     assert placed.dim is not None
     group, (first, last) = _groups(old, new, placed.dim)
     places, whole = len(placed.places), old[placed.dim]
@@ -152,8 +167,10 @@ def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
 
 
 def _groups(old: Shape, new: Shape, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the dims of both shapes that belong together with `dim` of the old one, each as (first, one after the
-    last). No length is 0."""
+    """Return the group of dims that contains the dim `dim` of the old shape, and the matching group of the new shape.
+
+    Each group is (first dim, dim after the last). Both groups have the same number of elements. No length may be 0.
+    """
     i = j = 0
     while True:
         begin = i, j
@@ -169,7 +186,7 @@ def _groups(old: Shape, new: Shape, dim: int) -> tuple[tuple[int, int], tuple[in
 
 
 def _moved(x: Array, wanted: Shape, old: Rows, new: Rows) -> Array:
-    """Reshape `x`, which is divided as `old`, to the shape `wanted`, divided as `new`."""
+    """Reshape `x`, which is divided as `old` says, to the shape `wanted`, divided as `new` says."""
     if old.outer > 1 and new.outer > 1:
         shape = (old.before, old.outer * old.length, old.after)
         between = _rows(shape, (1, 2), evenly(shape[1], old.placed.places, 1))
@@ -198,7 +215,7 @@ def _moved(x: Array, wanted: Shape, old: Rows, new: Rows) -> Array:
 
 @dataclass(frozen=True)
 class Box:
-    """A block of `count` rows from `row` on, with the entries from `low` to `high` of each."""
+    """A block of `count` rows from row `row` on, with the entries `low` to `high` of each row."""
 
     row: int
     count: int
@@ -207,7 +224,10 @@ class Box:
 
 
 def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
-    """Yield the elements from `begin` to `end` that part n holds: from a first row, whole rows, and a last row."""
+    """Yield blocks that cover the flat elements `begin` to `end` of the group, as far as part n of `rows` holds them.
+
+    There are at most three: in the first row, in the rows that lie entirely in the range, and in the last row.
+    """
     length, low, high = rows.length, rows.begins[n], rows.ends[n]
     if begin >= end:
         return
@@ -223,7 +243,10 @@ def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
 
 
 def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tensor:
-    """Read a box from a part of shape (before, 1, entries, after), as (before, rows, entries of a row, after)."""
+    """Return the view of a box in a part of shape (before, 1, entries, after).
+
+    The view has the shape (before, rows, entries of a row, after).
+    """
     at = box.row * length - line.begins[k]
     if box.count == 1:
         return tensor[:, :, at + box.low : at + box.high]
@@ -233,5 +256,5 @@ def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tenso
 
 
 def _of_rows(tensor: Tensor, box: Box, rows: Rows, n: int, length: int) -> Tensor:
-    """Read a box from a part that holds some of each row."""
+    """Return the view of a box in a part that holds some entries of each row."""
     return tensor[:, box.row : box.row + box.count, box.low - rows.begins[n] : box.high - rows.begins[n]]

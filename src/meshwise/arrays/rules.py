@@ -7,12 +7,12 @@ from typing import Any
 
 
 def named(rule: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:
-    """Give a function that is made for several names its own name and docstring, and return it."""
+    """Set the name and the docstring of a function that was made by a factory, and return the function."""
     rule.__name__ = rule.__qualname__ = name
     rule.__doc__ = doc
     return rule
 
 
 def by_name(*rules: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Return a table of functions by their names."""
+    """Return a table of the given functions by their `__name__`."""
     return {rule.__name__: rule for rule in rules}

@@ -2,8 +2,9 @@
 
 concat, roll, tile, pad and halo do so.
 
-What a device wants is an interval of the result, and so is what a device holds of a run; where two of these overlap,
-entries are handed over. Moved, and that is the lower bound: the entries that a device wants and does not hold.
+A run is a series of entries of one array. Each device wants an interval of the result's entries, and holds an interval
+of the entries of a run. Where these intervals overlap, entries are sent. Only the entries that a device wants and does
+not hold are moved, which is the lower bound.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from meshwise.arrays.views import SIGNED, made
 
 @dataclass(frozen=True)
 class Run:
-    """A run of `count` entries along a dim of `source`, from `start` in steps of `step`; step 0 repeats one entry."""
+    """A series of `count` entries along one dim of `source`, from entry `start` on in steps of `step`.
+
+    Step 0 repeats one entry.
+    """
 
     source: Array
     start: int
@@ -32,18 +36,18 @@ class Run:
 
 
 Interval = tuple[int, int, int]
-"""(place that wants the entries, the first of them in the result, the one after the last)."""
+"""(place that wants the entries, index of the first of these entries in the result, index after the last)."""
 
 
 def whole(x: Array, dim: int) -> Run:
-    """Return a run of all entries of a dim."""
+    """Return the run of all entries along a dim."""
     return Run(x, 0, x.shape[dim])
 
 
 def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | None = None) -> Array:
-    """Join the runs along `dim`. placed: the sharding of the result; None: the one that `_best` chooses.
+    """Join the runs along `dim`. All sources must have the same dtype, and the same shape except along `dim`.
 
-    All sources have the same dtype, and the same shape except along `dim`.
+    placed: the sharding of the result. By default, `_best` chooses it.
     """
     first, sources = runs[0].source, [run.source for run in runs]
     shape = (*first.shape[:dim], sum(run.count for run in runs), *first.shape[dim + 1 :])
@@ -63,7 +67,10 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
 
 
 def _best(runs: Sequence[Run], dim: int) -> Sharding:
-    """Choose the sharding that most entries have, if it divides another dim; else keep entries where they lie."""
+    """Choose the sharding of the result of joining runs.
+
+    If most entries are divided along another dim, it is their sharding. Otherwise, entries stay on their devices.
+    """
     lies = runs[0].source.sharding
     if lies.dim is None and all(run.source.sharding == lies for run in runs):
         return lies
@@ -76,8 +83,11 @@ def _best(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def as_held(runs: Sequence[Run], dim: int) -> Sharding:
-    """Divide the dim so that each device has as many entries as it holds of the runs. Devices are in the order of the
-    runs; a replicated run, or one that is divided along another dim, is divided evenly."""
+    """Divide `dim` so that each device gets as many entries of the result as it holds of the runs.
+
+    The devices come in the order of the runs. A run that is replicated or divided along another dim counts as divided
+    evenly over its devices.
+    """
     sizes: dict[int, int] = {}
     for run in runs:
         lies = run.source.sharding
@@ -93,7 +103,7 @@ def as_held(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operation: str) -> list[Tensor]:
-    """Return the entries of the joined runs in each interval whose place is local. Intervals may overlap."""
+    """Return the entries of the joined runs for each interval that a local device wants. Intervals may overlap."""
     space, dtype = runs[0].source.space, runs[0].source.dtype
     shape = runs[0].source.shape
     pieces: list[Move] = []
@@ -130,7 +140,8 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
 
 
 def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation: str) -> Run:
-    """Divide a run along `dim`, as the intervals want it, if its source is divided along another dim."""
+    """Return the run with its source divided along `dim` as the intervals want it, if it was divided along another
+    dim."""
     if run.source.sharding.dim in (None, dim) or run.step != 1 or run.count != run.source.shape[dim]:
         return run
     places = tuple(dict.fromkeys(place for place, _, _ in wanted))
@@ -141,8 +152,11 @@ def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation:
 
 
 def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield (sending place, offset of its part, number of the interval, first entry of the result, one after the last)
-    for a run that begins at entry `at` of the result."""
+    """Yield the transfers for a run whose first entry is entry `at` of the result.
+
+    Each is (sending place, offset of its part, number of the interval, first entry of the result, entry after the
+    last).
+    """
     lies, length = run.source.sharding, run.source.shape[dim]
     for number, (target, begin, end) in enumerate(wanted):
         if lies.dim is None:
@@ -158,7 +172,8 @@ def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterat
 
 
 def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
-    """Return the range of the run's entries, counted from its first, that lie in a part of `size` from `offset`."""
+    """Return the range of the run's entries, counted within the run, that lie in a part of length `size` from `offset`
+    on."""
     start, step, end = run.start, run.step, offset + size
     if step == 0:
         first, last = (0, run.count) if offset <= start < end else (0, 0)
@@ -171,7 +186,7 @@ def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
 
 
 def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tensor:
-    """Return entries of a part, counted within it."""
+    """Return the given entries of a part, counted within the part."""
     if step == 0:
         return part.narrow(dim, start, 1).expand(*part.shape[:dim], count, *part.shape[dim + 1 :])
     if step == 1 or count <= 1:
@@ -183,6 +198,6 @@ def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tenso
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Join tensors in new memory."""
+    """Concatenate tensors into new memory."""
     found = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(list(tensors), dim)
     return found.clone() if found is tensors[0] else found

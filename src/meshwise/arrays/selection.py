@@ -2,9 +2,10 @@
 
 Sorting, quantiles and top-k use it.
 
-Each round reads a few hundred samples, at equal steps, of the elements that are still undecided, and leaves about a
-hundredth of these undecided; when few are left, all are read. Equal elements are ordered by part, then by position, so
-the answer is exact and unique, also for ties and nan: `order` alone decides.
+Each round reads a few hundred samples, at equal steps, of the elements for which it is still undecided whether they are
+among the first r. This decides about 99 of 100 of them. When few are left, all of these are read. Equal elements are
+ordered by part, then by position, so that the answer is exact and unique, also for equal elements and NaN. The function
+`order` alone defines the order.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ FEWEST_A_PART = 8  # so that a round narrows, however many parts there are
 
 
 def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Return (sorted values, indices) along `dim`, as torch.sort. Stable; nan is greater than all numbers. Complex
-    numbers are sorted by real part, then imaginary part."""
+    """Return (sorted values, indices) along `dim`, as torch.sort.
+
+    The sort is stable. NaN is greater than all numbers. Complex numbers are sorted by real part, then by imaginary
+    part.
+    """
     if not values.is_complex():
         return torch.sort(values, dim=dim, descending=descending, stable=True)
     at = torch.sort(values.imag, dim=dim, descending=descending, stable=True).indices
@@ -37,7 +41,7 @@ def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tenso
 
 
 def sort_values(values: Tensor, descending: bool = False) -> Tensor:
-    """Return only the values of `order`, for a vector."""
+    """Return the values of a vector in sorted order, as `order` does, without the indices."""
     if not _by_numpy(values):
         return order(values, 0, descending)[0]
     made = np.sort(values.numpy())
@@ -45,7 +49,8 @@ def sort_values(values: Tensor, descending: bool = False) -> Tensor:
 
 
 def merge(runs: Sequence[Tensor], descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Merge sorted vectors, and return where each element was in their concatenation."""
+    """Merge sorted vectors. Returns the merged values, and the position of each value in the concatenation of the
+    vectors."""
     joined = torch.cat(list(runs))
     if descending or not _by_numpy(joined):
         return order(joined, 0, descending)
@@ -54,7 +59,7 @@ def merge(runs: Sequence[Tensor], descending: bool = False) -> tuple[Tensor, Ten
 
 
 def merge_values(runs: Sequence[Tensor], descending: bool = False) -> Tensor:
-    """Return only the values of `merge`."""
+    """Return the merged values of sorted vectors, as `merge` does, without the positions."""
     joined = torch.cat(list(runs))
     if descending or not _by_numpy(joined):
         return order(joined, 0, descending)[0]
@@ -62,13 +67,17 @@ def merge_values(runs: Sequence[Tensor], descending: bool = False) -> Tensor:
 
 
 def _by_numpy(values: Tensor) -> bool:
-    """Return whether NumPy sorts `values`: on the host, it is several times faster than torch, and merges runs fast."""
+    """Return whether to sort `values` with NumPy, which is several times faster on the host than torch and merges runs
+    fast."""
     return values.is_cpu and not OPEN_DEVICES and not values.is_complex() and values.dtype is not torch.bfloat16
 
 
 @dataclass
 class _Window:
-    """The undecided elements of one cut: low[k] to high[k] of part k; `wanted` of them come before the cut."""
+    """The elements for which one cut is still undecided, from low[k] to high[k] of each part k.
+
+    wanted: how many of these elements come before the cut.
+    """
 
     low: list[int]
     high: list[int]
@@ -80,13 +89,16 @@ class _Window:
         return max(1, -(-left // max(SAMPLES, FEWEST_A_PART * len(self.low))))
 
     def positions(self, part: int) -> range:
-        """Return the elements to read: the last of each step."""
+        """Return the positions to read in a part: the last element of each step."""
         return range(self.low[part] + self.step - 1, self.high[part], self.step)
 
     def narrow(self, parts: Tensor, step: int) -> None:
-        """Narrow the window by the samples that were read. parts: the part of each sample, in sorted order.
+        """Narrow the window by the samples that were read.
 
-        Up to sample t (from 1) lie at least t steps of elements, and fewer than t + (number of parts) - 1 steps.
+        Up to and including sample t (counted from 1) lie at least t steps of elements, and fewer than t + (number of
+        parts) - 1 steps.
+
+        parts: the number of the part from which each sample comes, in the sorted order of the samples.
         """
         count = len(self.low)
         if step == 1:
@@ -108,9 +120,11 @@ def _tally(parts: Tensor, count: int) -> list[int]:
 
 
 def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[list[int]]:
-    """Return, for each r of `ranks`, how many elements of each part are among the first r of all. Waits for the parts.
+    """Return, for each number r in `ranks`, how many of the r first elements in sorted order lie in each part.
 
-    x: a vector of which each part is sorted by `order`.
+    Waits for the values of the parts.
+
+    x: a vector whose parts are each sorted by `order`.
     """
     held = x.sharding
     windows = [_Window([0] * len(held.sizes), list(held.sizes), rank) for rank in ranks]
@@ -137,7 +151,10 @@ def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[li
 
 
 def picked(x: Array, asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return the elements at these positions of each part, in host memory (on all ranks). Waits for the values."""
+    """Return the elements at the given positions of each part, in host memory. Over ranks, every rank gets all of them.
+
+    Waits for the values.
+    """
     here = zip(x.parts, x.space.local(x.sharding), strict=True)
     chosen = tuple(part[torch.tensor(asked[k], dtype=torch.int64)] for part, (k, _) in here)
     counts = tuple(map(len, asked))

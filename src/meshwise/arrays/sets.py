@@ -1,9 +1,9 @@
 """Compute unique_*: sort by exact cuts, then count in place.
 
-Each device counts the distinct values that begin in its part.
+Each device counts the distinct values that begin in its part of the sorted array.
 
-Bytes moved: those of the sort; one element from each part to the next; and for the inverse, one number per element back
-to where the element came from. For values alone, each device first drops its duplicates.
+These bytes are moved: those of the sort, one element from each part to the next, and for the inverse, one number per
+element back to the device from which the element came. For `unique_values`, each device first drops its duplicates.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class UniqueInverse(NamedTuple):
 
 
 def unique_all(x: Array, /) -> UniqueAll:
-    """Return the distinct elements of `x`, sorted, the first position of each, the inverse, and the count of each.
+    """Return the distinct elements of `x` sorted, the first position of each, the inverse indices, and the count of
+    each.
 
-    Each nan is an element of its own. Waits for the values: the shapes depend on them.
+    Each NaN counts as a distinct element. Waits for the values, because the shapes depend on them.
     """
     found = _found(x, "unique_all", where=True)
     first = _picked(found, indices(found.flat, found.sorted, found.name), torch.int64)
@@ -61,13 +62,16 @@ def unique_all(x: Array, /) -> UniqueAll:
 
 
 def unique_inverse(x: Array, /) -> UniqueInverse:
-    """Return the distinct elements of `x`, sorted, and for each of `x` its index among them. Waits for the values."""
+    """Return the distinct elements of `x` sorted, and for each element of `x` its index among the distinct elements.
+
+    Waits for the values.
+    """
     found = _found(x, "unique_inverse", where=True)
     return UniqueInverse(_values(found), _inverse(x, found))
 
 
 def unique_counts(x: Array, /) -> UniqueCounts:
-    """Return the distinct elements of `x`, sorted, and how often each occurs. Waits for the values."""
+    """Return the distinct elements of `x` sorted, and how often each of them occurs. Waits for the values."""
     found = _found(x, "unique_counts")
     return UniqueCounts(_values(found), _counts(found))
 
@@ -79,8 +83,12 @@ def unique_values(x: Array, /) -> Array:
 
 @dataclass(frozen=True)
 class _Found:
-    """A flat array, sorted. begins: for each local part, a mask of the elements that differ from the one before them.
-    counts: how many of these each part has. first: the position of the first of these in each part."""
+    """A flattened array after sorting, with the positions of its distinct elements.
+
+    begins: for each local part, a mask of the sorted elements that differ from the previous element.
+    counts: the number of such elements in each part.
+    first: the position of the first such element in each part.
+    """
 
     flat: Array
     sorted: SortedParts
@@ -90,13 +98,16 @@ class _Found:
     name: str
 
     def spread(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Array:
-        """Make a vector with one entry for each distinct element, from its parts."""
+        """Make a vector with one entry per distinct element from its local parts."""
         lies = sharding(self.flat.sharding.places, 0, tuple(self.counts))
         return Array(tuple(parts), lies, (sum(self.counts),), dtype, self.flat.space)
 
 
 def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> _Found:
-    """Sort and find distinct elements. alone: only the values are needed, so duplicates on one device need not move."""
+    """Sort an array and find its distinct elements.
+
+    alone: only the values are needed, so that each device drops its duplicates before the sort.
+    """
     x = as_array(name, x)
     flat = flattened(x, name)
     if alone:
@@ -117,7 +128,7 @@ def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> 
 
 
 def _begins(values: Tensor) -> Tensor:
-    """Mark the sorted elements that differ from the one before them; the first one does."""
+    """Mark the elements of a sorted vector that differ from the previous element. The first element is marked, too."""
     new = torch.ones(values.shape, dtype=torch.bool, device=values.device)
     new[1:] = values[1:] != values[:-1]
     return new
@@ -129,7 +140,8 @@ def _unique(part: Tensor) -> Tensor:
 
 
 def flattened(x: Array, name: str) -> Array:
-    """Flatten `x`, split in row-major order. Of a replicated array, the copy on the first device is used."""
+    """Flatten `x` in row-major order, split along its only dim. Of a replicated array, the copy on its first device is
+    used."""
     if x.sharding.dim is None:
         x = reshard(x, sharding(x.sharding.places[:1]), name)
     found = reshape(x, (-1,))
@@ -139,7 +151,7 @@ def flattened(x: Array, name: str) -> Array:
 
 
 def _lasts(flat: Array, values: Sequence[Tensor], name: str) -> list[Tensor | None]:
-    """Return, for each local part, the last element of the parts before it, if any."""
+    """Return, for each local part, the last element before this part, or None if there is none."""
     places, sizes = flat.sharding.places, flat.sharding.sizes
     filled = [k for k, size in enumerate(sizes) if size]
     own = {k: part[-1:] for (k, _), part in zip(flat.space.local(flat.sharding), values, strict=True)}
@@ -157,7 +169,10 @@ def _values(found: _Found) -> Array:
 
 
 def _counts(found: _Found) -> Array:
-    """Return how often each distinct value occurs: the distance to the next value's start, maybe in a later part."""
+    """Return how often each distinct value occurs.
+
+    This is the distance to the start of the next value, which may lie in a later part.
+    """
     held = found.flat.sharding
     parts = []
     for (k, _), new in zip(found.flat.space.local(held), found.begins, strict=True):
@@ -169,7 +184,7 @@ def _counts(found: _Found) -> Array:
 
 
 def _inverse(x: Array, found: _Found) -> Array:
-    """Return the index of each element of `x` among the distinct ones, in the shape of `x`."""
+    """Return, for each element of `x`, its index among the distinct elements. The result has the shape of `x`."""
     flat, done = found.flat, found.sorted
     held, space = flat.sharding, flat.space
     numbers = []
@@ -185,7 +200,7 @@ def _inverse(x: Array, found: _Found) -> Array:
 
 
 def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) -> Callable[..., Array]:
-    """Make a set function of two arrays that returns some of their distinct elements, in ascending order."""
+    """Make a function of two arrays that returns some of the distinct elements of the arrays, in ascending order."""
 
     def of_two(x1: Any, x2: Any, /) -> Array:
         x1 = as_array(name, x1)
@@ -196,7 +211,7 @@ def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) ->
 
 
 def _either(xp: Any, a: Array, b: Array) -> Array:
-    """Return the elements that are in only one of the two."""
+    """Return the elements that occur in exactly one of two arrays."""
     return unique_values(xp.concat([a[~xp.isin(a, b)], b[~xp.isin(b, a)]]))
 
 

@@ -15,7 +15,8 @@ from meshwise.arrays.views import axis_of
 
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of an array to raise NoArrayGiven for other types, which the namespace then converts."""
+    """Wrap a function to raise NoArrayGiven if its first argument is not an array. The namespace then converts the
+    argument."""
 
     @functools.wraps(rule)
     def call(x: Any, /, *given: Any, **named: Any) -> Any:
@@ -45,12 +46,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = (
 
 
 def reshaped(x: Array, /, *shape: Any, copy: bool | None = None) -> Array:
-    """Implement `x.reshape(2, 3)` and `x.reshape((2, 3))`, as `xp.reshape`."""
+    """Implement the method `x.reshape(2, 3)` or `x.reshape((2, 3))`, as `xp.reshape`."""
     return reshaping.reshape(x, shape[0] if len(shape) == 1 else shape, copy)
 
 
 def transposed(x: Array, /, *axes: Any) -> Array:
-    """Permute the dims: reversed, or in the order of `axes`, as NumPy's method."""
+    """Permute the dims into the order `axes`, by default reversed, as NumPy's method does."""
     if len(axes) == 1 and not isinstance(axes[0], int):
         axes = tuple(axes[0] or ())
     return layout.permute_dims(x, axes or tuple(reversed(range(len(x.shape)))))
@@ -70,14 +71,14 @@ def flattened(x: Array, /) -> Array:
 
 
 def iterated(x: Array, /) -> Iterator[Array]:
-    """Implement `for row in x`: yield the entries of the first dim, where they lie."""
+    """Implement `for row in x`: yield the entries of the first dim, which stay on their devices."""
     if not x.shape:
         raise TypeError("an array without dims cannot be iterated over: write x[...] or float(x).")
     return iter(joining.unstack(x))
 
 
 def contains(x: Array, value: Any, /) -> bool:
-    """Implement `value in x`: whether any element equals it. Waits for the answer."""
+    """Implement `value in x`: return whether any element equals `value`. Waits for the answer."""
     return bool((x == value).any())
 
 

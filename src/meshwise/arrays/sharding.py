@@ -18,8 +18,11 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where an array lies. places: numbers of devices. `dim` None: each of these holds all of the array. Else part k,
-    on `places[k]`, has the next `sizes[k]` entries of `dim`; a part may be empty."""
+    """How an array lies on devices. A device is named by its place, its number in the namespace.
+
+    If `dim` is None, each of `places` holds all of the array. Otherwise part k lies on `places[k]` and has the next
+    `sizes[k]` entries of `dim`. A part may be empty.
+    """
 
     places: tuple[int, ...]
     dim: int | None = None
@@ -34,12 +37,12 @@ class Sharding:
 
     @functools.cached_property
     def numbered(self) -> tuple[tuple[int, int], ...]:
-        """(number of the part, its place) of all parts."""
+        """Pairs (number of the part, its place) for all parts."""
         return tuple(enumerate(self.places))
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The first entry of each part along `dim`."""
+        """The index of the first entry of each part along `dim`."""
         return tuple(sum(self.sizes[:part]) for part in range(len(self.sizes)))
 
     @property
@@ -52,13 +55,13 @@ class Sharding:
         return len(self.places) == 1
 
     def part_shape(self, shape: Shape, part: int) -> Shape:
-        """Return the shape of part number `part` of an array of this shape."""
+        """Return the shape of part number `part` for an array of shape `shape`."""
         if self.dim is None:
             return shape
         return (*shape[: self.dim], self.sizes[part], *shape[self.dim + 1 :])
 
     def interval(self, shape: Shape, part: int) -> Slices:
-        """Return the slices of part number `part` in the array, one for each dim."""
+        """Return the slices that select part number `part` from the whole array, one slice per dim."""
         whole = [slice(0, length) for length in shape]
         if self.dim is not None:
             begin = self.offsets[part]
@@ -66,26 +69,33 @@ class Sharding:
         return tuple(whole)
 
     def along(self, dim: int | None) -> Sharding:
-        """Return the same parts along another dim."""
+        """Return a sharding with the same places and sizes along another dim."""
         return self if dim == self.dim else sharding(self.places, dim, self.sizes)
 
 
 @functools.lru_cache(maxsize=4096)
 def sharding(places: tuple[int, ...], dim: int | None = None, sizes: tuple[int, ...] = ()) -> Sharding:
-    """Return the shared `Sharding` of these values, so that `is` mostly tells whether two are equal."""
+    """Return the `Sharding` with these values.
+
+    It is cached, so that equal shardings are mostly the same object and compare fast by `is`.
+    """
     return Sharding(places, dim, sizes)
 
 
 @functools.lru_cache(maxsize=4096)
 def evenly(length: int, places: tuple[int, ...], dim: int = 0) -> Sharding:
-    """Divide `length` entries of `dim` over `places` as `tensor_split` does: the first parts are the longer ones."""
+    """Divide `length` entries of `dim` over `places` as torch.tensor_split does, so that the first parts are the longer
+    ones."""
     each, more = divmod(length, len(places))
     return sharding(places, dim, tuple(each + (part < more) for part in range(len(places))))
 
 
 @functools.lru_cache(maxsize=4096)
 def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return sizes that add up to `length`, in proportion to the weights; the largest remainders are rounded up."""
+    """Return sizes that add up to `length` and are in proportion to the weights.
+
+    The sizes with the largest fractional remainders are rounded up.
+    """
     total = math.fsum(weights)
     shares = [length * weight / total for weight in weights]
     sizes = [int(share) for share in shares]
@@ -99,8 +109,10 @@ def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 class Layout:
     """A layout that a user asks for before the shape is known. Made by `xp.shard`, `xp.replicated` and `xp.single`.
 
-    dim: the divided dim; None for none. sizes: the number of entries on each device; weights: the proportions of these
-    numbers, such as the devices' speeds. Without both: numbers that differ by at most one.
+    dim: the divided dim, or None if the array is not divided.
+    sizes: the number of entries on each device.
+    weights: numbers to which the sizes are proportional, such as the speeds of the devices. Without sizes and weights,
+    the sizes differ by at most one.
     """
 
     places: tuple[int, ...]
@@ -109,7 +121,7 @@ class Layout:
     weights: tuple[float, ...] | None = None
 
     def of(self, shape: Shape) -> Sharding:
-        """Return the sharding of an array of this shape. UsageError if the layout does not fit the shape."""
+        """Return the sharding of an array of this shape. Raises UsageError if the layout does not fit the shape."""
         if self.dim is None:
             return sharding(self.places)
         if not -len(shape) <= self.dim < len(shape):
@@ -126,7 +138,8 @@ class Layout:
 
 
 def fitting(wanted: Sharding, shape: Shape) -> Sharding:
-    """Return `wanted` if an array of this shape can lie so. UsageError if it cannot."""
+    """Return a sharding of an array of this shape equal to `wanted`. Raises UsageError if `wanted` does not fit the
+    shape."""
     dim, sizes = wanted.dim, wanted.sizes
     if dim is None:
         return sharding(wanted.places)
@@ -143,7 +156,8 @@ def fitting(wanted: Sharding, shape: Shape) -> Sharding:
 def as_layout(
     places: tuple[int, ...], dim: int, sizes: Sequence[int] | None, weights: Sequence[float] | None
 ) -> Layout:
-    """Make `xp.shard`'s layout: a dim divided over devices. UsageError for invalid sizes or weights."""
+    """Make the layout that `xp.shard` returns, a dim divided over devices. Raises UsageError for invalid sizes or
+    weights."""
     if sizes is not None and weights is not None:
         raise UsageError("shard(sizes=..., weights=...): both say how long the parts are. Give only one of them.")
     for what, given in (("sizes", sizes), ("weights", weights)):
@@ -162,10 +176,10 @@ def as_layout(
 
 
 def overlaps(shape: Shape, held: Sharding, wanted: Sharding) -> Iterator[tuple[int, int, Slices, Slices]]:
-    """Yield the pieces that turn an array laid out as `held` into one laid out as `wanted`, without empty ones.
+    """Yield the pieces to send to change the sharding of an array from `held` to `wanted`. Empty pieces are left out.
 
-    Each piece is (source part, target part, the piece's slices in the source, its slices in the target). A device that
-    holds a copy of a piece already takes its own copy.
+    Each piece is (source part, target part, the piece's slices in the source, its slices in the target). If a device
+    already holds a piece, its source is the device's own copy.
     """
     for target, place in enumerate(wanted.places):
         wants = wanted.interval(shape, target)

@@ -2,8 +2,8 @@
 
 Matrices and stacks may be split along any dim.
 
-Stacks are calculated where they lie (`stacks.py`). One large matrix that is divided is factored in blocks
-(`factors.py`); a small one is gathered, which moves less.
+Stacks are computed where they lie (`stacks.py`). One large divided matrix is factored in blocks (`factors.py`). A small
+divided matrix is gathered, which moves fewer bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ class SlogDet(NamedTuple):
 
 
 def cholesky(x: Array, /, *, upper: bool = False) -> Array:
-    """Return the lower factor L of a positive-definite matrix L L^H; `upper`: its adjoint. LinAlgError for others."""
+    """Return the Cholesky factor L of a positive-definite matrix, which equals L L^H. Raises LinAlgError for other
+    matrices.
+
+    upper: True returns the adjoint of L, an upper triangular matrix.
+    """
     x = as_matrices("cholesky", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "cholesky", partial(torch.linalg.cholesky, upper=upper))
@@ -58,7 +62,8 @@ def cholesky(x: Array, /, *, upper: bool = False) -> Array:
 
 
 def inv(x: Array, /) -> Array:
-    """Invert a matrix. LinAlgError for a singular one. The inverse of a large divided matrix is split by columns."""
+    """Invert a matrix. Raises LinAlgError for a singular matrix. The inverse of a large divided matrix is split by
+    columns."""
     x = as_matrices("inv", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "inv", torch.linalg.inv)
@@ -69,7 +74,7 @@ def inv(x: Array, /) -> Array:
 
 
 def det(x: Array, /) -> Array:
-    """Return the determinant."""
+    """Return the determinant of a matrix, or of each matrix of a stack."""
     x = as_matrices("det", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "det", torch.linalg.det)
@@ -78,7 +83,10 @@ def det(x: Array, /) -> Array:
 
 
 def slogdet(x: Array, /) -> SlogDet:
-    """Return the sign of the determinant, or its complex direction, and the logarithm of its absolute value."""
+    """Return the sign of the determinant and the logarithm of its absolute value.
+
+    For a complex matrix, the sign is a complex number of absolute value 1.
+    """
     x = as_matrices("slogdet", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return SlogDet(*of_each(x, "slogdet", torch.linalg.slogdet))
@@ -93,9 +101,10 @@ def slogdet(x: Array, /) -> SlogDet:
 
 
 def solve(x1: Array, x2: Array, /) -> Array:
-    """Solve x1 y = x2 for y, for a vector or right-hand sides by columns. LinAlgError for a singular matrix.
+    """Solve x1 @ y = x2 for y. `x2` is a vector, or has the right-hand sides as columns. Raises LinAlgError if x1 is
+    singular.
 
-    A large divided matrix is factored by columns; the solution is then split by rows for few right-hand sides, by
+    A large divided matrix is factored by columns. The solution is then split by rows for few right-hand sides, by
     columns for many. Otherwise right-hand sides and stacks are solved where they lie, and the matrix is sent there.
     """
     a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
@@ -117,14 +126,15 @@ def solve(x1: Array, x2: Array, /) -> Array:
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """Solve for matrices only: torch takes some shapes for stacks of vectors."""
+    """Solve a linear system of one part. A vector of `b` is passed as a matrix, as torch takes some shapes for other
+    ones."""
     b = b[None] if b.dim() == a.dim() - 1 else b
     solved: Tensor = called("solve", torch.linalg.solve, a, b)
     return solved
 
 
 def _rather_on_one(a: Array, b: Array) -> bool:
-    """Return whether solving on one device moves less than sending the matrix to all right-hand sides."""
+    """Return whether solving on one device moves fewer bytes than sending the matrix to all right-hand sides."""
     if not (a.sharding.divided or b.sharding.divided):
         return False
     places = len((a if a.sharding.divided else b).sharding.places)
@@ -140,7 +150,7 @@ def _solved_on_one(a: Array, b: Array) -> Array:
 
 
 def _solved_by_columns(a: Array, b: Array) -> Array:
-    """Solve with a large divided matrix."""
+    """Solve with a large divided matrix, which is factored by columns."""
     columns, count = _by_columns(a, "solve"), b.shape[1]
     held = columns.sharding
     if count * len(held.places) > a.shape[0]:
@@ -155,7 +165,7 @@ def _solved_by_columns(a: Array, b: Array) -> Array:
 
 
 def matrix_power(x: Array, n: int, /) -> Array:
-    """Return the matrix to the power of `n`; for n below 0, its inverse to the power of -n."""
+    """Return the matrix to the power of `n`. For `n` below 0, return the inverse to the power of -n."""
     x = as_matrices("matrix_power", x, square=True)
     x = inv(x) if n < 0 else x
     found: Array | None = None
@@ -182,7 +192,7 @@ def _by_columns(x: Array, name: str) -> Array:
 
 
 def _squeezed(found: Array, given: Array, stack: tuple[int, ...]) -> Array:
-    """Return a solution in the shape that the right-hand side asks for."""
+    """Return a solution in the shape that belongs to the shape of the right-hand side."""
     if len(found.shape) < 2 + len(stack):
         found = with_stack(found, Array((), found.sharding, (*stack, 0, 0), found.dtype, found.space))
     return layout.squeeze(found, -1) if len(given.shape) == 1 else found

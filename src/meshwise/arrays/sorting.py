@@ -1,10 +1,14 @@
 """Sort along one axis: sort, argsort and what builds on them.
 
-Along a dim that is not split, each device sorts what it holds. A split vector is sorted by exact cuts: each part is
-sorted where it lies, `selection.cuts` finds how much of each part belongs on which device, that is exchanged, and each
-device merges what it got. Every element moves at most once, which is the least for a result that lies as the operand
-does; the samples that are read, some hundred elements a round, come on top. argsort also sends each element's position
-in its part. If a split dim has several lanes, the array is split along another dim, and then back: two transposes.
+Along a dim that is not split, each device sorts the part that it holds.
+
+A split vector is sorted in four steps. Each part is sorted where it lies. `selection.cuts` finds how many elements of
+each part belong on which device. These elements are exchanged. Each device merges what it received. Every element moves
+at most once, which is the minimum for a result that lies as the operand does. The samples that are read, some hundred
+elements a round, come on top. argsort also sends the position of each element in its part.
+
+An array with other dims that is to be sorted along its split dim is first split along another dim, and then back, which
+moves as much as two transposes.
 """
 
 from __future__ import annotations
@@ -28,12 +32,15 @@ from meshwise.arrays.views import axis_of
 
 
 def sort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
-    """Sort `x` along `axis`; None: the flattened array. nan is greater than all numbers. Always stable."""
+    """Sort `x` along `axis`. If `axis` is None, `x` is flattened first.
+
+    NaN is greater than all numbers. The sort is always stable.
+    """
     return _along(x, axis, descending, 0, "sort")
 
 
 def argsort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
-    """Return the indices that sort `x` along `axis`. Always stable."""
+    """Return the indices that sort `x` along `axis`. The sort is always stable."""
     return _along(x, axis, descending, 1, "argsort")
 
 
@@ -56,7 +63,7 @@ def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str)
 
 
 def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Array:
-    """Sort a single vector that is split."""
+    """Sort an array whose only dim of more than one entry is split."""
     flat = tuple(part.reshape(-1) for part in x.parts)
     line = Array(flat, x.sharding.along(0), (x.shape[axis],), x.dtype, x.space)
     done = sort_parts(line, name, descending=descending, where=bool(wanted))
@@ -68,11 +75,14 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
 
 @dataclass(frozen=True)
 class SortedParts:
-    """A split vector, sorted, in its old layout. Each list has an entry per local part, in order:
+    """A split vector after sorting, laid out on the devices as before. Each list has one entry per local part, in
+    order.
 
-    values: the sorted values. local: where each element was in its part, before the part alone was sorted. merge: where
-    each element was among those received, part after part. `local` and `merge` are empty if not asked for.
-    sent[k][j], for all parts: how many elements went from part k to part j.
+    values: the sorted values.
+    local: the position of each element in its part before this part alone was sorted. Empty if not asked for.
+    merge: the position of each element among those that the device received, part after part. Empty if not asked for.
+    sent: sent[k][j] is the number of elements that went from part k to part j. Unlike the other lists, it covers all
+    parts.
     """
 
     values: list[Tensor]
@@ -82,7 +92,7 @@ class SortedParts:
 
 
 def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
-    """Sort a split vector. where: also record where each element came from."""
+    """Sort a split vector. where: also record from where each element came."""
     space, held = x.space, x.sharding
     local: list[Tensor] = []
     if where:
@@ -101,7 +111,7 @@ def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = F
 
 
 def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
-    """Return where each element of the sorted vector was in `x`, for the local parts."""
+    """Return the original index in `x` of each element of the sorted vector, for the local parts."""
     held = x.sharding
     small = torch.int32 if max(held.sizes) < 2**31 else torch.int64
     came = swapped(x, done.sent, [at.to(small) for at in done.local], small, name)
@@ -115,9 +125,11 @@ def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
 def swapped(
     x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], dtype: torch.dtype, name: str
 ) -> list[list[Tensor]]:
-    """Exchange entries; return for each local part what it receives from each part, in the parts' order.
+    """Exchange entries between parts. Returns, for each local part, what it receives from each part, in the parts'
+    order.
 
-    parts: vectors, one per part of `x`; `sizes[k][j]` entries of part k, in the order of j, go to part j.
+    parts: one vector per local part of `x`.
+    sizes: the first `sizes[k][0]` entries of part k go to part 0, the next `sizes[k][1]` entries to part 1, and so on.
     """
     space, places = x.space, x.sharding.places
     segments = {}

@@ -1,6 +1,7 @@
 """Define the devices of a namespace, their names, and which are local.
 
-A place is the number of a device. Over ranks, place k is rank k, and one is local; in one process, all are.
+A place is the number of a device. Over ranks, place k is rank k, and one place is local. In one process, all places are
+local.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from meshwise.transfer.devices import as_device, open_devices
 from meshwise.workers.join import join, rank_context
 
 ALL = "all"
-"""The name for all devices together, in `x.device` and `device=`: the default placement."""
+"""The name for all devices together in `x.device` and `device=`. It stands for the default placement."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The devices of a namespace; a place is a device's number. names: what users call the devices. here: the local
-    places, in order. default_float: the dtype that Python's floats become."""
+    """The devices of a namespace. The number of a device is called its place.
+
+    names: the names by which users refer to the devices.
+    here: the places of this process, in order.
+    default_float: the dtype of arrays that are made from Python floats.
+    """
 
     devices: tuple[torch.device, ...]
     names: tuple[str, ...]
@@ -48,13 +53,14 @@ class Space:
         return all(device.type == "cpu" for device in self.devices)
 
     def local(self, placed: Sharding) -> Sequence[tuple[int, int]]:
-        """Return (number of the part, its place) of the local parts, in the order of `Array.parts`."""
+        """Return (number of the part, its place) for the parts in this process, in the order of `Array.parts`."""
         if not self.over_ranks:
             return placed.numbered
         return [(part, place) for part, place in placed.numbered if place in self.here]
 
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
-        """Return where a new array is to lie: as `wanted`, on the named device, or divided along its first dim."""
+        """Return the sharding of a new array: `wanted`, or the named device, or by default divided along the first
+        dim."""
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
         if wanted is not None and not isinstance(wanted, Sharding):
@@ -66,7 +72,8 @@ class Space:
         return evenly(shape[0], self.places) if shape else sharding((0,))
 
     def place(self, device: Any) -> int:
-        """Return the number of a device that a user names. UsageError if the namespace has none of that name."""
+        """Return the place of a device that a user names. Raises UsageError if the namespace has no device of that
+        name."""
         if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(self.names):
             return device
         name = str(device)
@@ -79,7 +86,10 @@ class Space:
         return alike[0]
 
     def speeds(self, machine: Machine) -> list[float]:
-        """Return bytes per second of each device's memory, measured or else nominal. UsageError if unknown."""
+        """Return the memory bandwidth of each device in bytes per second, measured or else nominal.
+
+        Raises UsageError if it is not known for one of them.
+        """
         known = {device.name: device.memory_rate or device.memory_bandwidth for device in machine.devices}
         pairs = zip(self.devices, self.names, strict=True)
         found = [known.get(str(device)) or known.get(name) for device, name in pairs]
@@ -92,7 +102,7 @@ class Space:
         return [rate for rate in found if rate]
 
     def device_name(self, placed: Sharding) -> str:
-        """Return the standard's `x.device`: a device's name, or `all`."""
+        """Return the value of `x.device` for an array with this sharding: the name of its only device, or "all"."""
         return self.names[placed.places[0]] if placed.single else ALL
 
     def _known(self, placed: Sharding) -> Sharding:
@@ -102,8 +112,10 @@ class Space:
 
 
 def find_space(devices: Any, default_float: torch.dtype) -> Space:
-    """Return the shared space of these devices; in a run with several ranks, the space of its ranks. UsageError for
-    devices that are missing, or are not those of the ranks."""
+    """Return the `Space` of these devices. In a run with several ranks, return the space of the ranks' devices.
+
+    Raises UsageError for devices that do not exist, or that are not the devices of the ranks.
+    """
     world = rank_context().world
     if world.size == 1:
         found = find_devices(devices)
@@ -120,7 +132,7 @@ def find_space(devices: Any, default_float: torch.dtype) -> Space:
 
 
 def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
-    """Return (kind, count) of the devices that are asked for; count None: as many as there are."""
+    """Return the (type, number) of the devices that a user asks for. The number is None if the user did not name it."""
     if isinstance(devices, str) and not devices.startswith("cpu:"):
         request = parse_devices(devices)
         return request.kind or str(accelerators()[0]), None if "x" not in devices else request.count
@@ -130,7 +142,10 @@ def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
 
 @functools.cache
 def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, here: tuple[int, ...]) -> Space:
-    """Return the shared `Space` of these devices. here: the numbers of the devices of this process."""
+    """Return the `Space` of these devices. The result is cached, so that equal spaces are the same object.
+
+    here: the places of this process.
+    """
     if len(here) < len(devices):
         names = tuple(f"{devices[0].type}:{rank}" for rank in range(len(devices)))
         return Space(devices, names, here, default_float)
@@ -143,7 +158,10 @@ def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, he
 
 
 def find_devices(devices: Any) -> tuple[torch.device, ...]:
-    """Return the torch devices that a user asks for; by default all GPUs, else one CPU. UsageError if missing."""
+    """Return the torch devices that a user asks for, by default all GPUs, or one CPU if there are none.
+
+    Raises UsageError for devices that do not exist.
+    """
     if devices is None:
         kind, count = accelerators()
         return _count(kind, count) if kind else _count("cpu", 1)

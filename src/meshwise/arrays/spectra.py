@@ -2,8 +2,9 @@
 
 Matrices and stacks may be split along any dim.
 
-Stacks are calculated where they lie (`stacks.py`). A tall matrix that is split by rows, or a wide one by columns, is
-factored part by part (`factors.py`). Others are gathered, with a warning for large ones, and always for eigenvalues.
+Stacks are computed where they lie (`stacks.py`). A tall matrix that is split by rows, or a wide one that is split by
+columns, is factored part by part (`factors.py`). Other matrices are gathered. This gives a warning for large matrices,
+and always for eigenvalues.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Eigen(NamedTuple):
 
 
 def qr(x: Array, /, *, mode: str = "reduced") -> QR:
-    """Return Q with orthonormal columns and an upper triangular R. mode: "reduced" or "complete"."""
+    """Return the QR decomposition: Q with orthonormal columns, and an upper triangular R. mode: "reduced" or
+    "complete"."""
     if mode not in ("reduced", "complete"):
         raise ValueError(f"qr(mode={mode!r}): write 'reduced' or 'complete'.")
     x = as_matrices("qr", x)
@@ -68,7 +70,10 @@ def qr(x: Array, /, *, mode: str = "reduced") -> QR:
 
 
 def svd(x: Array, /, *, full_matrices: bool = True) -> SVD:
-    """Return U, the singular values S from the largest, and the adjoint of V. full_matrices: U and V are square."""
+    """Return the singular value decomposition: U, the singular values S in descending order, and the adjoint of V.
+
+    full_matrices: whether U and V are square.
+    """
     x = as_matrices("svd", x)
     wide = x.shape[-2] < x.shape[-1]
     tall = _tall(adjoint(x) if wide else x)
@@ -85,7 +90,7 @@ def svd(x: Array, /, *, full_matrices: bool = True) -> SVD:
 
 
 def svdvals(x: Array, /) -> Array:
-    """Return the singular values, from the largest."""
+    """Return the singular values in descending order."""
     x = as_matrices("svdvals", x)
     tall = _tall(adjoint(x) if x.shape[-2] < x.shape[-1] else x)
     if tall is None:
@@ -96,7 +101,10 @@ def svdvals(x: Array, /) -> Array:
 
 
 def pinv(x: Array, /, *, rtol: Any = None) -> Array:
-    """Return the pseudo-inverse. rtol: singular values below this share of the largest are 0; default max(M, N) eps."""
+    """Return the pseudo-inverse of matrices.
+
+    rtol: singular values below `rtol` times the largest one count as 0. By default max(M, N) times eps.
+    """
     x = as_matrices("pinv", x)
     u, s, vh = svd(x, full_matrices=False)
     kept = elementwise.FUNCTIONS["greater"](s, _cutoff(x, s, rtol))
@@ -107,14 +115,17 @@ def pinv(x: Array, /, *, rtol: Any = None) -> Array:
 
 
 def matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
-    """Count the singular values above `rtol` times the largest; by default max(M, N) eps."""
+    """Return the number of singular values that are greater than `rtol` times the largest one.
+
+    rtol: by default max(M, N) times eps.
+    """
     x = as_matrices("matrix_rank", x)
     s = svdvals(x)
     return reductions.count_nonzero(elementwise.FUNCTIONS["greater"](s, _cutoff(x, s, rtol)), axis=-1)
 
 
 def _cutoff(x: Array, s: Array, rtol: Any) -> Array:
-    """Return the limit below which singular values count as 0, with a last dim of length 1."""
+    """Return the limit up to which singular values count as 0, with a last dim of length 1."""
     if s.shape[-1] == 0:
         return s
     share = max(x.shape[-2:]) * torch.finfo(s.dtype).eps if rtol is None else rtol
@@ -125,7 +136,8 @@ def _cutoff(x: Array, s: Array, rtol: Any) -> Array:
 
 
 def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..., Any]:
-    """Make a function of eigenvalues; there is no rule for a divided matrix."""
+    """Make a function that computes eigenvalues. A divided matrix is gathered, because there is no way to divide the
+    work."""
     WITHOUT_RULE.add(f"linalg.{name}")
 
     def rule(x: Array, /) -> Any:
@@ -136,7 +148,10 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
 
 
 def _tall(x: Array) -> Array | None:
-    """Return one split matrix, by rows, if it is so tall that the R of all parts have at most half its rows."""
+    """Return a split matrix, divided by rows, if it is tall enough for a QR decomposition part by part, otherwise None.
+
+    It is tall enough if the R factors of all parts together have at most half its rows.
+    """
     if not is_one_split(x) or any(length != 1 for length in x.shape[:-2]):
         return None
     flat = one_matrix(x)

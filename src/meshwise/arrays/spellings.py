@@ -1,8 +1,9 @@
 """Add NumPy's and CuPy's other spellings of the standard's functions.
 
-They are other names, or functions made of the standard's.
+They are other names, or functions that are composed of the standard's functions.
 
-`ALIASES` are other names for functions of a namespace; the functions here call those of their array's namespace.
+`ALIASES` are other names for functions of a namespace. The functions in this file call functions of the namespace to
+which their array belongs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ ALIASES = {
     "fix": "trunc",
     "row_stack": "vstack",
 }
-"""NumPy's name -> the standard's, for functions that mean the same."""
+"""NumPy's name -> the array API standard's name, for functions that do the same."""
 
 
 def array(
@@ -70,7 +71,8 @@ def array(
     device: Any = None,
     sharding: Any = None,
 ) -> Array:
-    """Make an array as `asarray` does, by default a copy, with leading dims of length 1 up to `ndmin` dims."""
+    """Make an array as `asarray` does, by default as a copy. ndmin: dims of length 1 are added in front up to this
+    number."""
     if ndmin:
         found = asarray(space, obj, dtype)
         obj = found.reshape((1,) * max(0, ndmin - len(found.shape)) + found.shape)
@@ -78,13 +80,13 @@ def array(
 
 
 def identity(space: Space, n: int, dtype: Any = None) -> Any:
-    """Return the identity matrix."""
+    """Return the identity matrix of size `n`."""
     xp = _names_of(space)
     return xp.eye(n, dtype=dtype)
 
 
 def logspace(space: Space, start: float, stop: float, num: int = 50, *, base: float = 10.0, **how: Any) -> Any:
-    """Return `num` numbers from `base**start` to `base**stop`, evenly spaced on a logarithmic scale."""
+    """Return `num` numbers from `base**start` to `base**stop` that are evenly spaced on a logarithmic scale."""
     return base ** _names_of(space).linspace(start, stop, num, **how)
 
 
@@ -94,8 +96,11 @@ def _names_of(x: Any) -> Any:
 
 
 def dot(x1: Any, x2: Any, /) -> Any:
-    """Multiply as NumPy's `dot`: vectors and matrices as `@`; numbers elementwise; else over the last dim of the first
-    and the last but one of the second."""
+    """Multiply as NumPy's `dot`.
+
+    Vectors and matrices are multiplied as by `@`, and numbers elementwise. For other shapes, products are summed over
+    the last dim of `x1` and the second to last dim of `x2`.
+    """
     x1 = as_array("dot", x1)
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -107,7 +112,7 @@ def dot(x1: Any, x2: Any, /) -> Any:
 
 
 def transpose(x: Any, /, axes: Any = None) -> Any:
-    """Permute the dims: in reverse order, or in the order of `axes`."""
+    """Permute the dims into the order `axes`, by default reversed."""
     x = as_array("transpose", x)
     return x.T if axes is None and len(x.shape) < 3 else x.transpose(axes or tuple(reversed(range(len(x.shape)))))
 
@@ -123,22 +128,22 @@ def ravel(x: Any, /) -> Any:
 
 
 def vstack(arrays: Any, /) -> Any:
-    """Stack arrays below each other; vectors become rows."""
+    """Concatenate arrays along the first dim. Vectors become rows."""
     return _stacked(arrays, lambda xp, x: xp.reshape(x, (1, -1)) if len(x.shape) < 2 else x, 0)
 
 
 def hstack(arrays: Any, /) -> Any:
-    """Stack arrays beside each other; vectors are joined end to end."""
+    """Concatenate arrays along the second dim, or vectors along their only dim."""
     return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1,)) if not x.shape else x, -1)
 
 
 def dstack(arrays: Any, /) -> Any:
-    """Stack arrays along the third dim; vectors become (1, n, 1)."""
+    """Concatenate arrays along the third dim. Vectors get the shape (1, n, 1)."""
     return _stacked(arrays, lambda xp, x: xp.atleast_3d(x), 2)
 
 
 def column_stack(arrays: Any, /) -> Array:
-    """Stack arrays beside each other; vectors become columns."""
+    """Concatenate arrays along the second dim. Vectors become columns."""
     return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1, 1)) if len(x.shape) < 2 else x, 1)
 
 
@@ -151,7 +156,8 @@ def _stacked(arrays: Any, grown: Callable[[Any, Array], Array], axis: int) -> Ar
 
 
 def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> Any:
-    """Return whether elements differ by at most `atol` plus `rtol` times the absolute value in `x2`."""
+    """Return, for each pair of elements, whether they differ by at most `atol` plus `rtol` times the absolute value in
+    `x2`."""
     x1 = as_array("isclose", x1)
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -161,25 +167,26 @@ def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equa
 
 
 def allclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> bool:
-    """Return whether all elements are close, as `isclose` says. Waits for the result."""
+    """Return whether all pairs of elements are close, as `isclose` defines it. Waits for the result."""
     return bool(isclose(x1, x2, rtol, atol, equal_nan=equal_nan).all())
 
 
 def array_equal(x1: Any, x2: Any, /) -> Any:
-    """Return whether shapes and elements are equal. Waits for the result."""
+    """Return whether two arrays have the same shape and equal elements. Waits for the result."""
     x1 = as_array("array_equal", x1)
     x2 = _names_of(x1).asarray(x2)
     return x1.shape == x2.shape and bool((x1 == x2).all())
 
 
 def ptp(x: Any, /, axis: Any = None) -> Any:
-    """Return the greatest element minus the least."""
+    """Return the greatest element minus the least, over `axis` or over all elements."""
     x = as_array("ptp", x)
     return x.max(axis) - x.min(axis)
 
 
 def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
-    """Return the mean, with a weight for each element, or for each entry along `axis`."""
+    """Return the weighted mean. weights: a weight for each element, or for each entry along `axis`. By default all are
+    equal."""
     x = as_array("average", x)
     if weights is None:
         return x.mean(axis)
@@ -190,7 +197,7 @@ def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
 
 
 def diag(x: Any, /) -> Any:
-    """Return the matrix with `x` on its diagonal, or the diagonal of a matrix."""
+    """Return the diagonal of a matrix, or the matrix that has the vector `x` on its diagonal."""
     x = as_array("diag", x)
     if len(x.shape) == 2:
         return diagonal(x)
@@ -202,8 +209,11 @@ def diag(x: Any, /) -> Any:
 def nan_to_num(
     x: Any, /, copy: bool = True, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Array:
-    """Replace nan and infinities in `x` by numbers; by default infinities become the greatest and the least of the
-    type. `copy=False` changes `x` itself."""
+    """Replace NaN and infinities in `x` by numbers. By default, infinities become the greatest and the least finite
+    number.
+
+    copy: False changes `x` itself.
+    """
     x = as_array("nan_to_num", x)
     found = in_order_of(like(x, [part.nan_to_num(nan, posinf, neginf) for part in x.parts]), [x])
     if copy:
@@ -213,7 +223,7 @@ def nan_to_num(
 
 
 def around(x: Any, /, decimals: int = 0) -> Any:
-    """Round to this many decimals; halves are rounded to even."""
+    """Round to `decimals` decimal places. A half is rounded to even."""
     x = as_array("round", x)
     rounded = elementwise.FUNCTIONS["round"]
     whole = x.dtype in WHOLE and decimals >= 0
@@ -221,13 +231,15 @@ def around(x: Any, /, decimals: int = 0) -> Any:
 
 
 def sort_in_place(x: Array, /, axis: int = -1) -> None:
-    """Sort in place: `x[...] = xp.sort(x)`."""
+    """Sort `x` in place, like `x[...] = xp.sort(x)`."""
     x[...] = _names_of(x).sort(x, axis=axis)
 
 
 def item(x: Array, /, *index: Any) -> Any:
-    """Return one element as a Python number: the only one, the one at these indices, or the one with this index in
-    the flattened array. Waits for the value."""
+    """Return one element as a Python number. Waits for the value.
+
+    index: nothing for the only element, one index per dim, or one index in the flattened array.
+    """
     if not index:
         return number(x)
     if len(index) == 1 and not isinstance(index[0], tuple):
@@ -239,36 +251,37 @@ def item(x: Array, /, *index: Any) -> Any:
 
 
 def fill(x: Array, value: Any, /) -> None:
-    """Set all elements: `x[...] = value`."""
+    """Set all elements to `value`, like `x[...] = value`."""
     x[...] = value
 
 
 def copy_of(x: Array, /) -> Array:
-    """Copy the elements to new memory, in row-major order."""
+    """Copy the array to new memory, in row-major order."""
     found = copied(x)
     return found if is_number(x) else as_array_without_dims(found)
 
 
 def in_row_major_order(x: Any, /) -> Any:
-    """Return the array with at least one dim; a copy if NumPy's would not be in row-major order."""
+    """Return the array with at least one dim. If NumPy's array would not be in row-major order, the result is a
+    copy."""
     x = as_array("ascontiguousarray", x)
     return copy_of(x) if strides_of(x) is not None else x if x.shape else x.reshape(1)
 
 
 def cumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
-    """Return sums of all elements up to each one along an axis; None: in the flattened array."""
+    """Return the cumulative sums along an axis. If `axis` is None, the array is flattened first."""
     x = as_array("cumsum", x)
     return _names_of(x).cumulative_sum(x.reshape(-1) if axis is None else x, axis=axis or 0, dtype=dtype)
 
 
 def cumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Any:
-    """Return products of all elements up to each one along an axis; None: in the flattened array."""
+    """Return the cumulative products along an axis. If `axis` is None, the array is flattened first."""
     x = as_array("cumprod", x)
     return _names_of(x).cumulative_prod(x.reshape(-1) if axis is None else x, axis=axis or 0, dtype=dtype)
 
 
 def float_power(x1: Any, x2: Any, /) -> Any:
-    """Return `x1 ** x2` in at least float64."""
+    """Return `x1 ** x2`, computed in float64 or in complex128 for complex numbers."""
     x1 = as_array("float_power", x1)
     return x1.astype(promoted(x1.dtype, torch.float64)) ** x2
 
@@ -276,8 +289,11 @@ def float_power(x1: Any, x2: Any, /) -> Any:
 def unique(
     x: Any, /, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False, axis: Any = None
 ) -> Any:
-    """Return the distinct elements in ascending order; if asked for, also their first positions, the index of each
-    element of `x` among them, and their counts."""
+    """Return the distinct elements in ascending order.
+
+    If asked for, also return the first position of each distinct element, the index of each element of `x` among the
+    distinct elements, and their counts.
+    """
     x = as_array("unique", x)
     if axis is not None:
         raise UsageError(f"unique(axis={axis}) is not supported. Leave axis out to find distinct elements.")
@@ -289,12 +305,12 @@ def unique(
 
 
 def formatted(x: Array, how: str, /) -> str:
-    """Format an array for f-strings; an array without dims is formatted as a number."""
+    """Implement `format(x, how)`, as in f-strings. An array without dims is formatted as a number."""
     return format(x.item() if how and not x.shape else str(x), how)
 
 
 def sized(x: Any, /, axis: int | None = None) -> Any:
-    """Return the number of elements, or of entries along an axis."""
+    """Return the number of elements, or with `axis`, the length of this axis."""
     return as_array("size", x).size if axis is None else x.shape[axis]
 
 

@@ -1,10 +1,12 @@
 """Compute functions of matrices over parts of a stack.
 
-A stack that is split along a dim that counts matrices is computed where it lies.
+A stack is an array of matrices, which lie in its last two dims. If a stack is split along one of its other dims, it is
+computed where it lies.
 
-A stack that is split along the rows or columns of its matrices is first split along its longest other dim, a
-transpose. One split matrix of less than `LARGE` bytes is gathered, and the result is split as the matrix was: dividing
-the work would move more bytes. A larger one has a rule in `factors.py`, or is gathered with a warning.
+A stack that is split along the rows or columns of its matrices is first split along its longest other dim, which moves
+as much as a transpose. One split matrix of less than `LARGE` bytes is gathered, and the result is split as the matrix
+was, because dividing the work would move more bytes. A larger split matrix is computed by `factors.py` if there is a
+method for it, and is otherwise gathered with a warning.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ Function = Callable[[Tensor], Any]
 
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
-    """Return `given` as floats. ValueError for fewer than two dims, or for matrices that must be square and are not."""
+    """Return `given` as an array of floats.
+
+    Raises ValueError for fewer than two dims, and with `square`, for matrices that are not square.
+    """
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
@@ -38,7 +43,7 @@ def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
 
 
 def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Call `function` on tensors, and raise NumPy's LinAlgError where torch raises its own."""
+    """Call `function` on tensors. If torch raises its LinAlgError, NumPy's LinAlgError is raised instead."""
     try:
         return function(*given)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
@@ -46,19 +51,23 @@ def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
 
 
 def is_large(x: Array) -> bool:
-    """Return whether `x` is so large (`LARGE`) that factoring it is divided over the devices."""
+    """Return whether `x` has at least `LARGE` bytes, so that the work of factoring it is divided over the devices."""
     size = math.prod(x.shape) * x.dtype.itemsize
     return size > 0 and size >= LARGE
 
 
 def is_one_split(x: Array) -> bool:
-    """Return whether `x` is one matrix divided along its rows or columns, not a stack of several."""
+    """Return whether `x` is one matrix that is divided along its rows or columns, and not a stack of several
+    matrices."""
     dim, stack = x.sharding.dim, x.shape[:-2]
     return dim is not None and dim >= len(stack) and all(length <= 1 for length in stack)
 
 
 def by_stack(x: Array, name: str, function: Function) -> Any:
-    """Apply `function` to each matrix of a stack, or to an undivided one; return an array, or a tuple of arrays."""
+    """Apply `function` to each matrix of a stack, or to one undivided matrix.
+
+    Returns an array, or a tuple of arrays if `function` returns several tensors.
+    """
     stack = len(x.shape) - 2
     x = freed(x, {stack, stack + 1}, name)
     made = [called(name, function, part) for part in x.parts]
@@ -80,9 +89,10 @@ def _arrays(made: list[Any], array: Callable[[list[Tensor]], Array]) -> Any:
 
 
 def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> Any:
-    """Gather a divided matrix, apply `function`, and divide the results along the same dim, if they have that dim.
+    """Gather a divided matrix, and apply `function` to it. The results that have the divided dim are divided in the
+    same way.
 
-    told: warn as for an operation without a rule; a large matrix always warns.
+    told: warn as for an operation that cannot be divided. For a large matrix, this warning is always given.
     """
     place = fullest(x.sharding)
     if told or is_large(x):
@@ -96,18 +106,18 @@ def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> An
 
 
 def of_each(x: Array, name: str, function: Function, *, told: bool = False) -> tuple[Array, ...]:
-    """Apply `function`, which has no rule for a divided matrix, to one matrix or to each of a stack."""
+    """Apply `function` to one matrix or to each matrix of a stack. A divided matrix is gathered first."""
     made = on_one(x, name, function, told=told) if is_one_split(x) else by_stack(x, name, function)
     return (made,) if isinstance(made, Array) else tuple(made)
 
 
 def matrix_of_each(x: Array, name: str, function: Function) -> Array:
-    """Apply `of_each` with a function of one result."""
+    """Apply a function with one result to one matrix or to each matrix of a stack, as `of_each`."""
     return of_each(x, name, function)[0]
 
 
 def adjoint(x: Array) -> Array:
-    """Return the conjugate transpose, where it lies; it may share memory with `x`."""
+    """Return the conjugate transpose. No data moves between devices. The result may share memory with `x`."""
     held, last = x.sharding, len(x.shape) - 1
     dim = {last: last - 1, last - 1: last}.get(-1 if held.dim is None else held.dim, held.dim)
     parts = tuple(part.mH.resolve_conj() for part in x.parts)
@@ -115,14 +125,14 @@ def adjoint(x: Array) -> Array:
 
 
 def one_matrix(x: Array) -> Array:
-    """Return a stack of one matrix as that matrix."""
+    """Remove the leading dims of `x`, a stack that consists of one matrix."""
     held, more = x.sharding, len(x.shape) - 2
     parts = tuple(part.reshape(part.shape[-2:]) for part in x.parts)
     return Array(parts, held.along(held.dim - more) if held.dim is not None else held, x.shape[-2:], x.dtype, x.space)
 
 
 def with_stack(found: Array, x: Array) -> Array:
-    """Give a result for `one_matrix(x)` the leading dims of `x`."""
+    """Add the leading dims of the stack `x` to a result that was computed from `one_matrix(x)`."""
     more = x.shape[:-2]
     if not more:
         return found

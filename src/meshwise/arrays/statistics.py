@@ -1,7 +1,8 @@
 """Compute mean, variance, standard deviation, argmax and argmin.
 
-The results of each device for its part are combined once: counts, means and squared distances as Chan, Golub and
-LeVeque do; for argmax and argmin, the values with their global indices.
+Each device computes the results for its part, and these are combined once. For a variance, these are counts, means and
+sums of squared distances, which are combined as Chan, Golub and LeVeque do. For argmax and argmin, these are the values
+with their global indices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meshwise.arrays.sharding import Shape, sharding
 
 
 def as_floats(name: str, x: Any) -> Array:
-    """Return `x` with integers converted to the default float; other types stay."""
+    """Return `x` with integers converted to the default float. Float and complex arrays are returned unchanged."""
     found = as_array(name, x)
     if found.dtype in FLOATS:
         return found
@@ -33,7 +34,7 @@ def as_floats(name: str, x: Any) -> Array:
 
 
 def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """Return the mean over axes; nan without elements. Integers become the default float."""
+    """Return the mean over axes, which is NaN if there are no elements. Integers are converted to the default float."""
     x = as_floats("mean", x if dtype is None else astype(x, dtype, copy=False))
     axes = as_axes("mean", axis, len(x.shape))
     count = math.prod(x.shape[each] for each in axes)
@@ -42,7 +43,10 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
 
 
 def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
-    """Return the variance over axes: divided by the number of elements less `correction`, which NumPy calls `ddof`."""
+    """Return the variance over axes.
+
+    The sum of squared distances is divided by the number of elements minus `correction`, which NumPy calls `ddof`.
+    """
     x = as_floats("var", x)
     axes, dim = as_axes("var", axis, len(x.shape)), x.sharding.dim
     kind, shape = real_of(x.dtype), reduced_shape(x.shape, axes, keepdims)
@@ -77,12 +81,12 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def real_of_nan(part: Tensor) -> Tensor:
-    """Return the real part of an empty result, which is nan."""
+    """Return the real part of a result without elements, which is NaN."""
     return part.real.clone() if part.is_complex() else part
 
 
 def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor, Tensor]:
-    """Return the mean of a part over axes, and the sum of squared distances from it, in the part's dtype."""
+    """Return the mean of a part over axes, and the sum of squared distances from this mean, in the part's dtype."""
     if not axes:
         return part, (part - part).abs()  # nan of nan
     centre = part.mean(axes, keepdim=True)
@@ -92,13 +96,17 @@ def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor
 
 
 def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
-    """Return the standard deviation over axes: the square root of `var`."""
+    """Return the standard deviation over axes, the square root of `var`."""
     spread = var(x, axis=axis, correction=correction or ddof, keepdims=keepdims)
     return in_order_of(like(spread, list(map(torch.sqrt, spread.parts))), [spread])
 
 
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
-    """Make argmax or argmin. pick: torch's own, which takes nan, else the first of equal values. best: amax or amin."""
+    """Make the function argmax or argmin.
+
+    pick: torch.argmax or torch.argmin. They return the index of the first NaN, or else of the first of equal values.
+    best: torch.amax or torch.amin.
+    """
 
     def argument(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
@@ -132,7 +140,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
 
 
 def _first(pick: Callable[..., Tensor], part: Tensor, axis: int | None, keepdims: bool) -> tuple[Tensor, Tensor]:
-    """Return the value and its index within a part; arbitrary for an empty part, which is left out later."""
+    """Return the greatest or least value and its index within a part. Both are arbitrary for an empty part."""
     run = part.to(torch.uint8) if part.dtype is BOOL else part
     if axis is None:
         index = pick(run) if part.numel() else torch.zeros((), dtype=torch.int64, device=part.device)
@@ -147,7 +155,7 @@ def _first(pick: Callable[..., Tensor], part: Tensor, axis: int | None, keepdims
 
 
 def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
-    """Convert an index within a part to one within the array."""
+    """Convert an index within a part to an index within the array."""
     dim, placed = x.sharding.dim or 0, x.sharding
     if not flat:
         return index + placed.offsets[part]
@@ -158,7 +166,10 @@ def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
 
 
 def _choose(best: Callable[..., Tensor], values: Tensor, indices: Tensor) -> Tensor:
-    """Return the index of the best value over the first dim, which counts devices; of equal values, the lowest one."""
+    """Return the index of the best value over the first dim, the dim of the devices.
+
+    If several values are equal, the lowest index is returned.
+    """
     run = values.to(torch.uint8) if values.dtype is BOOL else values
     top = best(run, 0)
     equal = (run == top) | (run.isnan() & top.isnan() if run.is_floating_point() else False)

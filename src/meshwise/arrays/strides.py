@@ -1,6 +1,7 @@
 """Track NumPy's strides, which decide whether `reshape` is a view.
 
-Strides count elements, and are those of one undivided array, whatever device its parts lie on. None: row-major order.
+Strides count elements. They are the strides that the array would have if it were undivided, whatever devices its parts
+lie on. None stands for row-major order.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ Strides = tuple[int, ...] | None
 
 @functools.lru_cache(maxsize=4096)
 def row_major(shape: Shape) -> tuple[int, ...]:
-    """Return the strides of row-major order."""
+    """Return the strides of an array of this shape in row-major order."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def of(shape: Shape, strides: Strides) -> tuple[int, ...]:
-    """Return the strides as numbers; None stands for row-major order."""
+    """Return the strides as numbers. None, which stands for row-major order, is replaced."""
     return row_major(shape) if strides is None else strides
 
 
 @functools.lru_cache(maxsize=4096)
 def named(shape: Shape, strides: tuple[int, ...]) -> Strides:
-    """Return the strides, or None for row-major order; dims of one entry do not count."""
+    """Return the strides, or None if they are the strides of row-major order. Strides of dims of length 1 are
+    ignored."""
     expected = 1
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if 0 not in shape and length > 1 and stride != expected:
@@ -38,21 +40,21 @@ def named(shape: Shape, strides: tuple[int, ...]) -> Strides:
 
 @functools.lru_cache(maxsize=4096)
 def is_descending(shape: Shape, strides: Strides) -> bool:
-    """Return whether the dims are in row-major order, though entries may have gaps between them."""
+    """Return whether the dims are in row-major order. There may be gaps between entries."""
     own = [abs(each) for length, each in zip(shape, strides or (), strict=False) if length > 1]
     return all(outer >= inner > 0 for outer, inner in itertools.pairwise((*own, 1)))
 
 
 @functools.lru_cache(maxsize=4096)
 def of_cut(shape: Shape, strides: Strides, cuts: tuple[int | range, ...]) -> Strides:
-    """Return the strides after a cut of each dim to a range or to one entry."""
+    """Return the strides after each dim is cut to a range of entries or to one entry."""
     kept = [(each, stride) for each, stride in zip(cuts, of(shape, strides), strict=True) if isinstance(each, range)]
     return named(tuple(len(each) for each, _ in kept), tuple(stride * each.step for each, stride in kept))
 
 
 @functools.lru_cache(maxsize=4096)
 def of_order(shape: Shape, strides: Strides, order: tuple[int | None, ...]) -> Strides:
-    """Return the strides of the dims in this order; None: a new dim of length 1."""
+    """Return the strides after a permutation of the dims. A None in `order` is a new dim of length 1."""
     own = of(shape, strides)
     lengths = tuple(1 if dim is None else shape[dim] for dim in order)
     return named(lengths, tuple(0 if dim is None else own[dim] for dim in order))
@@ -60,7 +62,7 @@ def of_order(shape: Shape, strides: Strides, order: tuple[int | None, ...]) -> S
 
 @functools.lru_cache(maxsize=4096)
 def of_reshape(shape: Shape, strides: Strides, wanted: Shape) -> tuple[bool, Strides]:
-    """Return whether a view can have the shape `wanted`, and the strides of that view."""
+    """Return whether a view can have the shape `wanted`, and if it can, the strides of this view."""
     if strides is None:
         return True, None
     old = [(length, stride) for length, stride in zip(shape, strides, strict=True) if length != 1]
@@ -87,10 +89,12 @@ def of_reshape(shape: Shape, strides: Strides, wanted: Shape) -> tuple[bool, Str
 
 @functools.lru_cache(maxsize=4096)
 def of_result(shape: Shape, operands: tuple[tuple[int, ...], ...]) -> Strides:
-    """Return the strides of a result in the order of its operands (NumPy's order K): dims from the shortest strides to
-    the longest if all operands agree, else in row-major order.
+    """Return the strides that NumPy gives to the result of an elementwise function (NumPy's order K).
 
-    operands: the strides of each, padded to the result's dims; 0 for a repeated dim or one of length 1.
+    If all operands agree, the dims are ordered by the lengths of their strides. Otherwise the result is in row-major
+    order.
+
+    operands: the strides of each operand, padded to the result's dims, with 0 for a repeated dim or a dim of length 1.
     """
     inner_first: list[int] = []
     for dim in reversed(range(len(shape))):

@@ -35,7 +35,7 @@ METHODS = {
     "at": ({}, "Write x[i] = f(x[i], v) where no index is twice, or x += xp.bincount(i, weights=v, minlength=len(x))."),
     "reduceat": ({}, "Write xp.cumsum(x), and differences at the borders."),
 }
-"""The function for each ufunc method, such as `xp.add.reduce`, and what to write instead of a missing one."""
+"""For each ufunc method, such as `xp.add.reduce`: the functions that compute it, and what to write if there is none."""
 
 
 def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
@@ -51,14 +51,14 @@ def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
 
 
 def _cube_root(part: Tensor) -> Tensor:
-    """Return a cube root: a power and one Newton step, which makes roots of cubes exact."""
+    """Return the cube root, computed as a power and one Newton step, which makes the roots of cubes exact."""
     root = torch.copysign(part.abs().pow(1 / 3), part)
     step = (root * root * root - part) / (3 * root * root)
     return torch.where(step.isfinite(), root - step, root)
 
 
 def angle(x: Any, /, deg: bool = False) -> Any:
-    """Return the angle of complex numbers from the real axis, from -pi to pi; deg: in degrees."""
+    """Return the angle of complex numbers, from -pi to pi. deg: return degrees instead."""
     x = as_array("angle", x)
     found = ELEMENTWISE["atan2"](imag(x), real(x))
     return found * (180 / math.pi) if deg else found
@@ -87,8 +87,11 @@ def _outer(x1: Array, x2: Any, name: str) -> Any:
 
 
 def as_ufunc(xp: Any, name: str, call: Any) -> None:
-    """Add NumPy's methods to a function of two arrays: `outer`; `reduce` and `accumulate` if there is such a function;
-    others raise an error that says what to write."""
+    """Add the methods of NumPy's ufuncs to a function of two arrays.
+
+    `outer` is always added. `reduce` and `accumulate` are added if the namespace has a function for them. All other
+    methods raise an error that says what to write instead.
+    """
     call.outer = lambda x1, x2: _outer(xp.asarray(x1), x2, name)
     for method, (names, instead) in METHODS.items():
         rule = getattr(xp, names[name]) if name in names else None

@@ -2,8 +2,9 @@
 
 torch stores these types, but has almost no kernels for them.
 
-The narrower two fit into a signed type of twice their width, which is cut to their bits afterwards. For uint64 there is
-none: sums and products have the same bits as signed, comparisons hold with the highest bit flipped, the rest is here.
+uint16 and uint32 are computed in a signed type of twice their width, and the result is cut to their width. For uint64
+there is no wider type. Its sums and products have the same bits as those of int64. It is compared as int64 with the
+highest bit flipped. Other operations are implemented in this file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ LOWEST = torch.iinfo(torch.int64).min
 
 
 def of_wide(name: str, op: Op) -> Op:
-    """Wrap `op` for one or two tensors of a wide unsigned type. The result has that type, or is boolean."""
+    """Wrap `op`, a function of one or two tensors, for uint16, uint32 and uint64. The result has the same type or is
+    boolean."""
     of_64 = _by_order(op) if name in _ORDERS else _OF_64.get(name, op)
 
     def run(*given: Tensor) -> Tensor:
@@ -35,7 +37,7 @@ def of_wide(name: str, op: Op) -> Op:
 
 
 def extreme(op: Op) -> Op:
-    """Wrap torch's amax or amin to support wide unsigned integers, too."""
+    """Wrap torch.amax or torch.amin to support uint16, uint32 and uint64, too."""
 
     def run(part: Tensor, dims: tuple[int, ...]) -> Tensor:
         if part.dtype not in WIDE:
@@ -47,7 +49,7 @@ def extreme(op: Op) -> Op:
 
 
 def _by_order(op: Op) -> Op:
-    """Wrap `op` to work in unsigned order: a comparison gives booleans, a choice gives one of the two operands."""
+    """Wrap `op` to compare the bits of uint64 numbers. It is a comparison, or chooses one of its two operands."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         found = op(a ^ LOWEST, b ^ LOWEST)
@@ -57,14 +59,17 @@ def _by_order(op: Op) -> Op:
 
 
 def _shifted(a: Tensor, by: Tensor | int) -> Tensor:
-    """Shift to the right, with zeros from the left."""
+    """Shift the bits to the right, with zeros coming in from the left."""
     kept = (a >> by) & ~((LOWEST >> by) << 1)
     return kept * ((by >= 0) & (by < 64)) if isinstance(by, Tensor) else kept
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
-    """Divide unsigned integers; division by zero gives 0. Half the dividend fits a signed integer: twice
-    the quotient of that half is too small by at most one. A divisor above half the range goes in once or never."""
+    """Divide the bits of uint64 numbers. Division by zero gives 0.
+
+    Half the dividend fits into a signed integer, and twice the quotient of this half is too small by at most one. For a
+    divisor above half the range, the quotient is 0 or 1.
+    """
     small = b.clamp(min=1)
     near = torch.div(_shifted(a, 1), small, rounding_mode="trunc") << 1
     near = near + ((a - near * small) ^ LOWEST).ge(small ^ LOWEST)
@@ -72,7 +77,11 @@ def _divided(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _power(a: Tensor, b: Tensor) -> Tensor:
-    """Return powers in 64 bits. An odd number to the power of 2**62 is 1, an even one to a power above 63 is 0."""
+    """Return powers modulo 2**64.
+
+    An odd number to the power of 2**62 is 1, and an even number to a power above 63 is 0, so that a large exponent can
+    be reduced.
+    """
     return torch.pow(a, torch.where(b < 0, (b & (2**62 - 1)) + 2**62, b))
 
 
@@ -87,4 +96,4 @@ _OF_64: dict[str, Op] = {
     "remainder": lambda a, b: (a - _divided(a, b) * b) * (b != 0),
     "pow": _power,
 }
-"""Operations on the bits of uint64, held in int64, that return the bits of the result."""
+"""Functions that compute with uint64 numbers, whose bits are passed and returned as int64."""

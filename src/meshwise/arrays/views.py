@@ -20,7 +20,8 @@ def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[in
 
 
 def undivided(x: Array) -> Array:
-    """Return `x`; if it is divided into a single part, with the sharding of an undivided array."""
+    """Return `x`. If it is divided into a single part, its sharding is replaced by the sharding of an undivided
+    array."""
     return (
         x
         if x.sharding.dim is None or not x.sharding.single
@@ -29,24 +30,26 @@ def undivided(x: Array) -> Array:
 
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Unsigned type, for which torch can do little -> the signed type of the same size, whose entries torch can move."""
+"""Unsigned type, which torch hardly supports -> the signed type of the same size, whose elements torch can move."""
 
 
 def as_bits(x: Array) -> Array:
-    """View an array whose elements are only moved in a type that torch can move; `as_before` undoes that."""
+    """View an array in a signed type of the same size if torch cannot move elements of its dtype. `as_before` undoes
+    it."""
     kind = SIGNED.get(x.dtype)
     return x if kind is None else Array(tuple(part.view(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
 
 
 def as_before(x: Array, dtype: torch.dtype) -> Array:
-    """View the result of `as_bits` in its original type again."""
+    """View an array that `as_bits` returned, or that was computed from it, in the original dtype again."""
     if x.dtype is dtype:
         return x
     return Array(tuple(part.view(dtype) for part in x.parts), x.sharding, x.shape, dtype, x.space)
 
 
 def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that only moves elements of its first array to support wide unsigned integers, too."""
+    """Wrap a function that only moves elements of its first array, so that it supports uint16, uint32 and uint64,
+    too."""
 
     @functools.wraps(rule)
     def call(x: Array, /, *given: Any, **named: Any) -> Any:
@@ -61,7 +64,8 @@ def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def axis_of(axis: int, ndim: int, what: str) -> int:
-    """Return `axis` counted from the front. IndexError (NumPy's AxisError is one) if it does not exist."""
+    """Return `axis` counted from the front. Raises IndexError if it does not exist. NumPy's AxisError is an IndexError,
+    too."""
     if not hasattr(axis, "__index__"):
         raise TypeError(f"{what} along axis {axis!r}: write a whole number.")
     if not -ndim <= axis < ndim:
@@ -70,12 +74,15 @@ def axis_of(axis: int, ndim: int, what: str) -> int:
 
 
 def first_divided(shape: Shape, places: tuple[int, ...], dim: int = 0) -> Sharding:
-    """Divide over the devices along the first dim, from `dim` on, that has more than one entry: in row-major order."""
+    """Divide an array over the devices along the first dim, from `dim` on, that has more than one entry.
+
+    The parts then follow each other in row-major order.
+    """
     while shape[dim] == 1 and dim + 1 < len(shape):
         dim += 1
     return evenly(shape[dim], places, dim)
 
 
 def size_of(shape: Shape) -> int:
-    """Return the number of elements."""
+    """Return the number of elements of an array of this shape."""
     return math.prod(shape)
