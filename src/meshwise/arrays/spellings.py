@@ -2,8 +2,7 @@
 
 They are other names, or functions that are composed of the standard's functions.
 
-`ALIASES` are other names for functions of a namespace. The functions in this file call functions of the namespace to
-which their array belongs.
+`ALIASES` are other names for functions of a namespace. Functions in this file call those of their array's namespace.
 """
 
 from __future__ import annotations
@@ -96,11 +95,8 @@ def _names_of(x: Any) -> Any:
 
 
 def dot(x1: Any, x2: Any, /) -> Any:
-    """Multiply as NumPy's `dot`.
-
-    Vectors and matrices are multiplied as by `@`, and numbers elementwise. For other shapes, products are summed over
-    the last dim of `x1` and the second to last dim of `x2`.
-    """
+    """Multiply as NumPy's `dot`: vectors and matrices as by `@`, numbers elementwise. For other shapes, products are
+    summed over the last dim of `x1` and the second to last dim of `x2`."""
     x1 = as_array("dot", x1)
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -211,9 +207,7 @@ def nan_to_num(
 ) -> Array:
     """Replace NaN and infinities in `x` by numbers. By default, infinities become the greatest and the least finite
     number.
-
-    copy: False changes `x` itself.
-    """
+    With copy=False, `x` itself is changed."""
     x = as_array("nan_to_num", x)
     found = in_order_of(like(x, [part.nan_to_num(nan, posinf, neginf) for part in x.parts]), [x])
     if copy:
@@ -237,9 +231,7 @@ def sort_in_place(x: Array, /, axis: int = -1) -> None:
 
 def item(x: Array, /, *index: Any) -> Any:
     """Return one element as a Python number. Waits for the value.
-
-    index: nothing for the only element, one index per dim, or one index in the flattened array.
-    """
+    index: nothing for the only element, one index per dim, or one index in the flattened array."""
     if not index:
         return number(x)
     if len(index) == 1 and not isinstance(index[0], tuple):
@@ -289,11 +281,8 @@ def float_power(x1: Any, x2: Any, /) -> Any:
 def unique(
     x: Any, /, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False, axis: Any = None
 ) -> Any:
-    """Return the distinct elements in ascending order.
-
-    If asked for, also return the first position of each distinct element, the index of each element of `x` among the
-    distinct elements, and their counts.
-    """
+    """Return the distinct elements in ascending order. If asked for, also return the first position of each distinct
+    element, the index of each element of `x` among the distinct elements, and their counts."""
     x = as_array("unique", x)
     if axis is not None:
         raise UsageError(f"unique(axis={axis}) is not supported. Leave axis out to find distinct elements.")

@@ -1,10 +1,12 @@
 """Manage the random generators that draw the order of data.
 
-On one device they draw as in plain torch; on several, all ranks draw from the states of rank 0's generators.
+On one device they draw as in plain torch. On several devices, all ranks draw from the states of rank 0's generators.
 
-Draws inside a training loop are keyed (`model_stream.seed_draws`): while a loop is open, the state of the program's own
-torch generator is kept aside. What a loader draws (an iterator's base seed, the seed of a shuffled epoch) comes from
-that generator, when torch's DataLoader would draw it: an order depends on what was drawn before, not on the loop.
+Draws inside a training loop come from a torch generator that is seeded for each step (`model_stream.seed_draws`). While
+a loop is open, the state of the program's own torch generator is therefore kept aside. A loader draws from the
+program's
+generator (an iterator's base seed, the seed of a shuffled epoch), at the time when torch's DataLoader would draw. So an
+order depends on what was drawn before, but not on the draws inside a loop.
 """
 
 from __future__ import annotations
@@ -52,34 +54,36 @@ def _set_numpy_state(state: States) -> None:
 
 TORCH = _torch_handle(torch.default_generator)
 GLOBAL = (TORCH, Handle(_numpy_state, _set_numpy_state), Handle(random.getstate, random.setstate))
-"""The generators of torch, numpy and Python that code draws from when it is given no generator."""
+"""The generators of torch, numpy and Python from which code draws if it is given no generator."""
 
 
 def packed(states: Any) -> Any:
-    """Convert states to what any file format can hold, also JSON: bytes become hexadecimal text."""
+    """Convert generator states to a form that any file format can hold, also JSON. Bytes become hexadecimal text."""
     if isinstance(states, bytes):
         return states.hex()
     return [packed(state) for state in states] if isinstance(states, tuple) else states
 
 
 def unpacked(states: Any) -> Any:
-    """Convert what `packed` returned back to states."""
+    """Convert what `packed` returned back to generator states."""
     if isinstance(states, str):
         return bytes.fromhex(states)
     return tuple(unpacked(state) for state in states) if isinstance(states, list | tuple) else states
 
 
 def handles_of(*holders: Any) -> tuple[Handle, ...]:
-    """Return the generators that loaders and samplers hold in their attribute `generator`, each once."""
+    """Return handles of the generators in the attribute `generator` of loaders and samplers, without duplicates."""
     found = {id(g): g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
     return tuple(_torch_handle(generator) for generator in found.values())
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How the order of an epoch is drawn. Both fields call a function that draws, and return its result.
+    """How the order of an epoch is drawn. Both fields are functions that call a given function, which draws, and return
+    its result.
 
-    begin: from the recorded state, if the loop resumes an epoch. go_on: from the program's current generator state.
+    begin: calls it with the generators in the recorded state, if the loop resumes an epoch.
+    go_on: calls it with the program's generators in their current state.
     """
 
     begin: Callable[[Callable[[], Any]], Any]
@@ -87,7 +91,7 @@ class Draws:
 
 
 class ProgramGenerator:
-    """The state of torch's global generator as the program sees it outside its loops."""
+    """The state of torch's global generator as the program sees it outside its training and evaluation loops."""
 
     def __init__(self) -> None:
         self._loops = 0
@@ -95,7 +99,7 @@ class ProgramGenerator:
 
     @property
     def in_loop(self) -> bool:
-        """Whether any loop is open."""
+        """Whether a loop is open."""
         return self._loops > 0
 
     @property
@@ -105,7 +109,7 @@ class ProgramGenerator:
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
-        """Wrap a loop: draws inside the loop do not affect torch's generator outside it."""
+        """Return a context manager for a loop. Draws inside the loop do not affect torch's generator outside it."""
         outer = torch.get_rng_state()
         if self._loops == 0:
             self._state = outer
@@ -118,7 +122,7 @@ class ProgramGenerator:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let the with-body draw from the program's generator, even inside a loop."""
+        """Return a context manager whose body draws from the program's generator, even inside a loop."""
         if self._loops == 0:
             yield
             return
@@ -132,28 +136,28 @@ class ProgramGenerator:
 
 
 class OrderGenerators:
-    """The generators from which a loader draws its order; reads, sets and replays their states.
+    """The generators from which a loader draws its order. Their states can be read, set and restored for a replay.
 
-    A loop that resumes in the middle of an epoch draws the order again from the state in which the epoch began; the
-    program's generators, which have moved on since, keep their current states.
+    A loop that resumes in the middle of an epoch draws the order again from the state in which the epoch began. The
+    program's generators, which have drawn more numbers since then, keep their current states.
     """
 
     def __init__(self, program: ProgramGenerator, handles: tuple[Handle, ...]) -> None:
         self._program, self._handles = program, handles
 
     def states(self) -> States:
-        """Return the current states of the program's generators."""
+        """Return the current states of the generators, as the program sees them."""
         with self._program.drawing():
             return tuple(handle.state() for handle in self._handles)
 
     def set_states(self, states: States) -> None:
-        """Set the states of the program's generators."""
+        """Set the states of the generators, as the program sees them."""
         with self._program.drawing():
             for handle, state in zip(self._handles, states, strict=True):
                 handle.set_state(state)
 
     def take_rank_0s(self) -> States:
-        """Give every rank's generators the states of rank 0, and return these. Collective."""
+        """Set the generators of every rank to the states of rank 0's generators. Returns these states. Collective."""
         own = self.states()
         states: States = collectives.broadcast_object(own)
         if states != own:
@@ -161,7 +165,10 @@ class OrderGenerators:
         return states
 
     def draws(self, states: States, *, again: bool) -> Draws:
-        """Return how to draw the order of an epoch that began at `states`. again: the order was drawn before."""
+        """Return how to draw the order of an epoch that began with the generators in `states`.
+
+        again: whether the order was drawn before, so that the generators have moved on.
+        """
         return Draws(partial(self._replay, states) if again else self._live, self._live)
 
     def _live(self, function: Callable[[], T]) -> T:

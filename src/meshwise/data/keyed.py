@@ -2,8 +2,8 @@
 
 A drawn element is a function of (seed, step, microbatch, call, global element index).
 
-One device draws a dropout mask for the whole microbatch; under a plan, each rank takes its rows of that same mask.
-Draws are intercepted as operators, whatever code calls these: `nn.Dropout`, attention, LSTMs.
+One device draws a dropout mask for the whole microbatch. Under a plan, each rank takes its rows of this same mask.
+Draws are intercepted as operators, whatever code calls them: `nn.Dropout`, attention, LSTMs.
 
     which call it is    known by a number drawn from torch's generator, which starts alike on every rank; recomputation
                         resets that generator, so that a repeated call gets the same mask
@@ -11,9 +11,9 @@ Draws are intercepted as operators, whatever code calls these: `nn.Dropout`, att
                         rows do is the batch, and others that are shorter end in less padding. A run takes the first
                         dim, or the second, of as many rows as the rank has samples
 
-Operators that are not in `DRAWS` (randperm, gamma) draw from torch's generator, which is keyed, too: every rank draws
-the same, and the same as one device if the shape is the same. Another shape is reported, and so are draws on DTensors
-and from a generator of the program's own.
+Operators that are not in `DRAWS` (randperm, gamma) draw from torch's generator, which is seeded by the same key. So
+every rank draws the same numbers, and if the shape is the same, the numbers that one device draws. A draw of another
+shape is reported, and so are draws on DTensors and draws from a generator of the program's own.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from meshwise.transfer import stages
 from meshwise.transfer.splitmix import GOLDEN, mixed, mixed_bits, shifted, signed
 
 Uniform = Callable[[Sequence[int], torch.device], Tensor]
-"""(shape, device) -> uniform float64 numbers in [0, 1)."""
+"""A function (shape, device) that returns uniform float64 numbers in [0, 1)."""
 Arguments = dict[str, Any]
-"""The arguments of an operator, by name."""
+"""The arguments of an operator by name."""
 Draws = Callable[[Uniform, Arguments], Any]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One random draw inside a model: the operator, and the shape of the numbers that it drew."""
+    """A random draw inside a model: the operator, and the shape of the numbers that it drew."""
 
     operator: str
     shape: tuple[int, ...]
@@ -52,7 +52,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class Rows:
-    """A rank's rows of a microbatch: `count` from `first` on, of `total` on all ranks; samples: 0 for a padding row."""
+    """The rows of a microbatch that a rank has: `count` rows from row `first` on, of `total` rows on all ranks.
+
+    samples: how many of these rows are samples. It is 0 if the only row is padding.
+    """
 
     first: int
     count: int
@@ -62,14 +65,18 @@ class Rows:
 
 GENERATOR = " from a generator of the program's own"
 DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
-"""(call, operator, shape here) -> (shape on one device, the dim along which this rank has a part; None if it has all).
-None instead of the pair: unknown, and the rank draws independently."""
+"""A function (call, operator, shape on this rank) that returns the layout of a draw, or None if the layout is unknown.
+
+The layout is (shape on one device, the dim along which this rank has a part of it). The dim is None if this rank has
+all of it. If the layout is unknown, the rank draws independently of other ranks.
+"""
 
 
 class KeyedDraws:
     """The random draws of one microbatch, of which this rank has `rows`.
 
-    attention_as_operators: run attention as plain operators, whose draws can be keyed, instead of fused kernels.
+    attention_as_operators: whether to run attention as plain operators instead of fused kernels, so that its draws can
+    be intercepted.
     """
 
     def __init__(
@@ -85,17 +92,19 @@ class KeyedDraws:
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
-        """Operators whose draws could not be keyed, for which ranks draw independently."""
+        """Operators whose draws could not be intercepted, so that each rank draws independently."""
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap the forward of a microbatch: seed torch's generator with the microbatch's key."""
+        """Return a context manager for the forward pass of a microbatch. It seeds torch's generator with the
+        microbatch's key."""
         torch.manual_seed(mixed(*self._key))
         with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
             yield
 
     def _go_on(self, calls: int) -> None:
-        """Skip the calls that earlier stages of a pipeline have made, so that calls have the same numbers here."""
+        """Skip the numbers of the calls that earlier pipeline stages have made, so that calls have the same numbers
+        everywhere."""
         with without_interception():
             while len(self._calls) < calls:
                 if self._next_call() == len(self.log):
@@ -103,7 +112,8 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Wrap the backward of a microbatch, which may recompute parts of the forward."""
+        """Return a context manager for the backward pass of a microbatch, which may recompute parts of the forward
+        pass."""
         attention = sdpa_kernel(SDPBackend.MATH) if self._attention_as_operators else contextlib.nullcontext()
         with attention, intercept_operators(self._handle):
             yield
@@ -141,7 +151,7 @@ class KeyedDraws:
         return result
 
     def _placed(self, name: str, shape: tuple[int, ...], call: int) -> tuple[tuple[int, ...], int | None] | None:
-        """Record a draw, and return where this rank's part of it lies (see `DrawLayout`)."""
+        """Record a draw, and return its layout (see `DrawLayout`)."""
         if call == len(self.log):
             self.log.append(Draw(name, shape))
         found = self._layout(call, name, shape)
@@ -160,32 +170,37 @@ class KeyedDraws:
 
 
 class ExactDraws:
-    """Makes the random draws of a run exact: in each microbatch, a rank draws its rows of what one device draws."""
+    """Makes the random draws of a run independent of the number of devices.
+
+    In each microbatch, a rank draws its rows of the numbers that one device would draw.
+    """
 
     def __init__(self) -> None:
         self.unkeyed: set[str] = set()
 
     def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
-        """Return the draws of this rank's `part` of a microbatch; key: (seed, step, number of the microbatch)."""
+        """Return the draws for this rank's `part` of a microbatch. key: (seed, step, number of the microbatch)."""
         rows = Rows(part.first, len(part.indices), part.micro, part.samples)
         draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
         draws.unkeyed = self.unkeyed
         return draws
 
     def note(self) -> str:
-        """Say which draws could not be exact; empty if all were."""
+        """Return a text that names the draws that were not exact, or "" if all were."""
         names = ", ".join(sorted(self.unkeyed))
         return names and f"--exact-random: {names} cannot be seeded per sample, so ranks draw different numbers there."
 
 
 def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
-    """Return the layout (`DrawLayout`) of a rank that has all rows."""
+    """Return the layout of a draw on a rank that has all rows. This function is a `DrawLayout`."""
     return shape, None
 
 
 def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` that compares with the recorded draws of one device. A rank that pads less, behind what it
-    reads, has the first positions of each row."""
+    """Return a `DrawLayout` that compares each draw with the draw that was recorded on one device.
+
+    If a rank has less padding at the end of its rows than one device, it takes the first positions of each row.
+    """
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         if call >= len(reference) or reference[call].operator != operator:
@@ -201,8 +216,12 @@ def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
 
 
 def by_rows(rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` whose batch dim is dim 0 or 1, the first of them that is as long as the rank has rows; else
-    dim 0, if its length is a multiple of that (heads beside samples). A rank with all rows draws as one device does."""
+    """Return a `DrawLayout` that finds the batch dim by its length.
+
+    The batch dim is the first of dims 0 and 1 that is as long as the rank has rows. If neither is, it is dim 0 if its
+    length is a multiple of the number of rows, as for heads beside samples. A rank with all rows draws as one device
+    does.
+    """
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
@@ -217,9 +236,9 @@ def by_rows(rows: Rows) -> DrawLayout:
 
 
 def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return uniform numbers in [0, 1), float64: element i depends only on (key, i).
+    """Return uniform float64 numbers in [0, 1). Element i depends only on (key, i).
 
-    The finaliser of SplitMix64 is applied twice, and the upper 53 bits are taken.
+    The bits are made by the finaliser of SplitMix64, applied twice. The upper 53 bits are used.
     """
     bits = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
     bits = mixed_bits(mixed_bits(bits + signed(key * 2**31)))
@@ -228,7 +247,7 @@ def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tenso
 
 
 def keyed_normal(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return normal numbers, float64: element i depends only on (key, i)."""
+    """Return normally distributed float64 numbers. Element i depends only on (key, i)."""
     return _normal(keyed_uniform(key, shape, device))
 
 
@@ -257,7 +276,7 @@ def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
-    """Implement torch.normal, for numbers with a size, and for tensors."""
+    """Implement torch.normal, for numbers with a size and for tensors."""
     mean, std = given["mean"], given["std"]
     if "size" in given:
         like = torch.empty(given["size"], dtype=given["dtype"], device=given["device"])
@@ -268,7 +287,8 @@ def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
-    """Return whole numbers from `low` to below `high`; `random_` has other names for these bounds, and defaults."""
+    """Return integers from `low` up to but not including `high`. The operator `random_` has other names for these
+    bounds."""
     low: Any = given.get("low", given.get("from", 0))
     high: Any = given["high"] if "high" in given else given.get("to")
     whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()
@@ -281,7 +301,8 @@ def _normal(uniform: Tensor) -> Tensor:
 
 
 def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Return a keyed operator that fills its tensor with uniform numbers converted by `turn`."""
+    """Make a function that computes an in-place operator by key: it fills the tensor with uniform numbers converted by
+    `turn`."""
 
     def draw(uniform: Uniform, given: Arguments) -> Any:
         tensor = given["self"]
@@ -291,7 +312,8 @@ def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
 
 
 def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Return a keyed operator that makes a tensor: of a size, or like another tensor."""
+    """Make a function that computes an operator by key which makes a new tensor, of a given size or like another
+    tensor."""
 
     def draw(uniform: Uniform, given: Arguments) -> Tensor:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
@@ -319,4 +341,4 @@ DRAWS: dict[str, Draws] = {
     "normal": _random_normal,
     "multinomial": _multinomial,
 }
-"""Name of an operator that draws -> the function that draws by key instead."""
+"""Name of an operator that draws random numbers -> the function that draws them by key instead."""

@@ -2,8 +2,8 @@
 
 A job's order is a pure function of (seed, epoch, global index).
 
-The state of the order is one integer: how many samples of the epoch were read. The number of ranks, loader workers and
-accumulated microbatches may change at any step; no sample is lost or repeated.
+The state of the order is one integer: how many samples of the epoch were read. The number of ranks, of loader workers
+and of accumulated microbatches may change at any step. No sample is lost or repeated.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples lie far apart 
 class BatchSlice:
     """A rank's part of one microbatch.
 
-    indices: positions of its samples in the data set; never empty: a rank without samples gets one as padding.
-    samples: how many of these samples count; 0 if the only one is padding.
-    total: the number of samples in the global batch that the microbatch belongs to.
-    first, micro: how many of the microbatch's samples come before these, and how many it has over all ranks.
-    whole: every rank has all samples of the batch (`mw.split(whole=True)`).
+    indices: positions of its samples in the data set. It is never empty, because a rank without samples gets one sample
+    as padding.
+    samples: how many of these samples count. It is 0 if the only sample is padding.
+    total: the number of samples in the global batch to which the microbatch belongs.
+    first: how many samples of the microbatch come before this rank's.
+    micro: how many samples the microbatch has on all ranks together.
+    whole: whether every rank has all samples of the batch (`mw.split(whole=True)`).
     """
 
     indices: Tensor
@@ -39,26 +41,31 @@ class BatchSlice:
     whole: bool = False
 
     def ratio(self, ranks: int) -> float:
-        """Return the factor for a mean over these samples that makes the mean over ranks the global batch's mean."""
+        """Return the factor for a mean over these samples with which the mean over all ranks is the mean of the global
+        batch."""
         return 1 if self.whole else self.samples * ranks / self.total
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
-    """Return the order in which epoch `epoch` (from 0) reads `samples` samples, int64 of shape (samples,)."""
+    """Return the order in which epoch number `epoch` (from 0) reads `samples` samples, as int64 of shape (samples,)."""
     key = (seed * GOLDEN + epoch) % 2**32  # all that torch's CPU generator keeps of a seed
     return torch.randperm(samples, generator=torch.Generator().manual_seed(key))
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Divide the range [start, stop) into `parts` contiguous parts, equal to within one, and return part `index`."""
+    """Divide the range [start, stop) into `parts` contiguous parts, whose sizes differ by at most one. Returns part
+    `index`."""
     size, rest = divmod(stop - start, parts)
     first = start + index * size + min(index, rest)
     return first, first + size + (index < rest)
 
 
 def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
-    """Return this rank's part of the range [start, stop). Parts are equal to within one, or in proportion to
-    `world.shares`, with at least one sample for each rank if there are enough."""
+    """Return this rank's part of the range [start, stop).
+
+    The sizes of the parts differ by at most one, or are in proportion to `world.shares`. Each rank gets at least one
+    sample if there are enough.
+    """
     count, size = stop - start, world.size
     if not world.shares or count <= size:
         return part(start, stop, size, world.rank)
@@ -76,7 +83,10 @@ def divides_evenly(total: int, world: World) -> bool:
 def batch_bounds(
     samples: int, batch_size: int, begin: int = 0, left_out: Sequence[tuple[int, int]] = ()
 ) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each global batch from sample `begin` on. left_out: ranges of samples to skip."""
+    """Yield the begin and the end of each global batch, from sample `begin` on.
+
+    left_out: ranges of samples to skip.
+    """
     if not left_out:
         starts = range(begin, samples, batch_size)
         return zip(starts, itertools.chain(starts[1:], (samples,)), strict=False)
@@ -103,9 +113,11 @@ def epoch_slices(
     begin: int = 0,
     left_out: Sequence[tuple[int, int]] = (),
 ) -> Iterator[Sequence[BatchSlice]]:
-    """Yield, for each global batch from sample `begin` on, this rank's shares of its microbatches.
+    """Yield, for each global batch from sample `begin` on, this rank's parts of its microbatches.
 
-    A batch with fewer samples than `accumulate` has fewer microbatches, not empty ones. left_out: as in `batch_bounds`.
+    A batch with fewer samples than `accumulate` has fewer microbatches, none of which is empty.
+
+    left_out: ranges of samples to skip.
     """
     if accumulate == 1 and not left_out:
         return zip(batch_slices(order, batch_size, world, begin), strict=False)
@@ -122,13 +134,16 @@ def _microbatch_slices(
 
 
 def batch_slices(order: Tensor, batch_size: int, world: World, begin: int = 0) -> Iterator[BatchSlice]:
-    """Yield this rank's share of every global batch from sample `begin` on."""
+    """Yield this rank's part of every global batch from sample `begin` on."""
     for start, stop in batch_bounds(len(order), batch_size, begin):
         yield batch_slice(order, start, stop, stop - start, world)
 
 
 def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) -> BatchSlice:
-    """Return this rank's share of the microbatch [start, stop) of `order`."""
+    """Return this rank's part of the microbatch [start, stop) of `order`.
+
+    total: the number of samples in the global batch.
+    """
     if world.shares:
         first, last = world_part(start, stop, world)
     else:
@@ -139,5 +154,5 @@ def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) 
 
 
 def sequential_slices(samples: int, batch_size: int, world: World) -> Iterator[BatchSlice]:
-    """Yield this rank's share of each batch of a data set that is read from front to back, as in an evaluation."""
+    """Yield this rank's part of each batch of a data set that is read from front to back, as in an evaluation."""
     return batch_slices(torch.arange(samples), batch_size, world)

@@ -1,8 +1,8 @@
 """Read batches from a data set, in memory or by DataLoader.
 
-Tensors in memory are sliced by batch; anything else goes through torch's DataLoader.
+Tensors in memory are sliced by batch. Anything else goes through torch's DataLoader.
 
-Random draws inside a data set (augmentation) are keyed by (seed, epoch, sample index): a sample looks the same
+Random draws inside a data set (augmentation) are seeded by (seed, epoch, sample index). So a sample looks the same
 whichever rank and whichever worker process reads it.
 """
 
@@ -27,18 +27,23 @@ from meshwise.data.order import BatchSlice
 from meshwise.spec.errors import DataError
 
 Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
-"""(batches of sample indices, epoch) -> the batches of data."""
+"""A function (batches of sample indices, epoch) that returns an iterator over the batches of data."""
 
 _INDICES = attrgetter("indices")
 LOOKS = 16
-"""If several ranks read the same ready batches, the first 16 are checked for random draws, then every 16th."""
+"""How often batches that a data set returns ready-made are checked for random draws, if several ranks read the same
+ones.
+
+The first 16 batches are checked, then every 16th.
+"""
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Settings for a DataLoader that reads a user's data set. extra: its other keyword arguments.
+    """Settings for a DataLoader that reads a user's data set.
 
-    several: whether several ranks may read the same batch, and each keeps its own rows.
+    several: whether several ranks may read the same batch, of which each rank keeps its own rows.
+    extra: other keyword arguments of the DataLoader.
     """
 
     collate: Callable[[list[Any]], Any] | None = None
@@ -49,7 +54,8 @@ class LoaderSettings:
 
 
 def count_samples(data: Any, what: str) -> int:
-    """Return how many samples `data` has. Raise DataError if it has none, or no length."""
+    """Return the number of samples in `data`. Raises DataError if it has no samples or no length. what: a name for
+    messages."""
     if isinstance(data, (tuple, dict)):
         tensors = list(data.values()) if isinstance(data, dict) else list(data)
         strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
@@ -72,7 +78,7 @@ def count_samples(data: Any, what: str) -> int:
 
 
 def reader(data: Any, settings: LoaderSettings) -> Reader:
-    """Return a function that reads batches of `data`: by indexing tensors in memory, or with a DataLoader."""
+    """Return a function that reads batches of `data`, by indexing tensors in memory or with a DataLoader."""
     read_batch = _batch_reader(data, settings)
     if read_batch is None:
         return _loader_reader(data, settings)
@@ -80,14 +86,16 @@ def reader(data: Any, settings: LoaderSettings) -> Reader:
 
 
 def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
-    """Yield (batch, slice) for each slice. Slices are taken from the iterable on demand, and no batch is kept."""
+    """Yield (batch, slice) for each slice. Slices are taken from the iterable when they are needed, and no batch is
+    kept."""
     slices, ahead = tee(slices)
     batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
     return zip(batches, slices, strict=False)
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
-    """Return a function from indices to a batch, if the data set is tensors in memory or has `batch`; else None."""
+    """Return a function from indices to a batch, if the data set is tensors in memory or has a method `batch`, else
+    None."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
     ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
@@ -105,21 +113,22 @@ def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any
 
 
 def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return `tensor[indices]`, but faster where each row can be copied as a whole."""
+    """Return `tensor[indices]`. It is faster than indexing if each row can be copied as a whole."""
     plain = type(tensor) is Tensor and tensor.device == indices.device and tensor.layout == torch.strided
     return tensor.index_select(0, indices) if plain and tensor.dim() > 1 else tensor[indices]
 
 
 def _gives_batches(data: Any) -> bool:
-    """Return whether `data` has our `batch(indices)`, and not the different `batch` of Hugging Face's datasets."""
+    """Return whether `data` has a method `batch(indices)` as meshwise defines it. Hugging Face datasets have another
+    `batch`."""
     method = getattr(data, "batch", None)
     return callable(method) and "indices" in inspect.signature(method).parameters
 
 
 class KeyedDataset(Dataset[Any]):
-    """A data set indexed by (epoch, index), whose random draws depend only on that key.
+    """A data set that is indexed by (epoch, index). Its random draws depend only on this pair and the seed.
 
-    If `data` has `__getitems__`, it may return ready batches for its indices, as torch's DataLoader allows.
+    If `data` has `__getitems__`, this method may return a ready batch for its indices, as torch's DataLoader allows.
     """
 
     def __init__(self, data: Any, seed: int, several: bool = False) -> None:
@@ -154,13 +163,13 @@ class KeyedDataset(Dataset[Any]):
 
 
 class seeded_by:
-    """Makes draws of torch, numpy and Python inside the with-body depend only on the key, and does not affect others.
+    """Seeds torch, numpy and Python with a key for the with-body, and restores their states afterwards.
 
-    Saving and restoring the states takes longer than seeding (100 µs, 70 of them numpy's), so enter it once per batch.
+    To save and restore the states takes longer than to seed (100 µs, 70 of them for numpy), so enter it once per batch.
     """
 
     def __init__(self, *key: int) -> None:
-        """key: empty if the with-body seeds the generators itself."""
+        """key: the numbers from which the seed is computed. Empty if the with-body seeds the generators itself."""
         self._key = key
 
     def __enter__(self) -> seeded_by:
@@ -170,7 +179,8 @@ class seeded_by:
         return self
 
     def has_drawn(self) -> bool:
-        """Return whether anything was drawn since the with-body began. Seeds again, so that later draws start over."""
+        """Return whether anything was drawn since the with-body began. The generators are seeded again, so that draws
+        start over."""
         now = _states()
         _seed(*self._key)
         return now != _states()
@@ -192,7 +202,8 @@ def _seed(*key: int) -> None:
 
 
 class _KeyBatches:
-    """The batch sampler of a DataLoader that serves many epochs: yields (epoch, index) keys of `batches`."""
+    """The batch sampler of a DataLoader that is used for many epochs. It yields the (epoch, index) keys of
+    `batches`."""
 
     def __init__(self) -> None:
         self.batches: Iterable[Tensor] = ()

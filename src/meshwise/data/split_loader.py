@@ -42,7 +42,7 @@ from meshwise.transfer import collectives
 
 Pairs = Iterator[tuple[Any, BatchSlice]]
 Order = Callable[[Draws | None, int], Tensor]
-"""(draws, epoch) -> the indices of an epoch's samples, in order."""
+"""A function (draws, epoch) that returns the indices of an epoch's samples in the order in which they are read."""
 STREAMS = ("whole", "per-rank")
 OTHER_ITEMS = (
     "Samples would be lost. For a data set that splits itself by rank, use mw.distribute(…, streams='per-rank'); for "
@@ -55,13 +55,14 @@ _OF_WORKERS = ("worker_init_fn", "prefetch_factor", "persistent_workers", "multi
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """What a distributed loader needs to know of the user's loader.
+    """What a distributed loader needs to know about the user's loader.
 
-    pairs: `pairs(draws, epoch, begin, most)` yields (batch, slice) of an epoch from sample `begin` on; with `most`, of
-        one batch of at most so many samples (not of streams). If each rank has its own stream, batches count as full.
-        draws: how the order is drawn; None: keyed by (seed, epoch), as in the states that earlier versions saved.
-    drawn: the generators that the order is drawn from; empty if the order is fixed.
-    own: whether each rank reads its own stream, and draws independently.
+    pairs: a function (draws, epoch, begin, most) that yields (batch, slice) for an epoch, from sample `begin` on.
+        draws: how the order is drawn. None computes it from (seed, epoch), as in states that earlier versions saved.
+        begin: if each rank reads its own stream, all earlier batches count as full.
+        most: yield only one batch, of at most so many samples. It has no effect on streams.
+    drawn: the generators from which the order is drawn. Empty if the order is fixed.
+    own: whether each rank reads its own stream and draws independently.
     draws_base_seed: whether reading an epoch draws the base seed of torch's DataLoader iterator.
     """
 
@@ -75,7 +76,8 @@ class LoaderSpec:
 
 
 def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
-    """Return how the batches of a user's loader are shared by the ranks. UsageError if they cannot be split."""
+    """Return how the batches of a user's loader are divided among the ranks. Raises UsageError if they cannot be
+    divided."""
     if streams not in STREAMS:
         raise UsageError(f"streams={streams!r} is not known. Use 'whole' or 'per-rank'.")
     if loader.batch_sampler is None:
@@ -103,7 +105,8 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """Make a list of samples from a user's tuple or dict, in which `reader` would expect tensors of rows."""
+    """Convert a tuple or dict that a user passes as a data set to a list, as `reader` would expect tensors of rows in
+    it."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 
@@ -113,7 +116,7 @@ def _settings(loader: DataLoader[Any], seed: int, world: World) -> LoaderSetting
 
 
 def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the loader's other settings as keyword arguments; most concern loader workers."""
+    """Return other settings of the loader as keyword arguments. Most of them concern its worker processes."""
     names = (*_KEPT, *_OF_WORKERS) if loader.num_workers else _KEPT
     return {name: getattr(loader, name) for name in names}
 
@@ -139,8 +142,11 @@ def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Ord
 def _ordered(
     loader: DataLoader[Any], seed: int, world: World, order_of: Order, *, drawn_again: bool = False
 ) -> LoaderSpec:
-    """Split a data set of known size, in an order that is one tensor. drawn_again: as torch's sampler
-    does, draw another order at the end, which is not used, but advances the sampler's own generator."""
+    """Split a data set of known size whose order is one tensor.
+
+    drawn_again: whether another order is drawn at the end of an epoch, as torch's sampler does. This order is not used,
+    but drawing it advances the sampler's own generator.
+    """
     samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     whole = samples - samples % size if loader.drop_last else samples
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
@@ -183,7 +189,7 @@ def _keyed_batches(batches: Iterable[Any], seed: int, epoch: int, begin: int) ->
 
 
 def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-    """Return the batches that end after sample `begin`, reading no more than needed."""
+    """Return the batches that end after sample `begin`. No more batches are read than needed."""
     end = 0
     while end < begin and (batch := next(batches, None)) is not None:
         end += len(batch)
@@ -198,7 +204,7 @@ def _then(shares: Iterator[BatchSlice], end: Callable[[], object]) -> Iterator[B
 
 
 def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
-    """Split an iterable data set: read its items one by one, group them into batches, share these, and collate."""
+    """Split an iterable data set: read its items one by one, group them into batches, divide these, and collate."""
     size, collate = loader.batch_size or 1, loader.collate_fn
     items: DataLoader[Any] = DataLoader(
         loader.dataset,
@@ -230,7 +236,7 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
 
 
 def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
-    """Skip this many items; return the rest, and the last one skipped."""
+    """Skip the first `count` items. Returns the other items, and the last item that was skipped, or None."""
     skipped = deque(islice(items, count), maxlen=1)
     return items, skipped[0] if skipped else None
 
@@ -278,7 +284,10 @@ def _cut(batch: Any, first: int, count: int) -> Any:
 
 
 def _compared(count: int, checksum: int) -> list[int]:
-    """Return how many items each rank has read. DataError if ranks read equally many, but not the same. Collective."""
+    """Return how many items each rank has read. Collective.
+
+    Raises DataError if all ranks have read equally many items, but the items differ.
+    """
     counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
     if len(set(sums)) != 1 and len(set(counts)) == 1:
         raise DataError(
@@ -288,7 +297,8 @@ def _compared(count: int, checksum: int) -> list[int]:
 
 
 def _checksum(items: Any) -> int:
-    """Return a checksum of what is cheap to read: up to about 64 numbers of each tensor or array, and plain values."""
+    """Return a checksum of up to about 64 numbers of each tensor or array and of the plain values, which is cheap to
+    compute."""
     told = []
     for leaf in all_leaves(items):
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":

@@ -1,9 +1,10 @@
 """Read through a wrapper around a DataLoader, such as timm's PrefetchLoader.
 
-Each batch of the wrapper gets the share of the inner batch that it was made from.
+Each batch that the wrapper yields is paired with the rank's share of the DataLoader's batch from which it was made.
 
-A wrapper may read ahead, so the batch that it yields need not be the one that it read last. But it yields one batch for
-each that it reads, in the same order, by which each of its batches gets a share.
+A wrapper may read ahead, so that the batch that it yields need not be the last batch that it has read. But it yields
+one
+batch for each batch that it reads, in the same order, which is how its batches are paired with shares.
 """
 
 from __future__ import annotations
@@ -23,21 +24,26 @@ class _Loader(Protocol):
 
 
 class Wrapper:
-    """Passes the batches of an inner loader through the loader around it, and keeps track of their shares."""
+    """Passes the batches of an inner loader through the loader that wraps it, and keeps track of each batch's
+    `BatchSlice`."""
 
     def __init__(self, name: str, begin: Callable[[], Iterator[Any]]) -> None:
-        """name: the outer loader's class name. begin: calls the outer loader's original `__iter__`."""
+        """name: the name of the outer loader's class.
+        begin: a function that calls the outer loader's original `__iter__`."""
         self._name, self._begin = name, begin
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """Return the batches for the outer loader, when it begins to read the inner one; None for any other reader."""
+        """Return the batches to pass to the outer loader, if it is the outer loader that begins to read. Otherwise
+        return None."""
         fed, self._fed = self._fed, None
         return fed
 
     def pairs(self, inner: Iterator[tuple[Any, BatchSlice]]) -> Iterator[tuple[Any, BatchSlice]]:
-        """Yield the outer loader's batches, each with its share. UsageError if the outer loader yields more or fewer
-        batches than it reads."""
+        """Yield the outer loader's batches, each with its `BatchSlice`.
+
+        Raises UsageError if the outer loader yields more or fewer batches than it reads.
+        """
         read: deque[BatchSlice] = deque()
 
         def feed() -> Iterator[Any]:
@@ -61,13 +67,17 @@ class Wrapper:
 
 
 def loader_inside(thing: Any) -> str | None:
-    """Return the name of the attribute that holds the only DataLoader of an iterable; None if there is not just one."""
+    """Return the name of the attribute of an iterable that holds its DataLoader. Returns None unless there is exactly
+    one."""
     held = [name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, DataLoader)]
     return held[0] if len(held) == 1 and hasattr(type(thing), "__iter__") else None
 
 
 def read_through(outer: Any, name: str, inner: _Loader) -> Wrapper:
-    """Make `outer` read `inner`, in place: set attribute `name`, and make its class a subclass of the same name."""
+    """Make the loader `outer` read from `inner`, which is assigned to its attribute `name`.
+
+    The class of `outer` is replaced by a subclass of the same name.
+    """
     kind = type(outer)
     setattr(outer, name, inner)
     wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))

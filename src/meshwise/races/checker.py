@@ -1,10 +1,10 @@
 """Detect races between streams from plain events.
 
-Events say what is recorded, waited for, read, written, allocated and freed.
+Events say which CUDA events are recorded and waited for, and which memory is read, written, allocated and freed.
 
-Two accesses of the same bytes race if one of them writes and nothing orders them. Freed memory goes to the next tensor
-of the stream that it was allocated on. Accesses from before the memory was freed still count, except those of streams
-given to `record_stream`, for which the allocator waits.
+Two accesses of the same bytes race if at least one of them writes and nothing orders them. Freed memory is reused for
+the next tensor of the stream on which it was allocated. Accesses from before the memory was freed still count. Only the
+accesses of streams that were given to `record_stream` do not count, because the allocator waits for these streams.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from meshwise.races.memory import Access, Region, ShadowMemory
 from meshwise.races.order import HOST, Lane, Order, Recorded
 
 ALL = 1 << 64
-"""Greater than every address."""
+"""A number greater than every address."""
 
 
 @dataclass(eq=False)
 class Block:
-    """Memory of one allocation, at address `lo`. lane: the stream that it was allocated on; None if that was not seen.
-    recorded: streams given to `record_stream`. freed: the source lines that freed the memory."""
+    """The memory of one allocation, which begins at address `lo`.
+
+    lane: the stream on which it was allocated, or None if the allocation was not seen.
+    recorded: the streams given to `record_stream`.
+    freed: the source lines that freed the memory, or None.
+    """
 
     lo: int
     size: int = 0
@@ -34,8 +38,11 @@ class Block:
 
 
 class Touch(NamedTuple):
-    """Bytes that an operator reads or writes, on a device or in pinned memory; no two devices use the same addresses.
-    block, size: address and bytes of the storage. what: the tensor."""
+    """Bytes that an operator reads or writes, on a device or in pinned memory. No two devices use the same addresses.
+
+    block, size: the address and the number of bytes of the tensor's storage.
+    what: a description of the tensor.
+    """
 
     block: int
     size: int
@@ -46,7 +53,10 @@ class Touch(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses that nothing orders. recorded: the last event of `earlier.lane` that `later.lane` waited for."""
+    """Two accesses of the same bytes that nothing orders.
+
+    recorded: the last event of the stream `earlier.lane` for which the stream `later.lane` waited, or None.
+    """
 
     earlier: Access
     later: Access
@@ -54,12 +64,17 @@ class Race:
 
     @property
     def freed(self) -> Any:
-        """The source lines that freed the memory between the two accesses; None if it was not freed."""
+        """The source lines that freed the memory between the two accesses, or None if it was not freed."""
         return self.earlier.block.freed if self.earlier.block is not self.later.block else None
 
 
 class Checker:
-    """Receives events in the order in which the program causes them. found: called with each race."""
+    """Finds races in a series of events, which it gets in the order in which the program causes them.
+
+    found: called with each race.
+    forgive: whether to continue after a race as if the missing wait were there, so that its consequences are not
+    reported.
+    """
 
     def __init__(self, found: Callable[[Race], None], forgive: bool = True) -> None:
         self.order = Order()
@@ -72,7 +87,7 @@ class Checker:
         self._blocks[block] = Block(block, lane=lane)
 
     def free(self, block: int, where: Any) -> None:
-        """Record that the block was freed, so that another tensor may get its memory. where: the source lines."""
+        """Record that a block was freed, so that another tensor may get its memory. where: the source lines."""
         found = self._blocks.pop(block, None)
         if found is not None:
             found.freed = where
@@ -80,27 +95,28 @@ class Checker:
                 self._memory.forget(found.lo, found.lo + found.size, lambda each: each.lane in found.recorded)
 
     def forget(self, block: int, size: int) -> None:
-        """Forget all accesses of this memory: nothing uses it any more, and another tensor will get it."""
+        """Forget all accesses of this memory, because nothing uses it any more and another tensor will get it."""
         self._blocks.pop(block, None)
         self._memory.forget(block, block + size, lambda each: True)
 
     def forget_freed(self) -> None:
-        """Forget all accesses of freed memory, which returns to the device after all of the device's work."""
+        """Forget all accesses of freed memory. It returns to the device only after all work of the device is done."""
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:
-        """Record `tensor.record_stream`: once freed, the block is reused only after the stream's work up to then."""
+        """Record a call of `tensor.record_stream`. A freed block is reused only after the work of the stream up to
+        then."""
         found = self._blocks.get(block)
         if found is not None:
             found.recorded.add(lane)
 
     def synchronize(self, *lanes: Lane) -> None:
-        """Record that the host waited for all work of these lanes."""
+        """Record that the host waited for all work of these streams."""
         for lane in lanes:
             self.order.host_waits(self.order.seen_by(lane))
 
     def touch(self, lane: Lane, touches: Iterable[Touch], where: Any) -> None:
-        """Record that an operator of the lane reads and writes memory, and report the races that this causes."""
+        """Record that an operator on a stream reads and writes memory, and report the races that this causes."""
         number = self.order.begin(lane) if lane != HOST else 0
         for start, size, region, writes, what in sorted(touches, key=lambda each: each.writes):
             access = Access(lane, number, writes, region, (self._block(start, size), what, where))

@@ -15,7 +15,7 @@ INDENT = "\n    "
 
 
 class Tensor(NamedTuple):
-    """A tensor that is read or written. operator: the operator that reads or writes it."""
+    """A tensor that is read or written by an operator."""
 
     dtype: str
     shape: Sequence[int]
@@ -27,7 +27,12 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """A race in words. sentence: what happens. advice: what to write. details: the tensor, and both accesses' lines."""
+    """A race described in words.
+
+    sentence: what happens.
+    advice: what to write in the program.
+    details: the tensor, and the source lines of both accesses.
+    """
 
     sentence: str
     advice: str
@@ -38,22 +43,23 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The whole finding as text."""
+        """The whole description as text of several lines."""
         return INDENT.join((f"{self.sentence}.", f"{self.advice}.", *self.details))
 
 
 class LaneNames:
-    """Names for streams, numbered in the order in which they appear."""
+    """Names of streams, which are numbered in the order in which they appear."""
 
     def __init__(self) -> None:
         self._names: dict[Lane, str] = {HOST: "the host"}
 
     def is_nccls(self, lane: Lane) -> None:
-        """Name the lane NCCL's stream, since a process group uses it."""
+        """Give a stream the name "NCCL's stream", because a process group uses it."""
         self._names[lane] = "NCCL's stream"
 
     def name(self, lane: Lane, other: Lane | None = None) -> str:
-        """Name the stream, with its device if `other` is on another one."""
+        """Return the name of a stream. The name of its device is added unless the stream `other` is on the same
+        device."""
         if lane not in self._names:
             number = 1 + sum(known.device == lane.device and "stream " in name for known, name in self._names.items())
             self._names[lane] = f"stream {number}" if lane.stream else "the default stream"
@@ -63,7 +69,7 @@ class LaneNames:
 
 
 def find(race: Race, names: LaneNames, name: str = "") -> Finding:
-    """Describe the race in words. name: the tensor's name in the program, if known."""
+    """Describe a race in words. name: the name of the tensor in the program, or "" if it is unknown."""
     earlier, later = race.earlier, race.later
     here, there = names.name(later.lane), names.name(earlier.lane, later.lane)
     before, after = _place(earlier), _place(later)

@@ -1,7 +1,8 @@
 """Track who last read and wrote which bytes, as intervals.
 
-A write replaces all earlier accesses of the same bytes that are ordered before it: a later access that does not wait
-for those does not wait for the write either. In the same way, a read replaces earlier reads.
+A write replaces all earlier accesses of the same bytes that are ordered before it. This loses no race: a later access
+that does not wait for a replaced access does not wait for the write either. In the same way, a read replaces earlier
+reads.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any, NamedTuple
 from meshwise.races.order import Lane
 
 MOST_STRIDED = 64
-"""How many accesses with gaps, such as columns written one by one, are kept per byte; older ones are forgotten."""
+"""How many accesses with gaps, such as columns written one by one, are kept per byte. Older ones are forgotten."""
 MOST_TRIED = 4096
 """How many offsets are tried before two views are assumed to overlap."""
 
 
 class Region(NamedTuple):
-    """The bytes of a view, all in [lo, hi): pieces of `run` bytes, repeated by each (step, times) of `outer`."""
+    """The bytes of a view, all in [lo, hi). They are pieces of `run` bytes, repeated by each (step, times) of
+    `outer`."""
 
     lo: int
     hi: int
@@ -28,7 +30,11 @@ class Region(NamedTuple):
 
 
 def region_of(start: int, item: int, shape: Sequence[int], strides: Sequence[int]) -> Region | None:
-    """Return the bytes of a view that begins at `start` and has items of `item` bytes; None if it has no elements."""
+    """Return the bytes of a view that begins at address `start`, or None if it has no elements.
+
+    item: the size of an element in bytes.
+    strides: counted in elements.
+    """
     if 0 in shape:
         return None
     run, outer = item, list[tuple[int, int]]()
@@ -41,7 +47,7 @@ def region_of(start: int, item: int, shape: Sequence[int], strides: Sequence[int
 
 
 def have_common_bytes(one: Region, other: Region) -> bool:
-    """Return whether two views share a byte."""
+    """Return whether two views share at least one byte. After MOST_TRIED tries, they are assumed to."""
     if one.lo >= other.hi or other.lo >= one.hi:
         return False
     if not one.outer and not other.outer:
@@ -66,8 +72,13 @@ def have_common_bytes(one: Region, other: Region) -> bool:
 
 
 class Access:
-    """An operator that reads or writes bytes. number: counts the work on its lane. block: the allocation that the bytes
-    belonged to. what: the tensor. where: the source lines."""
+    """An operator's read or write of bytes.
+
+    number: the number of the operator in the order of its stream.
+    block: the allocation to which the bytes belonged.
+    what: a description of the tensor.
+    where: the source lines.
+    """
 
     __slots__ = ("block", "lane", "number", "region", "what", "where", "writes")
 
@@ -77,7 +88,7 @@ class Access:
 
 
 class _Cell:
-    """Accesses of the bytes in [lo, hi): the last writes, and the reads since then."""
+    """The accesses of the bytes in [lo, hi): the last writes, and the reads since the last writes."""
 
     __slots__ = ("hi", "lo", "reads", "writes")
 
@@ -99,7 +110,10 @@ class ShadowMemory:
         return len(self._cells)
 
     def add(self, access: Access, is_before: IsBefore) -> list[Access]:
-        """Add an access, and return the earlier ones that race with it: same bytes, no order, one of them a write."""
+        """Add an access. Returns the earlier accesses that race with it.
+
+        Two accesses race if they share bytes, at least one of them writes, and nothing orders them.
+        """
         region, found = access.region, dict[int, Access]()
         cells = self._opened(region)
         for cell in cells:
@@ -119,7 +133,7 @@ class ShadowMemory:
         return list(found.values())
 
     def forget(self, lo: int, hi: int, which: Callable[[Access], bool]) -> None:
-        """Forget the accesses of bytes in [lo, hi) for which `which` is true."""
+        """Forget the accesses of bytes in [lo, hi) for which `which` returns True."""
         self._split(lo)
         self._split(hi)
         first, last = self._between(lo, hi)
@@ -130,7 +144,7 @@ class ShadowMemory:
         self._cells[first:last], self._starts[first:last] = left, [cell.lo for cell in left]
 
     def _opened(self, region: Region) -> list[_Cell]:
-        """Return cells that cover the whole region; if the region has no gaps, cells are cut at its ends."""
+        """Return cells that cover the whole region. If the region has no gaps, cells are cut at its ends."""
         if not region.outer:
             self._split(region.lo)
             self._split(region.hi)
@@ -164,6 +178,7 @@ class ShadowMemory:
 
 
 def _kept(earlier: list[Access], access: Access, is_before: IsBefore) -> list[Access]:
-    """Return `earlier` without what `access` replaces: accesses ordered before it whose bytes it covers."""
+    """Return `earlier` without the accesses that `access` replaces: those ordered before it all of whose bytes it
+    covers."""
     dense = not access.region.outer
     return [each for each in earlier if not ((dense or each.region == access.region) and is_before(each))]

@@ -1,8 +1,10 @@
 """Order the events of streams with vector clocks.
 
-A lane is a stream of a device, or the host. The work on each lane is numbered. A lane has seen the work of another lane
-up to the point that it waited for: by an event, which keeps what its lane had seen when it was recorded, or by the
-host, since work that is launched after a wait of the host follows that wait. All threads of the host are one lane.
+A lane is a stream of a device, or the host. All threads of the host are one lane. The work on each lane is numbered.
+
+A lane knows that the work of another lane is done, up to a number, once it has waited for it. It can wait for an event,
+which stores what its own lane knew when the event was recorded. Or the host waits, because work that is launched after
+a wait of the host also follows what the host has waited for.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from typing import Any, NamedTuple
 
 
 class Lane(NamedTuple):
-    """A stream. device: `cuda:1`, or `host`. stream: its handle; 0 is the device's default stream."""
+    """A stream of a device, or the host.
+
+    device: for example `cuda:1`, or `host`.
+    stream: the handle of the stream. 0 is the default stream of the device.
+    """
 
     device: str
     stream: int
@@ -21,12 +27,16 @@ class Lane(NamedTuple):
 
 HOST = Lane("host", 0)
 Clock = dict[Lane, int]
-"""Lane -> how many pieces of its work are known to be done."""
+"""Lane -> the number up to which its work is known to be done."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The last recording of an event. seen: the lane's clock then. where: the source lines."""
+    """The last recording of an event.
+
+    seen: the clock of the lane at the time of the recording.
+    where: the source lines that recorded it.
+    """
 
     lane: Lane
     seen: Clock
@@ -34,7 +44,7 @@ class Recorded:
 
 
 class Order:
-    """The clocks of all lanes: what work each lane has seen."""
+    """The clocks of all lanes. A lane's clock says which work of every lane is done before its next piece of work."""
 
     def __init__(self) -> None:
         self._seen: dict[Lane, Clock] = {}
@@ -43,50 +53,51 @@ class Order:
         self._waited: dict[tuple[Lane, Lane], Recorded] = {}
 
     def begin(self, lane: Lane) -> int:
-        """Begin the next piece of work on the lane, and return its number."""
+        """Begin the next piece of work on a lane. Returns its number."""
         own = self._clock(lane)
         own[lane] += 1
         return own[lane]
 
     def is_before(self, lane: Lane, number: int, other: Lane) -> bool:
-        """Return whether piece `number` of the work of `lane` is done before the next piece of `other` begins."""
+        """Return whether piece `number` of the work of `lane` is done before the next piece of work of `other`
+        begins."""
         if lane in (other, HOST) or number <= self._host.get(lane, 0):
             return True
         return other != HOST and number <= self._clock(other).get(lane, 0)
 
     def record(self, event: Hashable, lane: Lane, where: Any = None) -> None:
-        """Record an event on a lane: keep with it what the lane has seen by now. where: the source lines."""
+        """Record an event on a lane, with the lane's present clock. where: the source lines."""
         self._recorded[event] = Recorded(lane, dict(self._clock(lane)), where)
 
     def delete(self, event: Hashable) -> None:
-        """Forget the event: it was deleted, and a new one may get its handle."""
+        """Forget an event that was deleted, because a new event may get its handle."""
         self._recorded.pop(event, None)
 
     def wait(self, event: Hashable, lane: Lane) -> None:
-        """Let the lane, or the host, wait for an event. An event that was never recorded counts as complete."""
+        """Record that a lane, or the host, waits for an event. An event that was never recorded counts as complete."""
         recorded = self._recorded.get(event)
         if recorded is not None:
             self._waited[lane, recorded.lane] = recorded
             _join(self._clock(lane), recorded.seen)
 
     def host_waits(self, seen: Clock) -> None:
-        """Let the host wait for all work in the clock `seen`."""
+        """Record that the host waits for all work in the clock `seen`."""
         _join(self._host, seen)
 
     def seen_by(self, lane: Lane) -> Clock:
-        """Return the lane's clock: what it has seen and done up to now."""
+        """Return the lane's clock, which includes its own work up to now."""
         return dict(self._clock(lane))
 
     def lanes(self, device: str) -> list[Lane]:
-        """Return the lanes of a device that were used."""
+        """Return the streams of a device that were used."""
         return [lane for lane in self._seen if lane.device == device]
 
     def let_wait(self, lane: Lane, other: Lane) -> None:
-        """Continue as if `lane` had waited for `other` here."""
+        """Continue as if `lane` had waited for all work of `other` up to now."""
         self._clock(lane)[other] = self._clock(other)[other]
 
     def event_waited_for(self, lane: Lane, other: Lane) -> Recorded | None:
-        """Return the last event of `other` that `lane` has waited for."""
+        """Return the last event of the lane `other` for which `lane` has waited, or None."""
         return self._waited.get((lane, other))
 
     def _clock(self, lane: Lane) -> Clock:

@@ -1,6 +1,6 @@
 """Name the lines of code that a thread runs, innermost first.
 
-Lines are those of the user's code, of libraries and of meshwise, without torch's and Python's own.
+Lines of the user's code, of libraries and of meshwise are named. Lines of torch and of Python itself are left out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from meshwise.spec.user_code import OURS, is_users, place
 MOST_FRAMES = 100
 LEFT_OUT = (f"{OURS}races", f"{OURS}compat", f"{OURS}equivalence")
 MODES = {"__torch_function__", "_handled"}
-"""Functions of meshwise that run in place of an operator the user calls; lines of meshwise inside are left out."""
+"""Functions of meshwise that run in place of an operator that the user calls. Lines of meshwise inside them are left
+out."""
 LIBRARIES = ("/site-packages/", "/dist-packages/")
 UNSEEN = "code that no line of Python is running"
 
 
 class Line(NamedTuple):
-    """A source line that was running."""
+    """A source line that was being executed."""
 
     file: str
     line: int
@@ -35,22 +36,29 @@ class Line(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Source lines, the innermost first. of: the autograd node, if the lines ran a backward that made the access."""
+    """Source lines that were being executed, the innermost first.
+
+    of: the name of the autograd node, if the lines called a backward pass that made the access. Otherwise "".
+    """
 
     lines: tuple[Line, ...]
     of: str = ""
 
     @property
     def place(self) -> str:
-        """The innermost source line of the user's code or of meshwise, else of another library."""
+        """The innermost source line of the user's code or of meshwise, or else of another library."""
         own = (line for line in self.lines if _is_ours(line.file) or is_users(line.file))
         found = next(own, self.lines[0] if self.lines else None)
         return UNSEEN if found is None else str(found)
 
 
 def stack(of: str = "") -> Stack:
-    """Return the source lines that this thread runs; if it runs none, as autograd's threads do, those of the main
-    thread. of: the autograd node that such a thread runs."""
+    """Return the source lines that this thread is executing.
+
+    A thread of autograd executes no such lines. For such a thread, the lines of the main thread are returned.
+
+    of: the name of the autograd node that such a thread executes.
+    """
     lines = _lines(sys._getframe(1))
     if lines:
         return Stack(lines)
@@ -77,7 +85,7 @@ def _is_ours(file: str) -> bool:
 
 @functools.cache
 def is_shown(file: str) -> bool:
-    """Return whether lines of this file are shown: all but those of torch, Python and the race detector."""
+    """Return whether lines of this file are shown: all except those of torch, of Python and of the race detector."""
     library = next((name for name in LIBRARIES if name in file), None)
     if library is not None:
         return not file.partition(library)[2].startswith("torch/")

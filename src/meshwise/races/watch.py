@@ -1,11 +1,11 @@
 """Find races between CUDA streams of a program as it runs.
 
-It sees every operator, and everything that orders streams.
+It sees every operator, and every call that orders streams.
 
-An operator belongs to the current stream of its device, or to the stream that waits during it: NCCL's, or that of a
-copy between two devices. Compiled functions run uncompiled. Not seen: kernels that no operator of torch launches
-(Triton, other libraries), replays of a CUDA graph, `torch.Event.query`, and what NumPy does with pinned memory after
-`.numpy()`, which counts as a read where it is called.
+An operator belongs to the current stream of its device. If a stream waits for an event during the operator, as NCCL's
+stream or the stream of a copy between two devices does, the operator belongs to this stream. Compiled functions run
+uncompiled. Not seen: kernels that no operator of torch launches (Triton, other libraries), replays of a CUDA graph,
+`torch.Event.query`, and what NumPy does with pinned memory after `.numpy()`, which counts as a read where it is called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Event(NamedTuple):
-    """A call that orders streams, made inside an operator. waits, records: the lane that waits, or records an event."""
+    """A call that orders streams, made inside an operator.
+
+    waits: the stream that waits, if the call is a wait.
+    records: the stream on which an event is recorded, if the call is a recording.
+    """
 
     apply: Callable[[], None]
     waits: Lane | None = None
@@ -49,11 +53,14 @@ def _print(finding: Finding) -> None:
 
 @contextlib.contextmanager
 def find_races(notify: Callable[[Finding], None] = _print) -> Iterator[list[Finding]]:
-    """Find races between CUDA streams in the body, and in threads that begin there: two accesses of the same memory, at
-    least one a write, without an order between them.
+    """Find races between CUDA streams in the with-body, and in threads that start there. The body runs much slower.
 
-    Yields the list of findings, empty without CUDA: each has a sentence, advice, and the source lines of both accesses.
-    notify: called with each finding at once; by default prints it. A nested call yields the outer list. It is slow.
+    A race is two accesses of the same memory, at least one of them a write, that nothing orders.
+
+    Yields the list of findings, which stays empty without CUDA. Each finding has a sentence, advice, and the source
+    lines of both accesses. A nested call yields the list of the outer call.
+
+    notify: a function that is called with each finding as soon as it is found. By default, the finding is printed.
     """
     global _open
     if _open is not None or not gpu_trace.can_listen():
@@ -71,7 +78,7 @@ _open: _Watcher | None = None
 
 
 class _Watcher:
-    """Reports the operators of a program, and the calls that order streams, to a checker."""
+    """Reports the operators of a program and the calls that order streams to a `Checker`."""
 
     def __init__(self, notify: Callable[[Finding], None]) -> None:
         self.found: list[Finding] = []
@@ -83,7 +90,8 @@ class _Watcher:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Watch the operators of this thread, and of backwards that this thread begins."""
+        """Return a context manager that watches the operators of this thread, and of backward passes that this thread
+        begins."""
         with intercept_operators(self._operator), _HostReads(self._read_by_host):
             yield
 
@@ -107,7 +115,8 @@ class _Watcher:
                     self._checker.synchronize(lane)
 
     def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
-        """Report an operator in order: the calls before its accesses, the accesses, and the calls after them."""
+        """Report an operator in order: the calls before its accesses, the accesses, and the calls after the
+        accesses."""
         at = 0
         waits = next((number for number, event in enumerate(events) if event.waits is not None), None)
         if waits is not None and touches:
@@ -126,8 +135,10 @@ class _Watcher:
     def _touches(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> tuple[Lane, list[Touch], bool]:
-        """Return the stream of an operator, its accesses, and whether the host waits for it: a write to unpinned host
-        memory is done when the operator returns."""
+        """Return the stream of an operator, its accesses, and whether the host waits for the operator.
+
+        The host waits for a write to unpinned host memory, which is done when the operator returns.
+        """
         name, found, lane, waited = operator_name(operator), list[Touch](), HOST, False
         if name == "record_stream":
             self._checker.record_stream(args[0].untyped_storage().data_ptr(), _lane_of(args[1]))
@@ -140,7 +151,8 @@ class _Watcher:
         return lane, found, waited and lane != HOST
 
     def _touch(self, tensor: torch.Tensor, writes: bool, operator: str) -> Touch | None:
-        """Describe an access; None for memory that is neither on a GPU nor pinned, which no stream uses by itself."""
+        """Describe an access. Returns None for memory that is neither on a GPU nor pinned, as streams do not use it by
+        themselves."""
         storage = tensor.untyped_storage()
         on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor lies nowhere
         if not on_cuda and not self._is_pinned(tensor):
@@ -222,7 +234,7 @@ class _Watcher:
 
 
 class _HostReads(TorchFunctionMode):
-    """Sees reads by the host, such as `.numpy()`, that call no operator."""
+    """Intercepts reads by the host that call no operator, such as `.numpy()`."""
 
     def __init__(self, read: Callable[[torch.Tensor, str], None]) -> None:
         super().__init__()
@@ -237,7 +249,7 @@ class _HostReads(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _in_new_threads(inside: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Let each thread that starts in the body run inside a context that `inside()` makes."""
+    """Run each thread that is started in the body inside a context that `inside()` makes."""
     real = threading.Thread.run
 
     def run(self: threading.Thread) -> None:
@@ -263,7 +275,10 @@ def _lane_of(stream: torch.Stream) -> Lane:
 
 
 def _name_of(address: int) -> str:
-    """Return the name of the tensor with memory at `address` in the innermost shown function; empty if it has none."""
+    """Return the name of the variable that holds the tensor at `address` in the innermost shown function.
+
+    Returns "" if there is none.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_shown(frame.f_code.co_filename):
         frame = frame.f_back

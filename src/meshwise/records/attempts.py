@@ -16,11 +16,15 @@ from meshwise.spec.units import plural, seconds_text
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run's workers. reason: why it ended, "" if it finished. step: in which the culprit failed.
+    """One start of a run's workers. None means unknown.
 
-    seconds_to_detect: from an injected fault to the launcher's report of it. from_step: the last step finished before
-    the attempt began. steps_lost: number of steps that a restart repeated. seconds_to_step: from the report of the
-    failure to a restart's first finished step. told: messages of the attempt. None means unknown.
+    reason: why the attempt ended, or "" if it finished.
+    step: the step in which the rank that caused the failure failed.
+    seconds_to_detect: the time from an injected fault to the launcher's report of the failure.
+    from_step: the last step that was finished before the attempt began.
+    steps_lost: the number of steps that this attempt had to repeat.
+    seconds_to_step: the time from the report of the failure before to this attempt's first finished step.
+    told: messages of the attempt for the user.
     """
 
     number: int
@@ -40,7 +44,7 @@ class Attempt:
 
 
 def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
-    """Return the attempts in a run's record."""
+    """Return the attempts of a run. facts: the run's record, the contents of run.json."""
     sessions = facts.get("sessions")
     found = [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
     return [
@@ -71,7 +75,8 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Return the seconds that the job waited in the queue, for the first attempt of each start; else None."""
+    """Return how many seconds the job waited in the queue, for the first attempt of each start. Otherwise return
+    None."""
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
         return None
@@ -83,13 +88,15 @@ def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mappin
 
 
 def attempt_text(one: Attempt) -> str:
-    """Describe how an attempt ended: `failed: rank 1 was killed by SIGKILL`, `stopped by SIGTERM after step 40`."""
+    """Describe how an attempt ended, for example `failed: rank 1 was killed by SIGKILL` or `stopped by SIGTERM after
+    step 40`."""
     between = " by " if one.status == "stopped" else ": "
     return f"{one.status}{between}{one.reason}" if one.reason else one.status
 
 
 def lost_texts(facts: Mapping[str, Any]) -> list[str]:
-    """Return all attempts' messages, and for each failed attempt a sentence on why it failed and what that cost."""
+    """Return the messages of all attempts, and for each failed attempt a sentence on why it failed and what this
+    cost."""
     attempts, found = attempts_of(facts), list[str]()
     for one, after in zip(attempts, [*attempts[1:], None], strict=False):
         found += one.told
@@ -115,7 +122,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> Any:
-    """Return a recorded number from 0 to 1e15 as `kind`; None for anything else."""
+    """Return a recorded number between 0 and 1e15 as `kind`. Returns None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 <= value < 1e15:
         return None
     return kind(value)

@@ -1,6 +1,6 @@
 """Read the best evaluation of a run, and of which epoch.
 
-`best.safetensors` has that epoch's parameters and, in its header, the evaluation. No torch is imported.
+`best.safetensors` has the parameters of the best epoch and, in its header, the evaluation. No torch is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ KEY = "meshwise_best"
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation of a run. metric: its name. direction: `min` or `max` of it is best. epoch: from 1."""
+    """The best evaluation of a run.
+
+    metric: the name of the metric.
+    direction: "min" or "max", which says whether the least or the greatest value is best.
+    epoch: the epoch of the evaluation, counted from 1.
+    """
 
     metric: str
     direction: str
@@ -26,19 +31,22 @@ class Best:
     step: int
 
     def is_beaten_by(self, value: float) -> bool:
-        """Check whether another value of the metric is better; NaN never is."""
+        """Return whether another value of the metric is better. NaN is never better."""
         return value < self.value if self.direction == "min" else value > self.value
 
     def __str__(self) -> str:
         return f"{self.metric} {self.value:.6g} in epoch {self.epoch}"
 
     def header(self) -> dict[str, str]:
-        """Return the description of this evaluation for the file's header."""
+        """Return the description of this evaluation as metadata for the header of `best.safetensors`."""
         return {KEY: json.dumps(asdict(self))}
 
 
 def read_best(folder: Path) -> Best | None:
-    """Read the best evaluation of the run in `folder`; None without one. Raises CheckpointError for a damaged file."""
+    """Read the best evaluation of the run in `folder`. Returns None if there is none.
+
+    Raises CheckpointError if the file is damaged.
+    """
     path = folder / BEST
     if not path.is_file():  # a pipe would be read for ever
         return None

@@ -13,12 +13,15 @@ Box = tuple[tuple[int, int], ...]
 
 
 def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
+    """Return the number of elements in a box."""
     return math.prod(end - begin for begin, end in box)
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Drop boxes that share an element with a larger one; return the rest, the largest first."""
+    """Return boxes of which no two overlap, the largest first.
+
+    Boxes are chosen from the largest to the smallest. A box that overlaps a chosen box is left out.
+    """
     chosen: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-volume(box), box)):
         if volume(box) and not any(_overlap(box, other) for other in chosen):
@@ -27,7 +30,7 @@ def disjoint(boxes: Iterable[Box]) -> list[Box]:
 
 
 def cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
-    """Check whether disjoint boxes cover a whole tensor."""
+    """Return whether disjoint boxes cover a whole tensor of this shape."""
     return sum(map(volume, boxes)) == math.prod(shape)
 
 

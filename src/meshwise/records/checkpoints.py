@@ -6,9 +6,9 @@ checkpoint/step-00000040.1/    the state after step 40, saved in the first attem
     rank0.safetensors          the pieces of tensors that rank 0 wrote
     manifest.json              where each piece belongs, the plain values, the hash of each file
 
-It is written as `step-00000040.1.part`: the files, then the manifest, each synced; then the folder gets its final name.
-The hash is XXH3 of 128 bits, which detects bit rot and torn writes, but not forgery. `bench/checkpoints.py` has the
-figures. Tested in tests/recovery/test_loading.py and test_saving.py.
+It is written as `step-00000040.1.part`: first the files, then the manifest, each synced to the disk. Then the folder
+gets its final name. The hash is XXH3 of 128 bits, which detects bit rot and torn writes, but not forgery.
+`bench/checkpoints.py` measures the times. Tested in tests/recovery/test_loading.py and test_saving.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _HEAD, _MIDDLE, _TAIL = '{"hash": "', '",\n"checkpoint": ', "}\n"
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """A checkpoint of a run, as its folder's name says. A later attempt's checkpoint is newer, whatever its step."""
+    """A checkpoint of a run, as the name of its folder describes it.
+
+    A checkpoint of a later attempt is newer, whatever its step.
+    """
 
     attempt: int
     step: int
@@ -57,7 +60,11 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece of a tensor. at: its byte offset in `file`. box: its position in the tensor, (begin, end) per dim."""
+    """A piece of a tensor in a file.
+
+    at: the offset of the piece in the file, in bytes.
+    box: the position of the piece in the tensor, as (begin, end) for each dim.
+    """
 
     file: str
     at: int
@@ -75,7 +82,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint. facts: step, epoch, plan etc. values: the state, with names instead of tensors."""
+    """The description of a checkpoint's contents.
+
+    facts: step, epoch, plan and other facts.
+    values: the state, with names in the places of tensors.
+    """
 
     facts: Mapping[str, Any]
     values: Any
@@ -84,18 +95,21 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Total size of the checkpoint's files, in bytes."""
+        """The total size of the checkpoint's files, in bytes."""
         return sum(file.size for file in self.files)
 
 
 def name_of(step: int, attempt: int) -> str:
-    """Return the name of a checkpoint's folder."""
+    """Return the name of the folder of a checkpoint."""
     return f"step-{step:08d}.{attempt}"
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run, the oldest first; each was complete when it got its name. Those of earlier
-    attempts count only if they existed when the next one was claimed, as a machine that was cut off may save later."""
+    """Return the checkpoints of a run, the oldest first. A checkpoint is complete when its folder gets its final name.
+
+    A checkpoint of an earlier attempt only counts if it existed when the next attempt was claimed, because a machine
+    that was cut off from the others may save later.
+    """
     found = []
     claims = claims_of(claims_folder(folder))
     counts = {number: facts["checkpoints"] for number, facts in claims.items() if "checkpoints" in facts}
@@ -108,19 +122,25 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def claims_folder(folder: Path) -> Path:
-    """Return the folder with the claims for a folder of checkpoints: itself (`mw.checkpoint`), or its run's folder."""
+    """Return the folder that holds the claims for a folder of checkpoints.
+
+    It is the folder itself for `mw.checkpoint`, otherwise the folder of the run.
+    """
     return folder if (folder / CLAIMS).is_dir() else folder.parent
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, str | None]:
-    """Split the path to resume into the run's folder and the checkpoint's name, None if `path` is no checkpoint."""
+    """Split the path to resume into the folder of the run and the name of the checkpoint.
+
+    The name is None if `path` is not a checkpoint.
+    """
     if _NAME.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return path.parent.parent, path.name
     return path, None
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in the folder to the disk."""
+    """Sync the directory entries of a folder to the disk."""
     if os.name != "nt":
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -130,7 +150,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, *contents: bytes | memoryview) -> StoredFile:
-    """Write a file, sync it to the disk, and return its description. Raises OSError if that fails."""
+    """Write a file, sync it to the disk, and return its description. Raises OSError if this fails."""
     hashed, size = xxhash.xxh3_128(), 0
     with path.open("wb", buffering=0) as file:
         for each in contents:
@@ -149,7 +169,7 @@ def _write_all(file: BinaryIO, chunk: memoryview) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, with the hash of the manifest in the first line."""
+    """Write manifest.json. Its first line has the hash of the manifest."""
     text = json.dumps({"format": FORMAT, **asdict(manifest)}, separators=(",", ":"))
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(f"{_HEAD}{xxhash.xxh3_128_hexdigest(text.encode())}{_MIDDLE}{text}{_TAIL}")
@@ -197,7 +217,7 @@ def _manifest(facts: dict[str, Any]) -> Manifest:
 
 
 def wrong_with(folder: Path, file: StoredFile) -> str:
-    """Describe what is wrong with a file of a checkpoint; "" if the file is as it was written."""
+    """Return a text that says what is wrong with a file of a checkpoint, or "" if the file is as it was written."""
     path = folder / file.name
     try:
         if not path.is_file():
@@ -210,7 +230,7 @@ def wrong_with(folder: Path, file: StoredFile) -> str:
 
 
 def hash_of(path: Path) -> str:
-    """Return the hash of a file's bytes."""
+    """Return the hash of a file's bytes, in hexadecimal."""
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -219,7 +239,7 @@ def hash_of(path: Path) -> str:
 
 
 def verified(saved: Checkpoint) -> str:
-    """Describe what is wrong with a checkpoint; "" if every byte is as it was written."""
+    """Return a text that says what is wrong with a checkpoint, or "" if every byte is as it was written."""
     try:
         files = read_manifest(saved).files
     except CheckpointError as error:
@@ -228,7 +248,7 @@ def verified(saved: Checkpoint) -> str:
 
 
 def remove_leftovers(folder: Path, attempt: int) -> None:
-    """Remove unfinished checkpoints that killed writers of this attempt or an earlier one left."""
+    """Remove the unfinished checkpoints that killed processes of this attempt or of earlier attempts left."""
     for path in folder.glob(f"step-*{PART}"):
         named = _NAME.match(path.name)
         if named and int(named[2]) <= attempt:
@@ -236,8 +256,10 @@ def remove_leftovers(folder: Path, attempt: int) -> None:
 
 
 def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
-    """Make the checkpoint in the folder `part` final by giving it its name; return its folder.
-    room: as in `prune`."""
+    """Make the checkpoint in the folder `part` final by giving the folder its final name. Returns the renamed folder.
+
+    room: as in `prune`.
+    """
     write_manifest(part, manifest)
     sync_folder(part)
     whole = part.with_name(part.name.removesuffix(PART))
@@ -253,10 +275,14 @@ def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
 def prune(
     folder: Path, *, keep: int, limit: int | None, abandoned: Iterable[Path] = (), room: Path | None = None
 ) -> list[Path]:
-    """Remove checkpoints until at most `keep` of them, with at most `limit` bytes, are left; never remove the newest.
+    """Remove checkpoints until at most `keep` are left, with at most `limit` bytes. The newest is never removed.
 
-    Those `abandoned` by the run (it resumed from an earlier one) go first, then the oldest. room: the attempt's
-    folder (records/claims.py), which disappears once a later attempt is claimed, so that nothing more is removed.
+    Returns the folders that were removed.
+
+    abandoned: checkpoints that the run no longer continues, because it resumed from an earlier one. They are removed
+    first, then the oldest.
+    room: the directory of the attempt (records/claims.py). It disappears once a later attempt is claimed, so that this
+    attempt cannot remove anything any more.
     """
     found, left = [saved.path for saved in checkpoints_in(folder)], set(abandoned)
     queue = sorted(found[:-1], key=lambda path: path not in left)
@@ -285,6 +311,8 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def abandoned_by(found: Sequence[Checkpoint], resumed: Checkpoint | None) -> list[Path]:
-    """Return the checkpoints that a run abandons when it resumes from `resumed`: the newer ones, which are damaged or
-    which the user did not choose."""
+    """Return the checkpoints that a run abandons by resuming from `resumed`, which are all newer ones.
+
+    These are damaged, or the user chose an earlier one.
+    """
     return [] if resumed is None else [saved.path for saved in found if saved > resumed]

@@ -2,12 +2,14 @@
 
 attempts/2.json        the claim of attempt 2: made once, by the machine whose launcher begins it, before anything else
 attempts/2.run.json    the run's record since then; run.json is a copy for people and other programs
-attempts/2/            the room of attempt 2: where it prepares files, and moves files that it removes
+attempts/2/            the room of attempt 2, a directory where it prepares files, and moves files that it removes
 
-If a network is cut, both halves may want to continue: the file system lets only one make the claim. A machine that was
-cut off and comes back writes as an earlier attempt, so what it writes is not read. A process may pause at any point,
-also between reading the claims and acting on them. So a claim takes away the rooms of earlier attempts: a file that was
-prepared there cannot get its name any more, and nothing can be moved there to be removed.
+If a network is cut, both halves may want to continue, but the file system lets only one of them create the claim. A
+machine that was cut off and comes back writes as an earlier attempt, so what it writes is not read.
+
+A process may pause at any point, also between reading the claims and acting on them. Therefore a claim removes the
+rooms of earlier attempts. A file that an earlier attempt prepared in its room cannot be renamed to its final place any
+more, and the earlier attempt cannot remove files by moving them into its room.
 Tested in tests/records/test_claims.py and by bench/frozen_ranks.py.
 """
 
@@ -29,7 +31,8 @@ _CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.j
 
 
 def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
-    """Claim attempt `number` of the run in `folder`. Return False if it, or a later attempt, is claimed already."""
+    """Claim attempt `number` of the run in `folder`. Returns False if this attempt or a later one is already
+    claimed."""
     claims = folder / CLAIMS
     if newest(folder) >= number:
         return False
@@ -50,14 +53,19 @@ def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
 
 
 def room_of(folder: Path, number: int) -> Path | None:
-    """Return the room of attempt `number`, see above; None without claims, or once a later attempt is claimed."""
+    """Return the room of attempt `number`, the directory described at the top of this file.
+
+    Returns None if there are no claims, or if a later attempt is claimed.
+    """
     room = folder / CLAIMS / str(number)
     return room if room.is_dir() else None
 
 
 def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], object]) -> bool:
-    """As attempt `number` of the run in `folder`, write `path` atomically by calling `write(file)`. Return False,
-    without any change, once a later attempt is claimed."""
+    """Write `path` atomically by calling `write(file)`, as attempt `number` of the run in `folder`.
+
+    Returns False, and changes nothing, if a later attempt is claimed.
+    """
     room = room_of(folder, number)
     if room is None and is_over(folder, number):
         return False
@@ -72,12 +80,12 @@ def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], 
 
 
 def newest(folder: Path) -> int:
-    """Return the number of the newest claimed attempt; 0 without claims."""
+    """Return the number of the newest claimed attempt, or 0 if there are no claims."""
     return max(_numbers(folder, _CLAIM), default=0)
 
 
 def is_over(folder: Path, number: int) -> bool:
-    """Check whether a later attempt than `number` has been claimed."""
+    """Return whether an attempt later than `number` has been claimed."""
     return newest(folder) > number
 
 
@@ -87,14 +95,16 @@ def record_path(folder: Path, number: int) -> Path:
 
 
 def newest_record(folder: Path, until: int | None = None) -> Path | None:
-    """Return the path of the record of the newest attempt that has one, of those up to `until`; None if there is
-    none."""
+    """Return the path of the newest attempt's record, or None if no attempt has one.
+
+    until: the last attempt to consider. By default all attempts are considered.
+    """
     numbers = [number for number in _numbers(folder, _RECORD) if until is None or number <= until]
     return record_path(folder, max(numbers)) if numbers else None
 
 
 def claims_of(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the contents of each claim, by the attempt's number."""
+    """Return the contents of each claim by the number of its attempt. The contents of an unreadable claim are {}."""
     found: dict[int, Mapping[str, Any]] = {}
     for number in sorted(_numbers(folder, _CLAIM)):
         facts: Any = None

@@ -21,10 +21,13 @@ MOST_FILES = 2000
 
 
 def code_files(word: str) -> dict[str, str]:
-    """Return, by relative path, the hash of a program's file (`train.py` or `train.py:job`) and of each Python file
-    beside and below it, except in run folders, hidden folders and virtual environments. {} for a built-in job.
+    """Return the hash of a program's file and of each Python file beside and below it, by relative path.
 
-    Only Python files count: other files that a program reads and writes may change from one attempt to the next."""
+    Run folders, hidden folders and virtual environments are left out. For a built-in job, the result is {}. Only Python
+    files count, because other files that a program reads and writes may change from one attempt to the next.
+
+    word: the program, such as `train.py` or `train.py:job`.
+    """
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix != ".py" or not file.is_file():
         return {}
@@ -39,7 +42,8 @@ def write_code(folder: Path, word: str) -> None:
 
 
 def changed_code(folder: Path, word: str) -> list[str]:
-    """Return the files that were changed, removed or added since `write_code`; [] if none were recorded."""
+    """Return the files that were changed, removed or added since `write_code`. Returns [] if no hashes were
+    recorded."""
     try:
         kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Write files atomically: beside their place, synced, then renamed.
 
-This module also handles JSON lines: one record per line, appended as the run goes on. A line that a crash cut off is
-left out when the file is read.
+This module also handles JSON lines: one record per line, appended as the run goes on. A last line that a crash cut
+short is left out when the file is read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, BinaryIO
 
 Record = dict[str, Any]
 _places: dict[Path, int] = {}
-"""Folders that this process must not recreate, each with its inode."""
+"""Folders that this process must not create again, each with its inode."""
 
 
 def stay_in(folder: Path) -> None:
-    """From now on, never recreate this folder in this process: if it is removed or moved, writing there raises OSError
+    """Do not create this folder again in this process. If it is removed or moved, writing into it raises OSError
     instead."""
     _places[folder.absolute()] = folder.stat().st_ino if folder.exists() else 0
 
 
 def is_lost(folder: Path) -> bool:
-    """Check whether a folder of `stay_in` was removed, moved, or replaced."""
+    """Return whether a folder that was passed to `stay_in` was removed, moved or replaced."""
     path = folder.absolute()
     try:
         return path in _places and path.stat().st_ino != _places[path]
@@ -37,7 +37,7 @@ def is_lost(folder: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder if it is missing. Raises OSError if that fails, or a folder above it is lost (`is_lost`)."""
+    """Make a folder if it is missing. Raises OSError if this fails, or if a folder on its path is lost (`is_lost`)."""
     places, stays = [folder, *folder.parents], len(folder.parents)
     for number, place in enumerate(places):
         if is_lost(place):
@@ -53,7 +53,9 @@ def make_folder(folder: Path) -> None:
 def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a binary file that appears at `path` if the `with` block succeeds, and leaves nothing behind otherwise.
 
-    room: a folder on the same disk in which to write the file first; FileNotFoundError if it is gone by the end."""
+    room: a folder on the same disk in which the file is written first. Raises FileNotFoundError if this folder is gone
+    at the end.
+    """
     make_folder(path.parent)
     beside = (room or path.parent) / f".{path.name}.{os.getpid()}.part"
     try:
@@ -81,8 +83,13 @@ def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = None) -> bool:
-    """Append each record as one line, all or none; create the file and its folder if missing. same: the file as it was
-    opened before; if another file is at `path` by now, write nothing and return False."""
+    """Append each record as one line of JSON. Either all records are appended, or none.
+
+    The file and its folder are created if they are missing.
+
+    same: the file as it was opened before. If another file is at `path` now, nothing is written, and the result is
+    False.
+    """
     make_folder(path.parent)
     text = "".join(json.dumps(record) + "\n" for record in records)
     with path.open("ab+", buffering=0) as file:
@@ -105,7 +112,7 @@ def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = 
 
 
 def read_lines(path: Path) -> list[Record]:
-    """Return every complete record of the file; [] if there is no such file."""
+    """Return all complete records of the file. Returns [] if there is no such file."""
     if not path.is_file():
         return []
     records = []
@@ -118,5 +125,5 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def kept_lines(path: Path, wanted: Callable[[Record], bool]) -> bytes:
-    """Return the content of the file, reduced to the records for which `wanted` returns True."""
+    """Return the contents of the file with only those records for which `wanted` returns True."""
     return "".join(json.dumps(record) + "\n" for record in read_lines(path) if wanted(record)).encode()

@@ -59,15 +59,16 @@ MOST_RANKS, LATEST = 1_000_000, 4e9
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
 _own: dict[Path, int] = {}
-"""The attempt of each run that this process has claimed: it does not change a later attempt's records."""
+"""The number of the attempt that this process has claimed, for each run. It never changes the records of a later
+attempt."""
 _unwritten: dict[Path, dict[str, Any]] = {}
-"""Contents of run.json that could not be written yet, since the disk is full."""
+"""Contents of run.json that could not be written yet because the disk is full."""
 STOP = "stop"
-"""A file that exists once somebody has stopped a run for good, so that no scheduler start continues it."""
+"""A file that exists once somebody has stopped a run for good, so that no later start by the scheduler continues it."""
 
 
 def create_run_folder(parent: Path, job: str) -> Path:
-    """Make a new folder such as `parent/20261121-140502-mnist-mlp`. Raises UsageError if that fails."""
+    """Make a new folder for a run, such as `parent/20261121-140502-mnist-mlp`. Raises UsageError if this fails."""
     job = Path(job).stem if job.endswith(".py") else job
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', job).strip('-') or 'run'}"
     for attempt in range(1000):
@@ -85,7 +86,7 @@ def create_run_folder(parent: Path, job: str) -> Path:
 
 
 def own_run_folder(folder: Path) -> Path:
-    """Make the folder of one run if it is missing, and return it. Raises UsageError if that fails."""
+    """Make the folder of one run if it is missing, and return it. Raises UsageError if this fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,7 +95,7 @@ def own_run_folder(folder: Path) -> Path:
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the step of the newest complete saved state in a run folder; None if there is none."""
+    """Return the step of the newest complete checkpoint in a run folder, or None if there is none."""
     if newest := checkpoints_in(folder / CHECKPOINTS)[-1:]:
         return newest[0].step
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # as format 1 has it
@@ -105,13 +106,15 @@ def saved_step(folder: Path) -> int | None:
 
 
 def span_log(folder: Path, rank: int, attempt: int = 1) -> Path:
-    """Return the path of a rank's span log, one for each attempt."""
+    """Return the path of the span log of a rank. Each attempt has its own."""
     return folder / SPANS / (f"rank{rank}.jsonl" if attempt == 1 else f"rank{rank}.{attempt}.jsonl")
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Write these facts to run.json and, with claims, to the attempt's record. If the disk is full, the run continues,
-    and the facts are written with the next ones."""
+    """Write these facts to run.json, and to the attempt's own record if attempts are claimed.
+
+    If the disk is full, the run continues, and the facts are written together with the next ones.
+    """
     text, number = json.dumps(facts, indent=2) + "\n", len(facts.get("sessions") or ())
     try:
         if newest(folder):
@@ -132,8 +135,10 @@ def _written(folder: Path) -> dict[str, Any]:
 
 
 def newest_run(parent: Path, *, queued: bool = False) -> Path:
-    """Return the folder of the run in `parent` that began last; with `queued`, a run that was submitted later and has
-    not begun counts too. Raises UsageError if there is none."""
+    """Return the folder of the run in `parent` that began last. Raises UsageError if there is none.
+
+    queued: also consider runs that were submitted and have not begun, at the time of their submission.
+    """
     runs = [path.parent for path in parent.glob(f"*/{RUN}")]
     if not runs:
         raise UsageError(f"there is no run in {parent}/. Make one with `meshwise run`, or name its folder.")
@@ -141,7 +146,10 @@ def newest_run(parent: Path, *, queued: bool = False) -> Path:
 
 
 def since(folder: Path, *, queued: bool = True) -> str:
-    """Return when a run began; with `queued`, when it was submitted if it has not begun. "" for a damaged record."""
+    """Return when a run began, as ISO text. Returns "" if its record is damaged.
+
+    queued: for a run that has not begun, return when it was submitted.
+    """
     try:
         facts = read_run(folder)
     except UsageError:
@@ -151,8 +159,10 @@ def since(folder: Path, *, queued: bool = True) -> str:
 
 
 def claim_session(folder: Path, number: int) -> bool:
-    """Claim attempt `number` of a run on several machines, before the record mentions it. Return False if another
-    machine has claimed it."""
+    """Claim attempt `number` of a run on several machines, before the run's record mentions it.
+
+    Returns False if another machine has already claimed it.
+    """
     saved, metrics = [each.path.name for each in checkpoints_in(folder / CHECKPOINTS)], folder / METRICS
     lines = metrics.read_bytes() if metrics.is_file() else b""
     counts = {"checkpoints": saved, "metrics": len(lines)}
@@ -165,15 +175,19 @@ def claim_session(folder: Path, number: int) -> bool:
 
 
 def keep_metrics(folder: Path, number: int, wanted: Callable[[Record], bool] = lambda record: True) -> None:
-    """As attempt `number`, replace metrics.jsonl by a new file with only the `wanted` lines."""
+    """Replace metrics.jsonl by a new file with only the lines for which `wanted` is True, as attempt `number`."""
     path = folder / METRICS
     if path.exists():
         write_of(folder, number, path, lambda file: file.write(kept_lines(path, wanted)))
 
 
 def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None = None, /, **facts: Any) -> int:
-    """Record in a new or existing run.json that an attempt begins at `began` (seconds since 1970). Return the attempt's
-    number, from 1. attempt: further facts about the attempt; facts: about the run."""
+    """Record in a new or existing run.json that an attempt begins. Returns the number of the attempt, counted from 1.
+
+    began: the time in seconds since 1970.
+    attempt: further facts about the attempt.
+    facts: facts about the run as a whole.
+    """
     run = _written(folder) if (folder / RUN).exists() else {}
     before = run.get("sessions", [])
     if newest(folder) and _own.get(folder, 0) <= len(before):
@@ -187,7 +201,8 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Return an attempt's facts; one still marked as running is marked as failed, since its processes are gone."""
+    """Return the facts of an attempt. If it is still marked as running, it is marked as failed, as its processes are
+    gone."""
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 
@@ -204,7 +219,11 @@ def add_to_session(folder: Path, **facts: Any) -> None:
 
 
 def end_session(folder: Path, status: str, error: str | None = None, **facts: Any) -> None:
-    """Record that the newest attempt ended. status: finished, stopped or failed. facts: about the attempt."""
+    """Record in run.json that the newest attempt ended.
+
+    status: "finished", "stopped" or "failed".
+    facts: further facts about the attempt.
+    """
     run, now = _written(folder), datetime.now().timestamp()
     sessions = run.get("sessions", [])
     if sessions:
@@ -222,7 +241,8 @@ def versions() -> dict[str, str]:
 
 
 def what_was_typed() -> dict[str, str]:
-    """Return the command line of this process, and the git commit of its working folder ("" without one)."""
+    """Return the command line of this process, and the git commit of its working folder, which is "" without a
+    repository."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
@@ -234,8 +254,10 @@ def what_was_typed() -> dict[str, str]:
 
 
 def source_of(word: str) -> str:
-    """Return what identifies a run's program, to tell whether two runs are of the same program: a digest of its file
-    (`train.py` or `train.py:job`), or the version of meshwise for a built-in job."""
+    """Return a text that is the same for two runs if they run the same program.
+
+    It is a digest of the program's file (`train.py` or `train.py:job`), or the version of meshwise for a built-in job.
+    """
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix == ".py" and file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
@@ -244,13 +266,18 @@ def source_of(word: str) -> str:
 
 
 def _text(time: float) -> str:
-    """Return a time (seconds since 1970) as ISO text in UTC, to the second."""
+    """Return a time, given in seconds since 1970, as ISO text in UTC, to the second."""
     return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
 def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
-    """Read the facts of a run. If it is marked as running but its launcher is gone, its status is failed. Raises
-    UsageError if `folder` is not a run folder. until: read the facts as they were in this attempt."""
+    """Read the facts of a run from its record. If the run is marked as running but its launcher is gone, its status is
+    failed.
+
+    Raises UsageError if `folder` is not a run folder or its record is damaged.
+
+    until: read the facts as this attempt or an earlier one wrote them.
+    """
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
             raise ValueError("it is not a file")
@@ -273,7 +300,7 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
 
 
 def _wrong(facts: Mapping[str, Any]) -> str:
-    """Describe the first fact that has a wrong type or is out of range; "" if there is none."""
+    """Describe the first fact that has a wrong type or is out of range. Returns "" if there is none."""
     for name, kind in _TYPES.items():
         value = facts.get(name)
         if value is not None and not isinstance(value, kind):
@@ -293,7 +320,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _cleaned(value: Any) -> Any:
-    """Return a JSON value with all characters removed that a terminal would obey or could not show."""
+    """Return a JSON value without the characters that a terminal would interpret or could not show."""
     if isinstance(value, dict):
         return {_cleaned(key): _cleaned(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -35,7 +35,10 @@ PLACE = struct.Struct("<8q")
 
 @dataclass(frozen=True)
 class LeftPart:
-    """The part of the state after a step that one rank has left. layout, facts, tensors: see above."""
+    """The part of the state after a step that one rank has left in its memory.
+
+    layout, facts, tensors: the contents of the memory, as described at the top of this file.
+    """
 
     rank: int
     step: int
@@ -46,7 +49,7 @@ class LeftPart:
 
     @property
     def values(self) -> Any:
-        """The plain values of the state, including those that change from step to step."""
+        """The plain values of the state, including the values that change from step to step."""
         changed = self.facts["values"]
         if "all" in changed:
             return changed["all"]
@@ -57,7 +60,7 @@ class LeftPart:
 
 
 def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
-    """Yield the parts that a rank has left in its memory; none if the rank never wrote there."""
+    """Yield the states that a rank has left in its memory, at most two. Yields none if the rank never wrote there."""
     with path.open("rb") as file:
         if file.seek(0, 2) < HEAD:
             return
@@ -72,7 +75,10 @@ def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
 
 
 def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
-    """Return the parts of an attempt that together form a complete state, after the newest possible step; or []."""
+    """Return the parts of an attempt that together are the complete state after a step, for the newest step possible.
+
+    Returns [] if there is no complete state.
+    """
     steps: dict[int, dict[int, LeftPart]] = {}
     for part in parts:
         if part.attempt == attempt:
@@ -88,7 +94,10 @@ def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
 
 
 def _pieces(parts: Sequence[LeftPart]) -> dict[str, StoredTensor] | None:
-    """Return where each tensor lies in the parts' files, every element once; None if elements are missing."""
+    """Return where each tensor lies in the files of the parts, so that every element is covered once.
+
+    Returns None if elements are missing.
+    """
     places: dict[str, dict[tuple[tuple[int, int], ...], tuple[str, int]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part in parts:
@@ -112,9 +121,9 @@ def file_of(rank: int) -> str:
 
 
 def commit_parts(folder: Path, parts: Sequence[LeftPart]) -> Checkpoint | None:
-    """Make a checkpoint in `folder` from the parts of one complete state; return None if one as new already exists.
+    """Make a checkpoint in `folder` from the parts of one complete state.
 
-    Raises OSError if the disk cannot take it.
+    Returns None if a checkpoint at least as new already exists. Raises OSError if it cannot be written to the disk.
     """
     step, attempt = parts[0].step, parts[0].attempt
     known = files.checkpoints_in(folder)

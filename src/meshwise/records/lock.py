@@ -1,8 +1,8 @@
 """Lock a run folder for one launcher, until its process ends.
 
-The system releases the lock when the process ends. So whoever reads the folder can tell that a run was killed with all
-its processes, and a run that is still going on cannot be resumed. A folder of states (`mw.checkpoint`) is locked in the
-same way, by rank 0 of one program.
+The operating system releases the lock when the process ends. Therefore a reader of the folder can tell whether a run
+was killed with all its processes, and a run that is still going on cannot be resumed. A folder of states
+(`mw.checkpoint`) is locked in the same way, by rank 0 of one program.
 """
 
 from __future__ import annotations
@@ -35,18 +35,23 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Work:
-    """The owner of a lock. job: a name that all starts of the same work share (a run folder, a scheduler's job); "" if
-    unknown. attempt: the number of the start, from 1."""
+    """The work for which a lock is held.
+
+    job: a name that all starts of the same work share, such as a run folder or a scheduler's job. "" if unknown.
+    attempt: the number of the start, counted from 1.
+    """
 
     job: str = ""
     attempt: int = 0
 
 
 class FolderLock:
-    """Locks a folder until `close`. Raises UsageError, which names the process, if another process holds the folder.
+    """Locks a folder until `close`. Raises UsageError, which names the other process, if another process holds the
+    lock.
 
-    work: the owner; takes over the lock of an earlier attempt of the same job, which may hang or be cut off. claimed:
-    this machine has claimed the newest attempt, so it takes over the lock of any machine that was cut off.
+    work: the work for which the folder is locked. The lock of an earlier attempt of the same job, which may hang or be
+    cut off from the network, is taken over.
+    claimed: whether this machine has claimed the newest attempt (records/claims.py). If so, it takes over any lock.
     """
 
     def __init__(self, folder: Path, name: str = LOCK, *, work: Work | None = None, claimed: bool = False) -> None:
@@ -67,7 +72,7 @@ class FolderLock:
         _held.add(self)
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -80,7 +85,8 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """Release all locks in a forked child, such as a loader worker, since the child may outlive this process."""
+    """Release all locks in a forked child process, such as a loader worker, because the child may outlive this
+    process."""
     for lock in list(_held):
         lock.close()
 
@@ -90,7 +96,7 @@ if sys.platform != "win32":
 
 
 def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
-    """Open and lock the file; return None on a file system without locks."""
+    """Open and lock the file. Returns None on a file system without locks."""
     file = (folder / name).open("a+", encoding="utf-8")
     try:
         _take(file)
@@ -117,7 +123,7 @@ def _take(file: IO[str]) -> None:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Check whether a launcher has held the folder and none holds it now. False if that cannot be known."""
+    """Return whether a launcher held the folder before and no launcher holds it now. False if this cannot be known."""
     if sys.platform == "win32":
         return False
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
@@ -126,7 +132,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def refuse_held(folder: Path) -> None:
-    """Raise UsageError if a run's launcher holds the folder, without locking the folder."""
+    """Raise UsageError if a run's launcher holds the folder. The folder is not locked by this call."""
     if sys.platform == "win32":
         return
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
@@ -135,7 +141,7 @@ def refuse_held(folder: Path) -> None:
 
 
 def _is_held(file: IO[str]) -> bool:
-    """Check whether another process has locked the file. This takes a shared lock until `file` is closed."""
+    """Return whether another process has locked the file. This takes a shared lock until `file` is closed."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -144,7 +150,8 @@ def _is_held(file: IO[str]) -> bool:
 
 
 def holder_of(folder: Path) -> tuple[str, int] | None:
-    """Return the host and the process id of the launcher that holds, or last held, the folder; None if unknown."""
+    """Return the host and the process id of the launcher that holds the folder, or held it last. None if this is
+    unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         return str(facts["host"]), int(facts["process"])
@@ -161,7 +168,7 @@ def _told(text: str) -> str:
 
 
 def _is_earlier(text: str, work: Work) -> bool:
-    """Check whether a folder is held for an earlier attempt of the same job."""
+    """Return whether the text in a lock file names an earlier attempt of the same job."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         facts: Mapping[str, Any] = json.loads(text)
         return bool(work.job) and facts["job"] == work.job and int(facts["attempt"]) < work.attempt

@@ -2,7 +2,7 @@
 
 This module does not import torch.
 
-Values have the form that recovery/values.py writes. Tested in tests/recovery/test_values.py.
+The values have the form that recovery/values.py writes. Tested in tests/recovery/test_values.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def merged(values: list[Any]) -> Any:
-    """Merge several ranks' copies of one tree; each entry of a dict comes from the first rank that has it."""
+    """Merge several ranks' copies of one tree. Each entry of a dict is taken from the first rank that has it."""
     values = [value for value in values if value != {}] or values
     first = values[0]
     if all(value == first for value in values[1:]):

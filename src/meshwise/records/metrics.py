@@ -15,15 +15,15 @@ from meshwise.spec.words import printable
 
 
 class Metrics:
-    """The contents of metrics.jsonl. `read_on` reads the lines that are new.
+    """The contents of metrics.jsonl, as far as they were read. `read_on` reads lines that were added since.
 
-    losses: by step.
+    losses: the loss by step.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / names.METRICS
         self.offset = 0
-        """Number of bytes that were read so far."""
+        """The number of bytes that were read so far."""
         self._forget(0)
 
     def _forget(self, file: int) -> None:
@@ -32,7 +32,8 @@ class Metrics:
         self.losses: dict[int, float] = {}
 
     def read_on(self) -> None:
-        """Read the new lines; if the file was replaced, as when a run is resumed, read all lines."""
+        """Read the lines that were added. If the file was replaced, as when a run is resumed, all lines are read
+        again."""
         if not self._path.is_file():  # a pipe would be read for ever
             self._forget(0)
             return
@@ -49,12 +50,16 @@ class Metrics:
             self._forget(0)
 
     def by_name(self) -> dict[str, list[float]]:
-        """Return each metric with its values in order. The first metric stands for the run: one of its tests, else a
-        validation metric or an accuracy passed to `mw.log`, else the loss."""
+        """Return the values of each metric, in the order in which they were recorded.
+
+        The first metric in the dict is the one by which the run is judged: one of its tests, or else a validation
+        metric or an accuracy that was passed to `mw.log`, or else the loss.
+        """
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
 
     def _take(self, line: bytes) -> bool:
-        """Add the values of a line. Return whether the line is complete; the last line may still be being written."""
+        """Add the values of a line. Returns whether the line is complete. The last line may not be completely written
+        yet."""
         try:
             record = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError):
@@ -73,14 +78,15 @@ class Metrics:
 
 
 def metrics_of(folder: Path) -> dict[str, list[float]]:
-    """Return each metric of a run with its values (see `Metrics.by_name`)."""
+    """Return the values of each metric of a run, in the order that `Metrics.by_name` describes."""
     metrics = Metrics(folder)
     metrics.read_on()
     return metrics.by_name()
 
 
 def _place(name: str) -> int:
-    """Return the order of a program's own metric among those that may stand for its run: lower comes first."""
+    """Return a priority by which a program's own metric is chosen as the one that stands for the run. Lower comes
+    first."""
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
 

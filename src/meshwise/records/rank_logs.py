@@ -1,7 +1,7 @@
 """Keep a log file for each rank and attempt of a run.
 
-So what a cut-off process of an earlier attempt prints is not taken for output of a later attempt. Runs of older
-versions have one file for all attempts.
+Because each attempt has its own files, what a cut-off process of an earlier attempt prints is not taken for output of a
+later attempt. Runs of older versions of meshwise have one file for all attempts.
 
 Tested in tests/cli/test_submit.py.
 """
@@ -18,12 +18,13 @@ from meshwise.records.files import make_folder
 
 WORKERS = "workers"
 BEGINS = re.compile(r"--- begins on (?P<host>\S+) at (?P<time>\d+(\.\d+)?)")
-"""Matches the line with which a launcher begins an attempt's log: its host, and the time in seconds since 1970."""
+"""Matches the line with which a launcher begins an attempt's log. It has the host and the time in seconds since
+1970."""
 _RANK = re.compile(r"rank(\d+)(?:\.(\d+))?\.log")
 
 
 def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
-    """Open a rank's log of an attempt in a run folder, for appending."""
+    """Open the log of a rank for one attempt of a run, for appending."""
     path = folder / WORKERS / (f"rank{rank}.log" if attempt == 1 else f"rank{rank}.{attempt}.log")
     make_folder(path.parent)
     log = path.open("ab")
@@ -33,6 +34,6 @@ def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
 
 
 def logs_of(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return the rank, attempt and path of each existing log."""
+    """Return (rank, attempt, path) for each log in a run folder."""
     named = [(_RANK.fullmatch(path.name), path) for path in (folder / WORKERS).glob("*")]
     return sorted((int(match[1]), int(match[2] or 1), path) for match, path in named if match)

@@ -33,10 +33,18 @@ SCRIPT = "submit.sh"
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A short description of a run. job: a job or a script. args: the job's arguments, as `lr=3e-4`, or the script's.
-    plan: "" without one. status: running, finished, stopped, failed or unreadable. metric: name of the metric that
-    stands for the run (see `metrics_of`), "" without any; last, best: that metric's values. seconds: how long the
-    workers lived, over all sessions. size: bytes of the folder. attempts: each start of the workers."""
+    """A short description of a run.
+
+    job: the name of a job, or a script.
+    args: the arguments of the job, such as `lr=3e-4`, or of the script.
+    plan: the non-default fields of the plan, or "" without a plan.
+    status: running, finished, stopped, failed, queued or unreadable.
+    metric: the name of the metric by which the run is judged (see `metrics_of`), or "" without metrics.
+    last, best: the last and the best value of this metric.
+    seconds: how long the workers have run, over all attempts.
+    size: the size of the folder in bytes.
+    attempts: all starts of the workers.
+    """
 
     folder: Path
     job: str
@@ -51,10 +59,11 @@ class RunEntry:
     size: int
     attempts: list[Attempt] = field(default_factory=list)
     scheduler_job: str = ""
-    """The number of the run's newest job in a cluster's queue; "" if it was not submitted."""
+    """The number of the run's newest job in a cluster's queue, or "" if it was not submitted."""
     partition: str = ""
     queue: str = ""
-    """That job's state in the queue, such as `pending (Priority)`. `partition` is where it is queued, such as `gpu`."""
+    """The state of that job in the queue, such as `pending (Priority)`. `partition` is where it is queued, such as
+    `gpu`."""
 
     @property
     def name(self) -> str:
@@ -62,8 +71,11 @@ class RunEntry:
 
 
 def run_list(parent: Path) -> list[RunEntry]:
-    """Return the runs in `parent`, the oldest first; a run that has not begun is placed by its submission. Folders
-    without a run are left out; a run with a damaged record is `unreadable`."""
+    """Return descriptions of the runs in `parent`, the oldest first. Folders that are not runs are left out.
+
+    A run that has not begun is sorted by the time of its submission. A run with a damaged record has the status
+    `unreadable`.
+    """
     folders = [path.parent for path in parent.glob(f"*/{names.RUN}")] if parent.is_dir() else []
     return [run_entry(folder) for folder in sorted(folders, key=lambda folder: (names.since(folder), folder.name))]
 
@@ -97,7 +109,10 @@ def run_entry(folder: Path) -> RunEntry:
 
 
 def find_run(parent: Path, word: str) -> Path:
-    """Find the folder of the run that `word` names: as a path, a name in `parent`, or a part of exactly one name."""
+    """Return the folder of the run that `word` names. Raises UsageError if there is none, or if several runs match.
+
+    word: the path of a run, its name in `parent`, or a part of exactly one name.
+    """
     if not word:
         raise UsageError("the name of a run is empty. Name one of those that `meshwise runs` lists.")
     for folder in (parent / word, Path(word)):
@@ -113,21 +128,22 @@ def find_run(parent: Path, word: str) -> Path:
 
 
 def best_of(folder: Path) -> Best | None:
-    """Return the best evaluation of a run; None if there is none that can be read."""
+    """Return the best evaluation of a run, or None if there is none or it cannot be read."""
     with contextlib.suppress(UsageError):
         return read_best(folder)
     return None
 
 
 def args_of(facts: Mapping[str, Any]) -> str:
-    """Return the arguments of a job's function or of a script, from the run's record, as one text."""
+    """Return the arguments of a job's function or of a script as one text. facts: the run's record."""
     request = facts.get("request")
     given = request.get("args") if isinstance(request, dict) else facts.get("arguments")
     return shlex.join(map(str, given)) if isinstance(given, list) else ""
 
 
 def plan_of(folder: Path) -> str:
-    """Return the non-default fields of the plan in a run folder: `data=2, precision=bf16`; "" without a plan."""
+    """Return the non-default fields of the plan in a run folder, such as `data=2, precision=bf16`, or "" without a
+    plan."""
     try:
         text = (folder / names.PLAN).read_text(encoding="utf-8") if (folder / names.PLAN).is_file() else ""
         plan = plan_from_toml(text) if text else None
@@ -142,8 +158,12 @@ def fields_of(plan: str) -> dict[str, str]:
 
 
 def jobs_of(facts: Mapping[str, Any]) -> list[str]:
-    """Return, from a run's record, the numbers of the jobs as which it was submitted, the newest last; for a task of an
-    array, or a run that a user's own batch script started, the job of its last attempt."""
+    """Return the numbers of the scheduler's jobs as which a run was submitted, the newest last.
+
+    For a task of an array, or a run that a user's own batch script started, this is the job of the last attempt.
+
+    facts: the run's record.
+    """
     submission = facts.get("submission")
     jobs = submission.get("jobs") if isinstance(submission, dict) else None
     if isinstance(jobs, dict):
@@ -153,20 +173,23 @@ def jobs_of(facts: Mapping[str, Any]) -> list[str]:
 
 
 def array_of(folder: Path) -> tuple[Path, str]:
-    """Return the submitted folder and the run's task in its array: `gpt` and `3` for `gpt-3`; else `folder`, ""."""
+    """Return the submitted folder and the number of the task in its array, such as `gpt` and `3` for the run `gpt-3`.
+
+    For a run that is not a task of an array, return `folder` and "".
+    """
     name, _, task = folder.name.rpartition("-")
     sent = folder.with_name(name)
     return (sent, task) if task.isdigit() and name and (sent / SCRIPT).is_file() else (folder, "")
 
 
 def tasks_of(folder: Path) -> list[Path]:
-    """Return the folders of an array's tasks that have begun. folder: the folder that was submitted."""
+    """Return the folders of those tasks of an array that have begun. folder: the folder that was submitted."""
     found = [path.parent for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/{names.RUN}")]
     return [path for path in found if array_of(path)[0] == folder]
 
 
 def _seconds(sessions: Any) -> float | None:
-    """Return the total seconds of all sessions, a running one until now; None if unknown."""
+    """Return the total seconds of all attempts, or None if this is unknown. A running attempt counts until now."""
     spans = [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
     ends = [(s.get("began"), s.get("ended") or (time.time() if s.get("status") == "running" else None)) for s in spans]
     found = [end - began for began, end in ends if isinstance(began, int | float) and isinstance(end, int | float)]

@@ -16,18 +16,20 @@ from meshwise.transfer import collectives
 class SaveClock:
     """Decides after which steps the state is saved.
 
-    For an interval of time, rank 0's clock decides. The ranks ask it together, but not after every step: each time
-    after half of the steps that remain until the expected save, so a few times between two saves.
+    Saves are due after a number of steps or after an interval of time. For an interval, the clock of rank 0 decides.
+    The ranks ask it together, not after every step but a few times between two saves: each time after half of the steps
+    that remain until the expected save.
     """
 
     def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:
         self._saves, self._clock = saves, clock
         self._since: tuple[float, int] | None = None
         self.look: float = math.inf if saves.seconds is None and saves.steps is None else 0
-        """The next step at which `is_due` needs to be called."""
+        """The next step at which `is_due` has to be called."""
 
     def is_due(self, step: int) -> bool:
-        """Check whether to save after this step. Every rank must call it after each step: some calls are collective."""
+        """Return whether to save after this step. Every rank must call it after each step, because some calls are
+        collective."""
         if self._saves.seconds is None:
             every = self._saves.steps or 0
             self.look = step - step % every + every if every else math.inf
@@ -37,7 +39,7 @@ class SaveClock:
         return step >= self.look and self._ask(step, *self._since)
 
     def _ask(self, step: int, began: float, first: int) -> bool:
-        """Ask rank 0's clock whether a save is due. Collective."""
+        """Ask the clock of rank 0 whether a save is due. Collective."""
         assert self._saves.seconds is not None
         passed: float = collectives.broadcast_object(self._clock() - began, collectives.everyone())
         pace, due = max(passed / (step - first), 1e-9), passed >= self._saves.seconds

@@ -2,8 +2,8 @@
 
 Sharded tensors become whole tensors.
 
-Parts of tensors are gathered in buckets. If an optimizer is divided, each rank holds the state of some
-parameters only; the owners send rank 0 what it is missing.
+Parts of tensors are gathered in buckets. If an optimizer is divided over ranks, each rank holds the optimizer state of
+some parameters only. The ranks that hold the other entries send these to rank 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwise.transfer.sharded import full_tensor, full_tensors
 
 @dataclass(frozen=True)
 class _Shape:
-    """Describes a tensor that another rank holds."""
+    """The shape, dtype and device type of a tensor that another rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,9 +29,9 @@ class _Shape:
 
 
 def collected(thing: Any) -> Any:
-    """Return `thing` (a state_dict, or a tree of them) with whole CPU tensors on rank 0, else None. Collective.
+    """Return `thing`, a state_dict or a tree of state_dicts, with whole CPU tensors on rank 0. Other ranks get None.
 
-    Every rank passes a tree of the same form; optimizers' states may have entries on some ranks only.
+    Collective. Every rank passes a tree of the same form. Only the states of optimizers may lack entries on some ranks.
     """
     first, tree = collectives.get_rank(collectives.everyone()) == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
     parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # tied tensors stay tied
@@ -42,15 +42,21 @@ def collected(thing: Any) -> Any:
 
 
 def held_of(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of the model's state_dict, with the parameters themselves (not detached), that this rank's
-    pipeline stage holds; without a pipeline, all of them."""
+    """Return the entries of the model's state_dict that this rank's pipeline stage holds, without a pipeline all
+    entries.
+
+    The values are the parameters themselves, not detached tensors.
+    """
     lacking = stages.lacks(model)
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in lacking}
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state_dict with the parameters themselves (not detached). The first pipeline stage receives
-    the entries that it lacks from the first stage that has them. Collective."""
+    """Return the model's state_dict. The first pipeline stage receives the entries that it lacks from other stages.
+
+    The values are the parameters themselves, not detached tensors. If several stages hold an entry, the first of them
+    sends it. Collective.
+    """
     state, pipe = model.state_dict(keep_vars=True), stages.pipe()
     if pipe is None or pipe.size == 1:
         return state
@@ -78,7 +84,7 @@ def _is_state_of_optimizer(thing: Any) -> bool:
 
 
 def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state_dict, completed on rank 0 from the pipeline's stages, then from all ranks."""
+    """Complete an optimizer's state_dict on rank 0 with entries from other pipeline stages, and then from all ranks."""
     pipe = stages.pipe()
     return _joined_over(_joined_over(optimizer, pipe.group) if pipe is not None else optimizer)
 

@@ -1,6 +1,7 @@
 """Check that a user's state is finite before save, after restore.
 
-Values that are not finite on purpose do not count: a parameter that begins as -inf, inf in a foreign optimizer's state.
+Values that are not finite on purpose do not count, such as a parameter that is initialized to -inf, or inf in the state
+of an optimizer that does not come from torch.
 
 Tested in tests/script/test_lost_in_a_loop.py.
 """
@@ -26,29 +27,36 @@ GO_ON_BEFORE = "Remove that folder, to go on from the state before it, or use an
 
 
 def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Return the names of those parameters of which this rank holds non-finite values."""
+    """Return the names of the parameters of which this rank holds values that are not finite."""
     return frozenset(name for name, _ in _bad([(n, t, True) for n, t in _parameters(models)]))
 
 
 def not_finite_in(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]
 ) -> tuple[str, str]:
-    """Return the first entry of the state with a non-finite value, and the ranks that hold one, as `rank 0` or
-    `ranks 0, 2`; ("", "") if there is none. Collective. known: names of parameters that were never finite."""
+    """Return the first entry of the state that has a value that is not finite, and the ranks that hold such an entry.
+
+    The ranks are a text such as `rank 0` or `ranks 0, 2`. If all values are finite, the result is ("", ""). Collective.
+
+    known: names of parameters that were not finite from the beginning. They are not checked.
+    """
     every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
     ranks = [rank for rank, name in enumerate(every) if name]
     return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")
 
 
 def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
-    """Return this rank's first entry of the state with a non-finite value; "" if there is none."""
+    """Return the name of this rank's first entry of the state that has a value that is not finite, or "" if there is
+    none."""
     parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
     return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
 
 
 def not_finite_in_tree(tree: Any, models: Mapping[str, nn.Module], known: frozenset[str]) -> str:
-    """Return the first entry with a non-finite value in the state_dicts in `tree`, of those entries that are named like
-    a parameter of these models; "" if there is none."""
+    """Return the name of the first entry of `tree` that has a value that is not finite, or "" if there is none.
+
+    Only entries that are named like a parameter of these models are checked. tree: state_dicts, also nested.
+    """
     held = {
         name for of, model in models.items() for name, _ in model.named_parameters() if _name(name, of) not in known
     }
@@ -69,7 +77,11 @@ def _name(name: str, of: str) -> str:
 
 
 def not_saved(what: str, newest: int | None, folder: Path) -> str:
-    """Return the message that a state is not saved. what: why. newest: step of the newest saved state, None without."""
+    """Return the message that a state is not saved.
+
+    what: the reason.
+    newest: the step of the newest saved state, or None if none was saved.
+    """
     before = "None was saved before."
     if newest is not None:
         before = f"The newest is that of step {newest}, in {folder}: the same command goes on from there."
@@ -86,7 +98,10 @@ def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
 
 
 def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield name and tensor of optimizer state for this rank's parameters, and whether inf is wrong in it as NaN is."""
+    """Yield (name, tensor, strict) for each tensor of optimizer state that belongs to this rank's parameters.
+
+    strict: whether inf is an error in it. NaN always is one.
+    """
     names: dict[Tensor, str] = {p: name for model in models.values() for name, p in model.named_parameters()}
     lacking = {p for model in models.values() for p in stages.absent_parameters(model)}
     for optimizer in optimizers.values():
@@ -100,8 +115,11 @@ def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) 
 
 
 def _bad(named: list[tuple[str, Tensor, bool]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield floating-point tensors that hold NaN or, if `strict` (the third value) is set, inf. A sum is 17 times
-    faster than a check of each value; each value is only checked if the sum is not finite, which may be an overflow."""
+    """Yield the floating-point tensors that hold NaN, or inf if the third value (`strict`) is True.
+
+    First the sum of a tensor is checked, which is 17 times faster than a check of each value. The values are only
+    checked if the sum is not finite, because a sum can also overflow.
+    """
     floats = [
         each
         for each in named

@@ -6,8 +6,9 @@ The memory is described in records/left_parts.py.
     write    copy the state into the memory; without a collective, so also after a step has failed, as long as the
              state is still that after the last step, that is, until the optimizer changes it
 
-The layout is made once. If every value of the state can be found again at its place in the model's modules and in the
-optimizer's state, a step only looks up these places; else the state is collected anew each time.
+The layout of the memory is computed once. If every tensor of the state can be found again under the same name in the
+model's modules and in the optimizer's state, each step only looks up these names. Otherwise the state is collected
+again after each step.
 Tested in tests/recovery/test_last_state.py.
 """
 
@@ -42,10 +43,11 @@ PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the fac
 
 @dataclass(frozen=True)
 class Among:
-    """The ranks that keep one state. same: how many ranks hold the same as this one, which is number `own` of them.
+    """This rank's position among the ranks that hold one state together.
 
-    divided: whether these ranks still hold different parts of the optimizer's state. whole: whether each rank
-    holds the whole state, so that one of them writes it alone.
+    same: the number of ranks that hold the same part as this rank. This rank is number `own` of them.
+    divided: whether these `same` ranks hold different parts of the optimizer's state.
+    whole: whether each rank holds the whole state, so that one rank writes it alone.
     """
 
     world: int
@@ -60,9 +62,13 @@ class Among:
 class _Laid:
     """How the state is laid out in the memory.
 
-    key: identifies the layout. found: where each tensor is found from step to step; [] if unknown. divided: whether
-    some tensors are DTensors, of which this rank holds parts. changing, copies: numbers of the tensors that a forward
-    changes, and their copies. kept: what this rank writes: a tensor's number, and a box if it holds several of it.
+    key: text that is equal for equal layouts.
+    found: the dict and key under which each tensor is found again after a step. [] if this is unknown.
+    divided: whether some tensors are DTensors, of which this rank holds parts.
+    changing: the numbers of the tensors that a forward changes.
+    copies: copies of the `changing` tensors.
+    kept: what this rank writes: the number of a tensor, and a box of it if this rank holds several boxes of this
+    tensor.
     """
 
     key: str
@@ -75,10 +81,11 @@ class _Laid:
 
 
 class LastState:
-    """The state after the last step, on this rank."""
+    """The state after the last step, as far as this rank holds it."""
 
     def __init__(self, path: Path, state: RunState, among: Among, facts: Mapping[str, Any]) -> None:
-        """path: where the memory is opened. facts: facts of the run, for a checkpoint's manifest."""
+        """path: the file of the memory.
+        facts: facts about the run for the manifest of a checkpoint."""
         first = next(iter(state.model.parameters()), None)
         side = SideCopies(first.device) if first is not None and has_streams(first.device) else None
         self._memory, self._side = LeftMemory(path, among.attempt, side), side
@@ -92,21 +99,21 @@ class LastState:
         self._where: dict[str, int] = {}
         self._of_optimizer = (0, 0)
         self.noted = -1
-        """The step that was noted last."""
+        """The step after which `note` was called last, or -1."""
 
     @property
     def size(self) -> int:
-        """Number of bytes of tensors that `write` writes for a step."""
+        """The number of bytes of tensors that `write` writes."""
         return self._memory.size
 
     @property
     def found_again(self) -> bool:
-        """Whether all tensors are in known places, so that `note` is cheap."""
+        """Whether all tensors can be looked up in known dicts, so that `note` is cheap."""
         return self._laid is not None and bool(self._laid.found)
 
     @torch.no_grad()
     def note(self) -> None:
-        """Remember which tensors and values are the state after this step, for `write`."""
+        """Remember which tensors and values are the state after this step, so that `write` can write them."""
         laid = self._laid
         if laid is None or not laid.found or not self._look(laid):
             laid = self._lay_out()
@@ -118,7 +125,8 @@ class LastState:
         self.noted = self._state.step
 
     def is_whole(self) -> bool:
-        """Check whether the state is still that of the noted step, apart from tensors that `note` copied."""
+        """Return whether the state is still the state after the noted step. Tensors that `note` copied may have
+        changed."""
         changing = set() if self._laid is None else set(self._laid.changing)
         now = enumerate(zip(versions(self._locals), self._versions, strict=True))
         same = all(number in changing or is_now == before for number, (is_now, before) in now)
@@ -126,7 +134,8 @@ class LastState:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the noted state, unless it was written. Raises OSError if there is no memory for it."""
+        """Write the noted state into the memory, unless it is there already. Raises OSError if there is no space for
+        it."""
         laid = self._laid
         if laid is None or self._memory.step == self.noted:
             return
@@ -137,7 +146,8 @@ class LastState:
         self._memory.write(self.noted, json.dumps(facts, separators=(",", ":")).encode(), sources)
 
     def leave(self) -> bool:
-        """After a step has failed, write the noted state if it is unchanged; return whether it was."""
+        """Write the noted state after a step has failed. Returns False, and leaves no state, if the state has changed
+        since then."""
         if not self.is_whole():
             return False
         self.write()
@@ -147,14 +157,14 @@ class LastState:
         return False
 
     def settle(self) -> None:
-        """Make the current stream wait for the copies, before the optimizer changes the copied tensors."""
+        """Make the current stream wait for the copies. Call it before the optimizer changes the copied tensors."""
         if self._side is not None:
             self._side.hold_back()
 
     # Laying out.
 
     def _lay_out(self) -> _Laid:
-        """Collect the state, and lay it out anew if its layout has changed."""
+        """Collect the state, and compute a new layout if the shapes or places of the tensors have changed."""
         values, tensors = encoded(tree_of(self._state))
         partial = [
             name
@@ -194,7 +204,8 @@ class LastState:
         )
 
     def _dealt(self, shapes: Mapping[str, Held]) -> list[WriteItem]:
-        """Return what this rank writes. Tensors that several ranks hold are dealt out, about equally by bytes."""
+        """Return what this rank writes. Tensors that several ranks hold are divided among these ranks, about equally by
+        bytes."""
         same, loads, mine = self._among.same, [0] * self._among.same, list[WriteItem]()
         every = [(name, box) for name, each in shapes.items() for box in each.boxes if volume(box)]
         for name, box in sorted(every, key=lambda each: -volume(each[1]) * itemsize(shapes[each[0]].dtype)):
@@ -208,8 +219,10 @@ class LastState:
         return mine
 
     def _find(self, values: Any, objects: Sequence[Tensor]) -> list[tuple[dict[Any, Any], Any]]:
-        """Return where each tensor is found from step to step, as (dict, key); [] if that is unknown for one of them,
-        or if other values of the state may change."""
+        """Return the (dict, key) under which each tensor is found again after a step.
+
+        Returns [] if this is unknown for one tensor, or if other values of the state may change from step to step.
+        """
         optimizer, places = self._state.optimizer, dict[int, tuple[dict[Any, Any], Any]]()
         for module in self._modules:
             for owner in (parameters_in(module), buffers_in(module)):
@@ -231,7 +244,7 @@ class LastState:
     # Noting.
 
     def _look(self, laid: _Laid) -> bool:
-        """Fetch the tensors from their places; return False if the layout no longer holds."""
+        """Look up the tensors in their dicts. Returns False if the layout does not fit them any more."""
         held = self._state.optimizer.state
         if self._of_optimizer != (len(held), sum(map(len, held.values()))):
             return False
@@ -248,7 +261,8 @@ class LastState:
         return True
 
     def _take(self, found: list[Tensor], laid: _Laid) -> bool:
-        """Accept other tensors found in the same places, if their shapes are the same; return whether they are."""
+        """Use other tensors that were found under the same names, if their shapes are unchanged. Returns whether they
+        are."""
         if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
             return False
         self._objects = found
@@ -259,7 +273,7 @@ class LastState:
         return len(state), sum(map(len, state.values()))
 
     def _changed(self) -> dict[str, Any]:
-        """Return the values that change with each step."""
+        """Return the plain values of the state that change with each step."""
         state, groups = self._state, list[dict[str, Any]]()
         for group in state.optimizer.param_groups:
             groups.append(group.copy())
@@ -276,7 +290,7 @@ class LastState:
 
 
 def _entries(values: Mapping[str, Any]) -> list[Any]:
-    """Return the values of a dict in the form that `encoded` returns."""
+    """Return the values of a dict that `encoded` has converted."""
     word = next(iter(values), "")
     return [value for _, value in values[word]] if word.startswith("$") else list(values.values())
 

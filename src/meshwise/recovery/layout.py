@@ -2,8 +2,9 @@
 
 The ranks' parts are about equal in bytes.
 
-What only one rank holds, that rank writes. What several hold is dealt out: a small tensor, such as most buffers, to the
-first of them, other tensors to the one that writes least so far; large tensors are divided among all that hold them.
+What only one rank holds, this rank writes. What several ranks hold is divided among them: a small tensor, such as most
+buffers, is written by the first of these ranks, and any other tensor by the rank that has to write the fewest bytes so
+far. Large tensors are cut into a part for each rank that holds them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ SMALL, LARGE = 64 << 10, 1 << 20  # bytes of what the first holder writes, and o
 
 @dataclass(frozen=True)
 class Held:
-    """The part of a tensor that a rank holds. shape: of the whole tensor. boxes: the parts' positions in it."""
+    """The part of one tensor that a rank holds.
+
+    shape: the shape of the whole tensor.
+    boxes: the positions of the rank's parts in the whole tensor, as (begin, end) for each dim.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,13 +41,17 @@ class Held:
 
     @property
     def size(self) -> int:
-        """Size of the whole tensor, in bytes."""
+        """The size of the whole tensor, in bytes."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
 class WriteItem:
-    """A piece of tensor `name` for a rank to write: `box`, which lies within `held`, a box that the rank holds."""
+    """A piece of the tensor `name` that a rank writes.
+
+    held: a box that the rank holds.
+    box: the part of this box to write.
+    """
 
     name: str
     held: Box
@@ -50,13 +59,13 @@ class WriteItem:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the size of an element of a dtype, in bytes."""
+    """Return the size in bytes of one element of a dtype, given by torch's name for it without `torch.`."""
     kind: torch.dtype = getattr(torch, dtype)
     return kind.itemsize
 
 
 def plainly_held(tensor: Tensor) -> Tensor:
-    """Return `tensor`, gathered to a whole one if it is a DTensor of partial sums (collective then)."""
+    """Return `tensor`. A DTensor of partial sums is replaced by the whole tensor, which is collective."""
     if isinstance(tensor, DTensor) and any(division(p) is None and not p.is_replicate() for p in tensor.placements):
         return full_tensor(tensor)
     return tensor
@@ -86,12 +95,15 @@ def views(tensor: Tensor) -> dict[Box, Tensor]:
 
 
 def view_of(tensor: Tensor, box: Box) -> Tensor:
-    """Return a view of the elements of `box`, one of the boxes of `tensor` that this rank holds."""
+    """Return a view of the elements of `box`, which must be one of the boxes of `tensor` that this rank holds."""
     return views(tensor)[box] if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
-    """Decide what each rank writes. ranks: what each holds. Raises CheckpointError if no rank holds some element."""
+    """Decide what each rank writes. Raises CheckpointError if no rank holds some element of a tensor.
+
+    ranks: what each rank holds, by the names of the tensors.
+    """
     shapes: dict[str, Held] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, every in enumerate(ranks):
@@ -128,7 +140,10 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
 
 
 def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
-    """Choose boxes that cover the tensor, every element once, the largest first. Raises CheckpointError if none do."""
+    """Choose boxes that cover a tensor so that no element is covered twice. Larger boxes are chosen first.
+
+    Raises CheckpointError if the boxes do not cover the tensor.
+    """
     chosen = disjoint(boxes)
     if not cover(chosen, shape):
         found = sum(map(volume, chosen))
@@ -137,7 +152,8 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
 
 
 def _divided(box: Box, count: int) -> list[Box]:
-    """Divide `box` into up to `count` about equal parts, along its first dim that is long enough, else its longest."""
+    """Divide a box into at most `count` about equal parts, along its first dim that is long enough, or else its longest
+    dim."""
     lengths = [end - begin for begin, end in box]
     dim = next((dim for dim, length in enumerate(lengths) if length >= count), lengths.index(max(lengths)))
     (begin, _), parts = box[dim], min(count, lengths[dim])
@@ -146,18 +162,22 @@ def _divided(box: Box, count: int) -> list[Box]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of a tensor; None if they do not intersect."""
+    """Return the intersection of two boxes of a tensor, or None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the slices that select `box` from a tensor of the elements of `outer`."""
+    """Return the slices that select `box` from a tensor that holds the elements of `outer`."""
     return tuple(slice(b - o, e - o) for (b, e), (o, _) in zip(box, outer, strict=True))
 
 
 def rows(box: Box, outer: Box) -> tuple[int, int]:
-    """Return, in the file order of `outer`, the index of the first element in `box`, and the count up to the last."""
+    """Return the position of the first element of `box` in a file that holds `outer` in row-major order, and a count.
+
+    The count is the number of elements in the file from this first element up to and including the last element of
+    `box`.
+    """
     strides, step = list[int](), 1
     for begin, end in reversed(outer):
         strides.insert(0, step)
@@ -168,13 +188,16 @@ def rows(box: Box, outer: Box) -> tuple[int, int]:
 
 
 def described(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> list[tuple[WriteItem, int]]:
-    """Return the parts in file order, each with its size in bytes: wide elements first, so that all are aligned."""
+    """Return the parts in the order in which a file holds them, each with its size in bytes.
+
+    Parts with wide elements come first, so that all parts are aligned.
+    """
     order = sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype))
     return [(part, volume(part.box) * itemsize(shapes[part.name].dtype)) for part in order]
 
 
 def key_of(part: WriteItem, shape: Sequence[int]) -> str:
-    """Return a part's name in its file: the tensor's name, then the part's position if it is not the whole tensor."""
+    """Return the name of a part in its file: the name of the tensor, and its box if it is not the whole tensor."""
     whole = all(bounds == (0, length) for bounds, length in zip(part.box, shape, strict=True))
     place: Any = [f"{begin}:{end}" for begin, end in part.box]
     return part.name if whole else f"{part.name}[{','.join(place)}]"

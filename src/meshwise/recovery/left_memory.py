@@ -30,7 +30,7 @@ class LeftMemory:
     """The memory of one rank. It takes up no space before the first write."""
 
     def __init__(self, path: Path, attempt: int, side: SideCopies | None) -> None:
-        """side: copies tensors from an accelerator; None on a CPU."""
+        """side: copies tensors from an accelerator. None on a CPU."""
         self._path, self._attempt, self._side = path, attempt, side
         self._memory: mmap.mmap | None = None
         self._text = self._beginning = b""
@@ -39,14 +39,15 @@ class LeftMemory:
         self._into: list[list[Tensor]] = []
         self._place = 0
         self.size = 0
-        """Size of the tensors in each of the two places, in bytes."""
+        """The number of bytes of the tensors in each of the two places."""
         self.step = -1
-        """The newest step that was written; -1 if none is valid."""
+        """The step of the newest state that was written, or -1 if there is no valid state."""
 
     def lay_out(
         self, parts: Sequence[WriteItem], shapes: Mapping[str, Held], facts: Mapping[str, Any]
     ) -> list[WriteItem]:
-        """Forget the contents, and hold these parts from now on. Return them in the order that `write` expects."""
+        """Discard the contents, and prepare the memory for these parts. Returns the parts in the order that `write`
+        expects."""
         if self._side is not None:
             self._side.finish()
         with self._path.open("r+b") as file:
@@ -62,7 +63,8 @@ class LeftMemory:
         return list(places)
 
     def _map(self) -> mmap.mmap:
-        """Map the memory: the layout once; a step's facts and the tensors twice, for the two places."""
+        """Map the memory, which holds the layout once, and a step's facts and its tensors twice, one copy for each
+        place."""
         self._starts = starts = [HEAD]
         for size in (len(self._text), ROOM, ROOM, self.size, self.size):
             starts.append(-(-(starts[-1] + size) // PAGE) * PAGE)
@@ -80,7 +82,7 @@ class LeftMemory:
         return memory
 
     def write(self, step: int, facts: bytes, sources: Sequence[Tensor]) -> None:
-        """Write the state after a step to the place with the older state. Raises OSError if there is no room for it."""
+        """Write the state after a step over the older of the two states. Raises OSError if there is no space for it."""
         if len(facts) > ROOM:
             raise OSError(f"the values of a step have {len(facts)} bytes, more than {ROOM}")
         memory = self._memory = self._memory or self._map()
@@ -97,19 +99,19 @@ class LeftMemory:
         self._place, self.step = place, step
 
     def withdraw(self) -> None:
-        """Mark the state that was written last as invalid."""
+        """Mark the newest state in the memory as invalid."""
         if self._side is not None:
             self._side.finish()
         self._publish(self._place, 0)
         self.step = -1
 
     def _publish(self, place: int, number: int) -> None:
-        """Mark which step a place holds. number: the step plus 1, or 0 for none."""
+        """Mark which step a place holds. number: the step plus 1, or 0 for no valid state."""
         if self._memory is not None:
             self._memory[place * PLACE.size : place * PLACE.size + 8] = number.to_bytes(8, "little")
 
 
 def _view(buffer: Tensor, part: WriteItem, at: int, dtype: torch.dtype) -> Tensor:
-    """Return the memory of a part at byte `at` of `buffer`, as a tensor of the part's shape and dtype."""
+    """Return the bytes of a part, which begin at byte `at` of `buffer`, as a tensor with the part's shape and dtype."""
     shape = [end - begin for begin, end in part.box]
     return buffer[at : at + volume(part.box) * dtype.itemsize].view(dtype).view(shape)

@@ -1,9 +1,9 @@
 """Load the newest checkpoint that is whole.
 
-All ranks first verify it together; then each reads what it needs.
+All ranks first verify the checkpoint together. Then each rank reads what it needs.
 
-A damaged checkpoint is reported in a line, and the one before it is used. States of format 1 (`latest.json` and one
-`step-….pt`) can be read too.
+A damaged checkpoint is reported in one printed line, and the checkpoint before it is used. Checkpoints of format 1
+(`latest.json` and one `step-….pt`) can be read, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Stored:
         return self.files.read(self.name)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Read the tensor, sharded as `tensor` is. Only this rank's part is read, if the shapes are the same."""
+        """Read the tensor, sharded as `tensor` is. If both have the same shape, only this rank's part is read from the
+        files."""
         if not isinstance(tensor, DTensor):
             return self.whole()
         if self.shape != tuple(tensor.shape):
@@ -69,7 +70,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was verified. tree: the state, with `Stored` or tensors as leaves. facts: of its manifest."""
+    """A checkpoint that was verified.
+
+    tree: the state, whose leaves are plain values, and `Stored` objects or tensors.
+    facts: the facts in the manifest, such as the step.
+    """
 
     saved: Checkpoint
     tree: Any
@@ -77,21 +82,24 @@ class Loaded:
 
 
 def whole(tree: Any) -> Any:
-    """Return `tree` with each `Stored` read as a whole tensor."""
+    """Return `tree` with each `Stored` object replaced by the whole tensor."""
     return map_kind(Stored, Stored.whole, tree)
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Check whether rank 0 sees a checkpoint in `folder`. Collective."""
+    """Return on all ranks whether rank 0 sees a checkpoint in `folder`. Collective."""
     every = collectives.everyone()
     return bool(collectives.broadcast_object(bool(files.checkpoints_in(folder)), every))
 
 
 def load(folder: Path, world: World, say: Callable[[str], None], only: str | None = None, again: str = AGAIN) -> Loaded:
-    """Load the newest undamaged checkpoint in `folder`, on every rank. Collective. Raises CheckpointError without one.
+    """Load the newest undamaged checkpoint in `folder` on every rank. Collective.
 
-    say: prints a line about each damaged checkpoint. only: name of the one checkpoint to consider. again: how to start
-    anew, for the error's message.
+    Raises CheckpointError if there is no undamaged checkpoint.
+
+    say: called with a line of text about each damaged checkpoint.
+    only: the name of the only checkpoint to consider.
+    again: how to start over, for the message of the error.
     """
     every = collectives.everyone()
     first = world.rank == 0
@@ -138,7 +146,8 @@ def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
 
 
 def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
-    """Return the state. If not all ranks see the files (`shared`), rank 0 reads and broadcasts it. Collective then."""
+    """Return the state. Collective if not all ranks see the files (`shared` is False): rank 0 reads and broadcasts
+    it."""
     if not shared:
         tree = whole(_stored(saved, manifest)) if first else None
         return collectives.broadcast_object(tree, collectives.everyone())
@@ -154,7 +163,7 @@ def _stored(saved: Checkpoint, manifest: Manifest) -> Any:
 
 
 def open_newest(folder: Path, say: Callable[[str], None] = lambda text: None, only: str | None = None) -> Loaded:
-    """Load the newest undamaged checkpoint, as `load` does, but in this process alone."""
+    """Load the newest undamaged checkpoint in this process alone. Otherwise the same as `load`."""
     wrong = []
     for saved in _candidates(folder, only):
         told = files.verified(saved)
@@ -181,7 +190,7 @@ def _load_old(folder: Path, shared: bool, first: bool) -> Loaded:
 
 
 def _verified_old(folder: Path) -> tuple[Path, int]:
-    """Return the newest state's file and size, after verifying the file's digest."""
+    """Return the file of the newest state and its size, after checking the file's SHA-256."""
     try:
         facts = json.loads((folder / LATEST).read_text())
         path, expected = folder / facts["file"], facts["sha256"]

@@ -17,11 +17,11 @@ from meshwise.spec.errors import UsageError
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
 _OF_TORCH = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
-"""Entries of a parameter group that are no settings of the program, or do not affect the results."""
+"""Entries of a parameter group that are not settings of the program or do not affect the results."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, as plain values."""
+    """Return the settings of each of the optimizer's parameter groups, as plain values."""
     return [
         {name: value for name, value in group.items() if name not in _OF_TORCH and isinstance(value, _PLAIN)}
         for group in optimizer.param_groups
@@ -29,8 +29,10 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def loop_made_with(loader: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Return the settings of a user's loop that a saved state keeps: plain values, None if unknown. loader: the
-    training loader, or None."""
+    """Return the settings of a user's training loop that a saved state keeps, as plain values. None stands for unknown.
+
+    loader: the training loader, or None.
+    """
     data = None if loader is None else loader.dataset
     return {
         "batch_size": None if loader is None else loader.batch_size,
@@ -48,16 +50,25 @@ def honour_loop(
     index: int,
     scheduled: bool,
 ) -> None:
-    """Apply changed settings as `honour` does, for a user's loop. index: number of samples of the epoch that are done.
-    scheduled: whether a scheduler was restored too."""
+    """Apply the settings of a user's training loop that have changed since the state was saved, as `honour` does for a
+    job.
+
+    index: how many samples of the epoch are already trained on.
+    scheduled: whether a learning rate scheduler was restored, too.
+    """
     _honour_data(before, now, index, say)
     for name, optimizer in optimizers.items():
         _honour_groups(optimizer, before["optimizers"][name], now["optimizers"][name], say, scheduled=scheduled)
 
 
 def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[str], object]) -> None:
-    """Apply the program's present settings `now` to the restored `state`, and say so. before: the settings of the saved
-    run; None for an older checkpoint. Raises UsageError for settings that cannot be applied."""
+    """Apply the program's present settings `now` to the restored `state`, and report each change.
+
+    Raises UsageError for a changed setting that cannot be applied.
+
+    before: the settings with which the state was saved. For a checkpoint of an older version, which has none, it is
+    None and nothing happens.
+    """
     if not isinstance(before, Mapping):
         return
     if before["seed"] != now["seed"]:
@@ -70,7 +81,11 @@ def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[
 
 
 def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:
-    """Compare batch size and number of samples; None means unknown. index: number of the epoch's samples done."""
+    """Compare the batch size and the number of samples, for which None means unknown.
+
+    index: how many samples of the epoch are already trained on. If there are any, the number of samples must be
+    unchanged.
+    """
     had, has = before["samples"], now["samples"]
     if None not in (had, has) and had != has:
         if index:

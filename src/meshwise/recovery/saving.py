@@ -2,7 +2,7 @@
 
 Each rank first copies what it writes to host memory.
 
-The training thread only does the copy, and checks whether the ranks still hold the same parts as at the previous save.
+The training thread only makes the copy, and checks whether the ranks still hold the same parts as at the previous save.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
-"""A tensor's name, a box of it that this rank holds, slices of that box (None: all), the buffer to copy into."""
+"""(name of a tensor, a box of it that this rank holds, slices of this box or None for all of it, the buffer to copy
+into)."""
 OVER = (
     "a later attempt of this run has begun elsewhere, while this one stood still or was cut off. It ends; nothing that "
     "it has written since then is read."
@@ -63,8 +64,10 @@ class Saver:
         resumed: Checkpoint | None = None,
         number: int | None = None,
     ) -> None:
-        """say: prints a line for the user. saves: how many are kept. resumed: the checkpoint from which the run
-        resumes. number: the attempt that was claimed in the folder itself for these saves."""
+        """say: called with a line of text for the user.
+        saves: how many checkpoints to keep.
+        resumed: the checkpoint from which the run was resumed.
+        number: the number of the attempt, if it was claimed in `folder` itself (records/claims.py)."""
         self._folder, self._world, self._say = folder, world, say
         self._saves, self._resumed, self._claimed = saves, resumed, number
         self._gate, self._asked = rank_context().gate, 0.0
@@ -79,16 +82,19 @@ class Saver:
         self.saved = -1
         """The newest step of this session that is known to be saved completely."""
         self.wrong = ""
-        """Why the last save failed; "" if it did not."""
+        """The reason why the last save failed, or "" if it did not fail."""
 
     def save(self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False) -> bool:
-        """Save a state, whose `facts` have its `step`. Collective. Return False, with a note, if the save was skipped.
+        """Save a state. Returns once everything is copied to host memory. Collective.
 
-        make: returns the tree that this rank holds or, called with True, the tree that rank 0 writes for all.
+        Returns False, and prints a note, if the save was skipped because an earlier save is still being written. Raises
+        UsageError for a value that a checkpoint cannot hold, and SaveError if a later attempt of the run has begun.
 
-        Returns when everything is copied. wait: wait for an earlier save, however long that takes; otherwise skip this
-        save if the earlier one takes over PATIENCE seconds. Raises UsageError for a value that no checkpoint can hold,
-        SaveError once a later attempt has begun.
+        make: a function that returns the tree of values that this rank holds. Called with True, it returns the tree
+        that rank 0 writes for all ranks.
+        facts: facts for the manifest, among them `step`.
+        wait: True waits for an earlier save, however long it takes. Otherwise this save is skipped if the earlier save
+        takes over PATIENCE seconds.
         """
         with current().span("checkpoint"):
             self._asked = time.monotonic()
@@ -117,7 +123,8 @@ class Saver:
         return True
 
     def _begin(self) -> tuple[str, int, bool]:
-        """Return this session's key on the board, the number of the attempt, and whether all ranks see the folder."""
+        """Return this session's prefix for message keys, the number of the attempt, and whether all ranks see the
+        folder."""
         if self._begun is None:
             self._board = StoreBoard() if self._world.size > 1 else OwnBoard()
             key = secrets.token_hex(8)
@@ -133,8 +140,10 @@ class Saver:
         return self._begun
 
     def _numbered(self) -> int:
-        """Return the attempt for the names of the saves. If attempts are claimed, existing files do not affect it,
-        since a later attempt may have saved them."""
+        """Return the number of the attempt, which is part of the names of checkpoints.
+
+        If attempts are claimed, existing files do not affect it, because a later attempt may have written them.
+        """
         if self._claimed is not None:
             return self._claimed
         claimed = newest(files.claims_folder(self._folder)) > 0
@@ -154,7 +163,8 @@ class Saver:
         return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
-        """Return the merged values of all ranks; deal out the writing anew if what a rank holds has changed."""
+        """Return the values of all ranks merged. If a rank holds other parts than before, decide again what each rank
+        writes."""
         everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
             ranks = collectives.gather_objects(shapes, everyone)
@@ -165,7 +175,7 @@ class Saver:
         return merged(collectives.gather_objects(values, everyone))
 
     def _start(self, key: str, facts: Mapping[str, Any], values: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Copy what this rank writes, and start a thread that writes it."""
+        """Copy what this rank writes, and start a thread that writes the copy."""
         assert self._deal is not None and self._board is not None
         rank = self._world.rank
         if self._own is None or self._own[0] is not self._deal:
@@ -196,7 +206,7 @@ class Saver:
         self._thread.start()
 
     def _written(self, writing: Writing) -> None:
-        """In the thread, write, report errors, and on rank 0 remove old checkpoints."""
+        """Write the save, report errors, and on rank 0 remove old checkpoints. Runs in the thread."""
         writing.run()
         if not writing.said:
             self._gate.longest_save = max(self._gate.longest_save, time.monotonic() - self._asked)
@@ -215,7 +225,8 @@ class Saver:
             files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left, room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
-        """Wait for the running save, but only until `patience` seconds after it began; None: until it is done."""
+        """Wait for the running save. patience: at most until so many seconds after its beginning. None waits until it
+        is done."""
         if self._thread is None or self._writing is None:
             return
         left = None if patience is None else max(0.0, self._writing.began + patience - time.monotonic())
@@ -231,7 +242,7 @@ class Saver:
             self._settle(None)
 
     def close(self) -> None:
-        """Wait a few seconds for the running save, because the run failed. Not collective."""
+        """Wait a few seconds for the running save when the run has failed. Not collective."""
         if self._writing is not None and self._thread is not None:
             self._writing.closing.set()
             self._thread.join(LAST)
@@ -242,7 +253,8 @@ class Saver:
 
 
 def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, list[Copied]]:
-    """Return the header bytes of a rank's file, a buffer for the rest, and what is to be copied into that buffer."""
+    """Return the header bytes of a rank's file, a buffer for the rest of the file, and what to copy into this
+    buffer."""
     beginning, places, size = laid_out(deal.parts[rank], deal.shapes)
     buffer, copies = torch.empty(size - len(beginning), dtype=torch.uint8, pin_memory=pinned), []
     for part, at in places.items():
@@ -259,7 +271,7 @@ def _digest(thing: Any) -> str:
 
 
 def seen_by_all(folder: Path, world: World, key: str) -> bool:
-    """Check whether every rank sees what rank 0 writes into `folder`. Collective if there are several machines."""
+    """Return whether every rank sees what rank 0 writes into `folder`. Collective if there are several machines."""
     if world.local_size == world.size:
         return True
     sign, everyone = folder / f".seen-{key}", collectives.everyone()

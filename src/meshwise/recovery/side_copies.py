@@ -15,7 +15,7 @@ from meshwise.compat import copying, driver
 
 
 class SideCopies:
-    """Copies tensors of one device to the host; one copy runs at a time."""
+    """Copies tensors of one device to the host on a side stream. Only one copy runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
@@ -25,14 +25,17 @@ class SideCopies:
         self._pinned: Tensor | None = None
 
     def pin(self, memory: Tensor) -> None:
-        """Pin this host memory, into which `copy` writes from now on."""
+        """Pin host memory, so that copies into it run asynchronously. Memory that was pinned before is unpinned."""
         self.finish()
         if self._pinned is not None:
             driver.unpin(self._pinned)
         self._pinned = memory if driver.pin(memory) else None
 
     def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor], then: Callable[[], None]) -> None:
-        """Begin to copy, after the present work of the current stream. then: called in a thread when all is copied."""
+        """Begin to copy tensors, after the work that is already queued on the current stream.
+
+        then: a function that is called in another thread when everything is copied.
+        """
         self.finish()
         self._stream.wait_stream(self._current())
         with self._stream:
@@ -45,7 +48,7 @@ class SideCopies:
         then()
 
     def hold_back(self) -> None:
-        """Make the current stream wait for the copies, so that work submitted later may change the sources."""
+        """Make the current stream wait for the copies, so that work that is queued later may change the sources."""
         if self._waiting is not None:
             self._current().wait_event(self._done)
 

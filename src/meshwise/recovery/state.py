@@ -1,7 +1,7 @@
 """Define a run's state, and the value it is saved as.
 
 The state does not depend on the plan: a run that was saved under one plan can resume under another. Random draws and
-the data order are derived from (seed, epoch, step, index), so the state holds no generator's state.
+the data order are derived from (seed, epoch, step, index), so that no generator's state is part of the state.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from meshwise.transfer import stages
 
 @dataclass
 class RunState:
-    """All that a run carries from step to step.
+    """Everything that a run carries from step to step.
 
-    epoch: from 0. index: number of samples of this epoch's global order that are done. step: optimizer steps so far.
+    epoch: counted from 0.
+    index: how many samples of this epoch, in the global order, were read.
+    step: how many optimizer steps were done.
     """
 
     model: nn.Module
@@ -45,14 +47,18 @@ class RunState:
     holds_all: bool = False
     """Whether the optimizer is known to hold all parameters of the model."""
     whole: bool = True
-    """Whether the state is that after a complete step; False while it is being changed."""
+    """Whether this is the state after a complete step. False while a step changes it."""
     before_change: Callable[[], None] = lambda: None
-    """Called before the state is changed. (`whole` is then False until the change is complete.)"""
+    """Called before the state is changed. `whole` is then False until the change is complete."""
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
-    """Return the state as a tree of plain values and tensors, as this rank holds it; `collected` makes of it the same
-    tree under every plan. whole: rank 0 gets the model's entries of other pipeline stages too; collective."""
+    """Return the part of the state that this rank holds, as a tree of plain values and tensors.
+
+    `collected` joins the trees of all ranks into one tree, which is the same under every plan.
+
+    whole: True gives rank 0 also the model's entries that other pipeline stages hold. This is collective.
+    """
     own = state_of(state.model) if whole else held_of(state.model)
     return {
         "model": own,
@@ -69,14 +75,15 @@ def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
 
 
 def pack(state: RunState) -> dict[str, Any] | None:
-    """Return the state with whole CPU tensors on rank 0, None on other ranks. Collective."""
+    """Return the state with whole CPU tensors on rank 0, and None on other ranks. Collective."""
     return collected(tree_of(state, whole=True))  # type: ignore[no-any-return]
 
 
 def unpack(state: RunState, saved: dict[str, Any]) -> None:
-    """Load a saved state into `state`, in place, sharded as `state` is. Of a `Stored`, only this rank's part is read.
+    """Load a saved state into `state` in place. Tensors are sharded as in `state`.
 
-    Raises CheckpointError if the saved state is of another model or optimizer.
+    Of a `Stored` tensor, only this rank's part is read. Raises CheckpointError if the saved state belongs to another
+    model or optimizer.
     """
     own_kind, other = type(state.optimizer).__name__, saved.get("optimizer_kind")
     compare_states(state.model.state_dict(), saved["model"])
@@ -102,7 +109,7 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
 
 
 def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Run `model.load_state_dict` on values that may be `Stored`, of which each rank reads only its part."""
+    """Call `model.load_state_dict` with values that may be `Stored` tensors. Each rank reads only its part of them."""
     own, lacking = model.state_dict(keep_vars=True), stages.lacks(model)
 
     def given(name: str, value: Any) -> Any:
@@ -116,8 +123,10 @@ def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Run `optimizer.load_state_dict` on values that may be `Stored`. These are read only after each technique's hook
-    has removed the entries of other ranks."""
+    """Call `optimizer.load_state_dict` with values that may be `Stored` tensors.
+
+    These are only read after the hooks of the parallel techniques have removed the entries of other ranks.
+    """
     if not takes_hooks(optimizer):
         optimizer.load_state_dict(stored_whole(saved))
         return
@@ -142,7 +151,8 @@ def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise CheckpointError if a saved model's state_dict has other names or shapes than this model's."""
+    """Raise CheckpointError if the saved state_dict of a model has other names or shapes than this model's
+    state_dict."""
     missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     ours, theirs = ({name: getattr(t, "shape", None) for name, t in side.items()} for side in (own, saved))
     other = [name for name in own if name in saved and ours[name] != theirs[name]]

@@ -2,8 +2,8 @@
 
 A file is written from one buffer, and hashed.
 
-Reading fills the wanted tensor directly. Files are not mapped into memory, since pages of a mapped file count as memory
-of the process, and if a mapped file is truncated, the process dies.
+The bytes are read directly into the wanted tensor. Files are not mapped into memory, because the pages of a mapped file
+count as memory of the process, and the process dies if a mapped file is truncated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ ALIGNED = 64  # bytes to a multiple of which the header is filled up
 
 
 def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[bytes, dict[WriteItem, int], int]:
-    """Return the header bytes of a file with these parts, the offset of each part in the file, and the file's size."""
+    """Return the header bytes of a file that holds these parts, the offset of each part in the file, and the file's
+    size."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
     for part, size in described(parts, shapes):
@@ -60,12 +61,12 @@ def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[by
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, as bytes."""
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class TensorFiles:
-    """The tensors in the files of a folder. Files that were read stay open until `close`."""
+    """The tensors in the files of a checkpoint's folder. Files stay open from the first read until `close`."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self._folder, self.tensors = folder, tensors
@@ -78,12 +79,15 @@ class TensorFiles:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close all files."""
         while self._open:
             os.close(self._open.popitem()[1])
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Tensor:
-        """Read the tensor of this name, or only a `box` of it, given as a slice with start and stop for each dim."""
+        """Read a tensor, or only a box of it.
+
+        box: a slice with start and stop for each dim.
+        """
         stored = self.tensors[name]
         wanted: Box = tuple((s.start, s.stop) for s in box) if box is not None else tuple((0, n) for n in stored.shape)
         out = torch.empty([end - begin for begin, end in wanted], dtype=getattr(torch, stored.dtype))

@@ -1,10 +1,10 @@
 """Encode state as plain values and named tensors, and decode it.
 
-The encoded state contains no code, so reading it runs none.
+The encoded state contains no code, so that reading it runs none.
 
-JSON has no tuples, no keys other than text, and no non-finite numbers: such values are written as an object with one
-entry, such as `{"$tuple": [...]}`. A tensor is written as `{"$tensor": "model/0.weight"}`; a tensor that occurs twice
-(tied parameters) has the name of its first occurrence.
+JSON has no tuples, no keys other than text, and no non-finite numbers. Such a value is written as an object with one
+entry, such as `{"$tuple": [...]}`. A tensor is written as `{"$tensor": "model/0.weight"}`. A tensor that occurs twice
+(tied parameters) is named after its first occurrence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def encoded(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return `tree` as JSON values, and its tensors by name. Raises UsageError for other values in it."""
+    """Return `tree` as JSON values, and its tensors by name. Raises UsageError for a value that cannot be encoded."""
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 
@@ -89,7 +89,10 @@ def _encoded_atom(value: Any, kind: type, path: tuple[str, ...], take: Callable[
 
 
 def decoded(values: Any, give: Callable[[str], Any]) -> Any:
-    """Restore the argument of `encoded` from its JSON values. give: returns the tensor (or a stand-in) for a name."""
+    """Restore a tree from the JSON values that `encoded` returned.
+
+    give: a function from the name of a tensor to the tensor, or to an object that stands for it.
+    """
     if isinstance(values, list):
         return [decoded(item, give) for item in values]
     if not isinstance(values, dict):

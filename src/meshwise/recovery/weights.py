@@ -31,7 +31,12 @@ MOST = 5_000_000_000  # bytes of a file, as Hugging Face divides
 
 @dataclass(frozen=True)
 class Written:
-    """What was written. step: of the saved state. tensors: how many. size: their total size in bytes."""
+    """The result of `export_weights`.
+
+    step: the step of the saved state.
+    tensors: the number of tensors that were written.
+    size: the total size of the tensors in bytes.
+    """
 
     step: int
     files: tuple[str, ...]
@@ -40,10 +45,12 @@ class Written:
 
 
 def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None = None) -> None:
-    """Write the model's state_dict, with whole tensors under any plan, on rank 0. Collective.
+    """Write the model's state_dict with whole tensors to `path`, on rank 0. Collective.
 
-    header: the file's metadata. Tensors that share memory (tied parameters) are written once under each
-    name; complex128 tensors, which safetensors cannot hold, are written as complex64.
+    Tensors that share memory (tied parameters) are written under each of their names. complex128 tensors, which
+    safetensors cannot hold, are written as complex64.
+
+    header: metadata for the file.
     """
     state = collected(state_of(model))
     if state is not None:
@@ -61,8 +68,10 @@ def export_weights(
 ) -> Written:
     """Write the tensors of a saved model into `folder`, one after the other, in files of at most `most` bytes.
 
-    A single file is called `model.safetensors`; several get an index beside them, as from Hugging Face. say: prints a
-    line about values that are not tensors. Raises UsageError for a dtype that safetensors lacks.
+    A single file is named `model.safetensors`. Several files get an index file beside them, as Hugging Face writes it.
+    Raises UsageError for a dtype that safetensors cannot hold.
+
+    say: called with a line of text about values that are not tensors.
     """
     other = [name for name, value in model.items() if not isinstance(value, Stored | Tensor)]
     if other:

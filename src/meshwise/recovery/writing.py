@@ -2,11 +2,11 @@
 
 The protocol runs in a thread beside the training.
 
-Every rank writes its file into `step-….part`, syncs it, and tells rank 0 the file's size and hash; rank 0 writes the
-manifest and gives the folder its final name. From then on the checkpoint exists. The ranks' messages lie on a board,
-the process group's store, since a thread must not enter collectives.
+Every rank writes its file into `step-….part`, syncs it to the disk, and tells rank 0 the file's size and hash. Rank 0
+writes the manifest and gives the folder its final name. From then on the checkpoint exists. The ranks exchange messages
+through the process group's key-value store, because a thread must not call collectives.
 
-`torch.distributed.checkpoint` is not used: its `.metadata` is a pickle, and it does not verify what it reads, so that a
+`torch.distributed.checkpoint` is not used. Its `.metadata` is a pickle, and it does not verify what it reads, so that a
 flipped bit, a hole of zeros or a mixture of two saves loads silently.
 """
 
@@ -36,17 +36,18 @@ POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the board: at first,
 
 
 class Board(Protocol):
-    """A board on which ranks leave messages for one another."""
+    """A key-value store through which ranks send messages to one another."""
 
     def put(self, key: str, text: str) -> None:
-        """Leave a message under a key, which must be new."""
+        """Store a message under a key. The key must be new."""
 
     def find(self, key: str) -> str | None:
-        """Return the message under a key; None until it is there."""
+        """Return the message under a key, or None if it is not there yet."""
 
 
 class StoreBoard:
-    """The process group's store, over a separate connection, since the main thread may be waiting on another."""
+    """The process group's store, over a separate connection, because the main thread may be blocked in a wait on its
+    own."""
 
     def __init__(self) -> None:
         self._store = default_store().clone()  # type: ignore[attr-defined]
@@ -59,7 +60,7 @@ class StoreBoard:
 
 
 class OwnBoard:
-    """A board for the threads of one process."""
+    """Messages within one process, for a run with one rank."""
 
     def __init__(self) -> None:
         self._words: dict[str, str] = {}
@@ -73,7 +74,8 @@ class OwnBoard:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who writes what. It is the same on every rank, and for every save as long as the ranks hold the same parts."""
+    """What each rank writes. It is the same on every rank, and for every save as long as the ranks hold the same
+    parts."""
 
     digests: tuple[int, ...]
     shapes: Mapping[str, Held]
@@ -82,7 +84,10 @@ class Deal:
 
 @dataclass
 class Writing:
-    """One save on one rank: what its thread needs. said: the save's error; "" until it ends, and if it succeeds."""
+    """One save on one rank, with everything that its thread needs.
+
+    said: the error of the save. It is "" until the save ends, and if it succeeds.
+    """
 
     rank: int
     size: int
@@ -97,11 +102,11 @@ class Writing:
     closing: threading.Event = field(default_factory=threading.Event)
     said: str = ""
     room: Path | None = None
-    """The attempt's room (records/claims.py), if the attempt was claimed."""
+    """The directory of the attempt (records/claims.py), if the attempt was claimed."""
 
     @property
     def bytes(self) -> int:
-        """Total size of all tensors of the state, in bytes."""
+        """The total size of all tensors of the state, in bytes."""
         return sum(held.size for held in self.deal.shapes.values())
 
     def run(self) -> None:
@@ -117,7 +122,7 @@ class Writing:
             self.said = self.said or f"it could not be agreed on: {error}"
 
     def _write(self) -> list[dict[str, Any]] | str:
-        """Write this rank's file; return its description, or a text on why it could not be written."""
+        """Write this rank's file. Returns its description, or a text that says why it could not be written."""
         try:
             make_folder(self.folder)
             name = f"rank{self.rank}.safetensors"
@@ -128,7 +133,10 @@ class Writing:
             return f"{type(error).__name__}: {error}"
 
     def _commit(self) -> str:
-        """On rank 0, wait until every rank has written; then commit the checkpoint, or remove it and return why."""
+        """Wait until every rank has written, then commit the checkpoint. Runs on rank 0.
+
+        If a rank failed, the checkpoint is removed and the reason is returned. Otherwise the result is "".
+        """
         ranks = [json.loads(self._awaited(f"{self.key}/{rank}")) for rank in range(self.size)]
         wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(ranks) if isinstance(told, str)), "")
         if not wrong:
@@ -161,7 +169,7 @@ class Writing:
 
 
 def why_not(error: OSError, folder: Path, needed: int) -> str:
-    """Return a text on why something could not be written, with the free and the needed disk space."""
+    """Return a text that says why something could not be written, with the free and the needed disk space."""
     free = ""
     with contextlib.suppress(OSError):
         free = f", {bytes_text(shutil.disk_usage(folder).free)} free, {bytes_text(needed)} needed"
