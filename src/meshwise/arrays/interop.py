@@ -41,9 +41,9 @@ def dlpack(
 ) -> Any:
     """Implement `x.__dlpack__()` of the array API standard.
 
-    An array on one device is shared without a copy. An array on several devices is gathered on its first device, or on
-    every rank if the array lies over ranks, with a warning or an error as `mw.guard` says. With copy=False, the array
-    itself is moved to that device. Raises BufferError if this array has views and would have to move.
+    An array on one device is shared without a copy. An array on several devices is gathered, on its first device in one
+    process and on every rank over ranks. `mw.guard` decides whether this gives a warning or an error. With copy=False,
+    the array itself is moved to that device. Raises BufferError if this array has views and would have to move.
     """
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
@@ -140,8 +140,10 @@ def from_array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def cuda_interface(x: Array) -> Any:
-    """Return the CUDA array interface of `x`, which CuPy and Numba read. Raises AttributeError unless `x` lies on one
-    GPU."""
+    """Return the CUDA array interface of `x`, which CuPy and Numba read.
+
+    Raises AttributeError unless `x` lies on one GPU.
+    """
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
     raise AttributeError(f"__cuda_array_interface__ needs an array on one GPU, not {reading.where(x)}.")

@@ -56,8 +56,10 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
 
 
 def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
-    """Split an array into the entries of one dim. Each entry is a view, or a number if `x` is a vector. No data
-    moves."""
+    """Split an array into the entries of one dim.
+
+    Each entry is a view, or a number if `x` is a vector. No data moves.
+    """
     dim = axis_of(axis, len(x.shape), "unstack")
     whole = [range(length) for length in x.shape]
     entries = tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
@@ -177,12 +179,12 @@ def diff(
 def halo(
     x: Array, before: int, after: int, /, *, dim: int | None = None, wrap: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return the local parts, each extended by entries of the neighboring parts: `before` ahead of it and `after`
-    behind it.
+    """Return the local parts, each extended by entries of the neighboring parts on both sides.
 
     The added entries move from as many devices as hold them. An empty part is not extended. The result does not share
     memory with `x`.
 
+    before, after: how many entries are added before and after a part.
     dim: the dim along which the parts are extended, by default the divided dim.
     wrap: True treats the array as a ring, in which the last entry precedes the first. Otherwise the first and last
     parts get fewer entries.
@@ -267,7 +269,7 @@ def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
 
 
 def _of_one_type(name: str, arrays: Sequence[Array]) -> list[Array]:
-    """Cast all arrays to the dtype that they promote to. Raises if the list is empty or names several namespaces."""
+    """Cast all arrays to the dtype that they promote to. Raises ValueError if the list is empty."""
     if isinstance(arrays, Array):
         raise TypeError(f"{name} takes a list of arrays, not one array.")
     given = list(arrays)

@@ -101,8 +101,10 @@ def _read(items: list[Any], shape: Shape) -> Key:
 
 
 def _item(given: Any) -> Any:
-    """Convert one item of a key to None, Ellipsis, a slice, an int, or an index array or mask (`Array` or host
-    tensor)."""
+    """Convert one item of a key to None, Ellipsis, a slice, an int, or an index array or mask.
+
+    An index array or mask becomes an `Array` or a tensor on the host.
+    """
     if given is None or given is Ellipsis or isinstance(given, slice):
         return given
     if type(given) is int:
@@ -122,7 +124,7 @@ def _item(given: Any) -> Any:
 
 
 def on_host(given: Any) -> Any:
-    """Convert a list, NumPy array or tensor of indices or booleans to a tensor on the host, and a single index to an
+    """Convert indices or booleans in a list, NumPy array or tensor to a tensor on the host, and a single index to an
     int.
 
     Raises IndexError for values of any other type.

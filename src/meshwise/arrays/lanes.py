@@ -15,8 +15,10 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
 def free_dim(shape: Shape, taken: Collection[int]) -> int | None:
-    """Return the longest dim outside `taken`, along which to split. Returns None if all other dims are shorter than
-    2."""
+    """Return the longest dim outside `taken`, along which to split.
+
+    Returns None if all other dims are shorter than 2.
+    """
     others = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] > 1]
     return max(others, key=lambda dim: shape[dim], default=None)
 

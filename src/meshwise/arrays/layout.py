@@ -41,8 +41,10 @@ def arranged(x: Array, order: Sequence[int | None]) -> Array:
 
 
 def flipped(x: Array, dims: Sequence[int]) -> Array:
-    """Reverse the entries along the given dims, as a view. Along the divided dim, the order of the devices is reversed,
-    too."""
+    """Reverse the entries along the given dims, as a view.
+
+    Along the divided dim, the order of the devices is reversed, too.
+    """
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         dims, x = sorted(x.alias.flips.symmetric_difference(dims)), x.alias.source
     dims = [dim for dim in dims if x.shape[dim] > 1]

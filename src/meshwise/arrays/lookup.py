@@ -66,8 +66,10 @@ def _but_parts(x: Array) -> tuple[Any, ...]:
 
 
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
-    """Convert `value` to an array on the devices of `other`. Returns this array, and the dtype for comparing it with
-    `other`."""
+    """Convert `value` to an array on the devices of `other`.
+
+    Returns this array, and the dtype in which it is compared with `other`.
+    """
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
         raise NoArrayGiven(f"{type(value).__name__} with {type(other).__name__}: give arrays, xp.asarray(value).")
     dtype = result_type(value, other)

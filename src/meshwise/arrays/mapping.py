@@ -82,8 +82,10 @@ def _ahead(x: Array, at: int, before: int, wrap: bool) -> int:
 
 
 def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> Tensor:
-    """Cut the halo off one result of the user's function. Raises UsageError if its length along the divided dim is
-    wrong."""
+    """Cut the halo off one result of the user's function.
+
+    Raises UsageError if its length along the divided dim is wrong.
+    """
     if not isinstance(made, Tensor):
         raise UsageError(
             f"map_shards: the function returned {type(made).__name__}. Return a tensor, or a tuple of tensors."

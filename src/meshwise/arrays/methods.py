@@ -145,8 +145,10 @@ def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
 
 
 def shards(x: Array) -> tuple[Tensor, ...]:
-    """The parts of this process as torch tensors, in the order of `x.sharding.places`. They share memory with the
-    array."""
+    """The parts of this process as torch tensors, in the order of `x.sharding.places`.
+
+    They share memory with the array.
+    """
     return x.parts
 
 

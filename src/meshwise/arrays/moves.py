@@ -132,8 +132,10 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
 
 
 Step = tuple[int, int, Shape, Slices | None, Slices | None]
-"""(source part, target part, shape of the piece, its slices in the source, its slices in the target). Slices are None
-for the whole part."""
+"""(source part, target part, shape of the piece, its slices in the source, its slices in the target).
+
+None instead of slices stands for the whole part.
+"""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,8 +161,7 @@ def _covers(within: tuple[slice, ...], shape: Shape) -> bool:
 
 
 def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
-    """Count the elements that have to go to another device to change the sharding of an array from `held` to
-    `wanted`."""
+    """Count the elements that have to move to change the sharding of an array from `held` to `wanted`."""
     if held is wanted or held == wanted:
         return 0
     moved = 0
@@ -195,7 +196,7 @@ def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Sha
 
 
 def plainly(space: Space) -> bool:
-    """Return whether all devices are host memory of this process and nothing records the transfers between them."""
+    """Return whether transfers in this space are plain copies in host memory of one process that nothing records."""
     return not (OPEN or OPEN_DEVICES or EXPLAINED or space.over_ranks or not space.on_host)
 
 

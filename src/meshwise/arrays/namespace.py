@@ -151,12 +151,11 @@ class Namespace(Names):
     def shard(
         self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | Machine | None = None
     ) -> Layout:
-        """Return a layout that divides one dim over the devices. By default, the sizes of the parts differ by at most
-        one entry.
+        """Return a layout that divides one dim over the devices, by default evenly to within one entry.
 
         sizes: the number of entries on each device.
-        weights: a number per device to which the sizes are proportional, or a machine (`mw.find_machine()`, or a
-        measured one) for sizes in proportion to the memory speeds of its devices.
+        weights: a number per device to which the sizes are proportional. Or a machine (`mw.find_machine()`, or a
+        measured one), for sizes in proportion to the memory speeds of its devices.
         """
         if isinstance(weights, Machine):
             weights = self.space.speeds(weights)
@@ -171,8 +170,10 @@ class Namespace(Names):
         return Layout(self.space.places)
 
     def single(self, place: Any = 0) -> Layout:
-        """Return the layout in which one device holds all of an array. place: the device's name, or its number in
-        `xp.devices`."""
+        """Return the layout in which one device holds all of an array.
+
+        place: the device's name, or its number in `xp.devices`.
+        """
         return Layout((self.space.place(place),))
 
 
@@ -204,8 +205,10 @@ def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement NumPy's `out=`, and the `where=` of elementwise functions, which limits the elements of `out` to
-    write."""
+    """Implement NumPy's `out=` for all functions, and `where=` for elementwise functions.
+
+    where: a mask of the elements of `out` that are written.
+    """
     out, shown = kwargs.pop("out", None), kwargs.pop("where", True)
     found = call(*args, **kwargs)
     if out is None and shown is True:

@@ -66,16 +66,17 @@ def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Arr
 
 
 def _extreme(values: Array, ord: float) -> Array:
-    """Return the greatest value along the last dim, or the least if `ord` is below 0. The greatest of no values is
-    0."""
+    """Return the greatest value along the last dim, or the least if `ord` is below 0.
+
+    The greatest of no values is 0.
+    """
     if ord > 0 and not values.shape[-1]:
         return reductions.total(values, axis=-1)
     return reductions.FUNCTIONS["max" if ord > 0 else "min"](values, axis=-1)
 
 
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:
-    """Return the diagonal of each matrix in the last two dims, as a read-only view that lies on the devices as `x`
-    does.
+    """Return the diagonal of each matrix in the last two dims, as a read-only view. No data moves.
 
     offset: the number of entries above the main diagonal.
     """

@@ -120,8 +120,10 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
 
 
 def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
-    """Return `length` weighted sums of `count` successive entries each. The first of these entries gets the last
-    weight."""
+    """Return `length` weighted sums of `count` successive entries each.
+
+    The first of these entries gets the last weight.
+    """
     held = a.sharding
     spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)
     lies = sharding(held.places, 0, tuple(max(0, min(begin + size, length) - begin) for begin, size in spans))
@@ -136,10 +138,9 @@ def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
 
 
 def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) -> Any:
-    """Return the slope of `x` along each axis, computed from both neighbors of an entry, and at the ends from one
-    neighbor.
+    """Return the slope of `x` along each axis. For several axes, the result is a list with one array per axis.
 
-    For several axes, the result is a list with one array per axis.
+    The slope is computed from both neighbors of an entry, and at the two ends from one neighbor.
 
     spacing: a number or the coordinates along the axis. Pass one spacing for all axes, or one for each.
     """
@@ -231,10 +232,11 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
 
 
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
-    """Choose each element from the entry of `choices` that belongs to the first condition that is true for this
-    element.
+    """Choose each element from one of several arrays, by the first condition that is true for this element.
 
-    Elements for which no condition is true are taken from `default`.
+    conditions: masks.
+    choices: the arrays from which to choose, one for each condition.
+    default: used for elements for which no condition is true.
     """
     if not conditions or len(conditions) != len(choices):
         raise ValueError(f"select needs a choice for each condition: not {len(choices)} for {len(conditions)}.")

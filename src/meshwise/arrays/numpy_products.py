@@ -53,8 +53,10 @@ def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
 
 
 def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
-    """Return the labels of each array and the labels of the result, one letter per dim. ValueError if they do not
-    fit."""
+    """Return the labels of each array and the labels of the result, one letter per dim.
+
+    Raises ValueError if they do not fit the shapes.
+    """
     given, arrow, result = subscripts.replace(" ", "").partition("->")
     inputs = given.split(",")
     free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # for dims behind `...`
@@ -142,8 +144,10 @@ def vdot(x1: Any, x2: Any, /) -> Any:
 
 
 def kron(x1: Any, x2: Any, /) -> Any:
-    """Return the Kronecker product, in which each element of `x1` is replaced by a block: the element times all of
-    `x2`."""
+    """Return the Kronecker product of two arrays.
+
+    Each element of `x1` is replaced by a block, which is this element times all of `x2`.
+    """
     x1 = as_array("kron", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     dims = max(len(x1.shape), len(x2.shape))
@@ -155,8 +159,7 @@ def kron(x1: Any, x2: Any, /) -> Any:
 
 
 def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-    """Return a norm of `x`: the vector norm along one axis, the matrix norm along two axes, or by default of all
-    elements."""
+    """Return the vector norm along one axis, the matrix norm along two axes, or by default the norm of all elements."""
     x = as_array("norm", x)
     if axis is None and ord is None:
         return vector_norm(x, keepdims=keepdims)

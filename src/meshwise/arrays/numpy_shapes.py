@@ -41,8 +41,10 @@ def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> li
 
 
 def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """Split an array along a dim, as `array_split`. Raises ValueError if a number of parts does not divide the
-    length."""
+    """Split an array along a dim, as `array_split`.
+
+    Raises ValueError if a number of parts does not divide the length.
+    """
     dim = axis_of(axis, len(x.shape), "split")
     if isinstance(sections, int) and sections > 0 and x.shape[dim] % sections:
         raise ValueError(f"split cannot divide {x.shape[dim]} entries into {sections} equal parts. Use array_split.")
@@ -139,8 +141,10 @@ def _where(at: Any) -> Any:
 
 
 def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`. If NumPy raises an error, its message is changed to name the function that the user
-    called."""
+    """Return the result of `call`.
+
+    If NumPy raises an error, its message is changed to name the function that the user called.
+    """
     try:
         return call()
     except (IndexError, ValueError) as error:

@@ -47,8 +47,11 @@ Local = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Terms:
-    """A product of two arrays without their values: the labels of the dims of x, y and the result, and the result's
-    shape."""
+    """The structure of a product of two arrays, without their values.
+
+    x, y, out: the labels of the dims of the operands and of the result.
+    shape: the shape of the result.
+    """
 
     x: Labels
     y: Labels
@@ -58,10 +61,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class _Division:
-    """How a product is divided over the devices: the label along which to divide, and the shardings of operands and
-    result.
+    """How a product is divided over the devices.
 
-    If `result` is None, each device computes a partial sum of the whole result.
+    label: the label along which it is divided.
+    x, y, result: the shardings of the operands and of the result. If `result` is None, each device computes a partial
+    sum of the whole result.
     """
 
     label: int | None
@@ -78,8 +82,10 @@ def matmul(x1: Array, x2: Array, /) -> Array:
 
 @lru_cache(maxsize=1024)
 def _matmul_terms(a: Shape, b: Shape) -> Terms:
-    """Return the labels and the shape for a matrix product of these shapes. Raises ValueError if the shapes do not
-    fit."""
+    """Return the labels and the shape for a matrix product of these shapes.
+
+    Raises ValueError if the shapes do not fit.
+    """
     if not a or not b:
         raise ValueError(f"matmul of shapes {a} and {b}: both arrays need at least one dim. Write x1 * x2.")
     if a[-1] != b[-2 if len(b) > 1 else 0]:

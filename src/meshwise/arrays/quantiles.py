@@ -50,8 +50,10 @@ def percentile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear",
 
 
 def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
-    """Return the median over `axis`, by default of all elements. It is the mean of the middle two elements of an even
-    number."""
+    """Return the median over `axis`, by default of all elements.
+
+    Of an even number of elements, it is the mean of the middle two.
+    """
     return _quantile(x, 0.5, axis, "midpoint", keepdims, "median")
 
 
@@ -93,8 +95,10 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
 
 
 def _ranks(at: Tensor, length: int) -> Tensor:
-    """Return the positions to read in sorted order: below and above each value of `at`, and the last one, where NaN
-    would be."""
+    """Return the positions to read in the sorted order.
+
+    They are the positions below and above each value of `at`, and the last position, at which NaN would be.
+    """
     return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
 
 
@@ -121,8 +125,7 @@ def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
 
 
 def _of_all(x: Array, at: Tensor) -> Tensor:
-    """Return the elements at the positions `_ranks` in the sorted order of all elements of a split array, in host
-    memory."""
+    """Return the elements at the positions `_ranks` in the sorted order of a whole split array, in host memory."""
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
     parts = tuple(sort_values(part.reshape(-1)) for part in x.parts)

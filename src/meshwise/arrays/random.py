@@ -42,8 +42,10 @@ class Generator:
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        """Restart the generator with this seed. Without a seed, a random one is drawn, which is the same on all
-        ranks."""
+        """Restart the generator with this seed.
+
+        Without a seed, a random one is drawn, which is the same on all ranks.
+        """
         if seed is None:
             seed = secrets.randbits(63)
             if self._space.over_ranks:
@@ -54,8 +56,10 @@ class Generator:
         self.key, self._streams = seed, itertools.count()
 
     def random(self, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
-        """Draw numbers from the uniform distribution on [0, 1). dtype: a float type, by default the namespace's default
-        float."""
+        """Draw numbers from the uniform distribution on [0, 1).
+
+        dtype: a float type, by default the namespace's default float.
+        """
         kind = self._float(dtype)
         return self._drawn(size, kind, (device, sharding), lambda u, v: _uniform(u, v, kind))
 
@@ -125,8 +129,10 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw integers from `low` up to but not including `high`. If only one number is given, from 0 up to this
-        number."""
+        """Draw integers from `low` up to but not including `high`.
+
+        If only one number is given, from 0 up to this number.
+        """
         begin, end = (0, int(low)) if high is None else (int(low), int(high))
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)

@@ -33,8 +33,10 @@ float16 and bfloat16 are not among them, because their partial sums are added in
 
 
 def as_array(name: str, x: Any) -> Array:
-    """Return `x` if it is an `Array`. Otherwise raise NoArrayGiven, upon which the namespace converts `x` and calls
-    again."""
+    """Return `x` if it is an `Array`, and raise NoArrayGiven otherwise.
+
+    The namespace then converts `x` to an array and calls the function again.
+    """
     if type(x) is not Array:
         raise NoArrayGiven(f"{name} needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     return x
@@ -70,8 +72,7 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
 
 
 def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
-    """Return the sharding of the result of a reduction over `axes`, which must not contain the divided dim unless
-    `keepdims`."""
+    """Return the sharding of the result of a reduction over `axes`. `axes` must not contain the divided dim."""
     if placed.dim is None or keepdims:
         return placed
     return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
@@ -140,8 +141,10 @@ def _with_empty(x: Array, axes: tuple[int, ...], keepdims: bool, dtype: torch.dt
 
 
 def sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
-    """Return the dtype of a sum: the given dtype, or by default 64 bits wide for integers and unchanged for other
-    types."""
+    """Return the dtype of a sum.
+
+    By default, it is a 64-bit integer type for integers, and the same type for other types.
+    """
     if given is not None:
         return as_dtype(given)
     if dtype in UNSIGNED:

@@ -143,8 +143,10 @@ class Rows:
 
 
 def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
-    """Describe a divided array as `Rows`. group: the first dim of the divided dim's group, and the dim after the
-    last."""
+    """Describe a divided array as `Rows`.
+
+    group: the first dim of the divided dim's group, and the dim after the last.
+    """
     assert placed.dim is not None
     first, last = group
     inner = math.prod(shape[placed.dim + 1 : last])

@@ -140,8 +140,10 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
 
 
 def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation: str) -> Run:
-    """Return the run with its source divided along `dim` as the intervals want it, if it was divided along another
-    dim."""
+    """Return the run with its source divided along `dim`, as the intervals want it.
+
+    Only a run whose source is divided along another dim is changed.
+    """
     if run.source.sharding.dim in (None, dim) or run.step != 1 or run.count != run.source.shape[dim]:
         return run
     places = tuple(dict.fromkeys(place for place, _, _ in wanted))
@@ -172,8 +174,10 @@ def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterat
 
 
 def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
-    """Return the range of the run's entries, counted within the run, that lie in a part of length `size` from `offset`
-    on."""
+    """Return the range of the run's entries that lie in a part of length `size` from `offset` on.
+
+    Entries are counted from the beginning of the run.
+    """
     start, step, end = run.start, run.step, offset + size
     if step == 0:
         first, last = (0, run.count) if offset <= start < end else (0, 0)

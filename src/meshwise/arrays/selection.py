@@ -49,8 +49,10 @@ def sort_values(values: Tensor, descending: bool = False) -> Tensor:
 
 
 def merge(runs: Sequence[Tensor], descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Merge sorted vectors. Returns the merged values, and the position of each value in the concatenation of the
-    vectors."""
+    """Merge sorted vectors.
+
+    Returns the merged values, and the position of each value in the concatenation of the vectors.
+    """
     joined = torch.cat(list(runs))
     if descending or not _by_numpy(joined):
         return order(joined, 0, descending)
@@ -67,8 +69,10 @@ def merge_values(runs: Sequence[Tensor], descending: bool = False) -> Tensor:
 
 
 def _by_numpy(values: Tensor) -> bool:
-    """Return whether to sort `values` with NumPy, which is several times faster on the host than torch and merges runs
-    fast."""
+    """Return whether to sort `values` with NumPy.
+
+    On the host, NumPy is several times faster than torch, and merges sorted runs fast.
+    """
     return values.is_cpu and not OPEN_DEVICES and not values.is_complex() and values.dtype is not torch.bfloat16
 
 

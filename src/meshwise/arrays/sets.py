@@ -51,8 +51,7 @@ class UniqueInverse(NamedTuple):
 
 
 def unique_all(x: Array, /) -> UniqueAll:
-    """Return the distinct elements of `x` sorted, the first position of each, the inverse indices, and the count of
-    each.
+    """Return the distinct elements of `x` sorted, with their first positions, the inverse indices and the counts.
 
     Each NaN counts as a distinct element. Waits for the values, because the shapes depend on them.
     """
@@ -140,8 +139,10 @@ def _unique(part: Tensor) -> Tensor:
 
 
 def flattened(x: Array, name: str) -> Array:
-    """Flatten `x` in row-major order, split along its only dim. Of a replicated array, the copy on its first device is
-    used."""
+    """Flatten `x` in row-major order, split along its only dim.
+
+    Of a replicated array, the copy on its first device is used.
+    """
     if x.sharding.dim is None:
         x = reshard(x, sharding(x.sharding.places[:1]), name)
     found = reshape(x, (-1,))

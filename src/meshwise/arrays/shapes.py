@@ -15,8 +15,10 @@ from meshwise.arrays.views import axis_of
 
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to raise NoArrayGiven if its first argument is not an array. The namespace then converts the
-    argument."""
+    """Wrap a function to raise NoArrayGiven if its first argument is not an array.
+
+    The namespace then converts the argument.
+    """
 
     @functools.wraps(rule)
     def call(x: Any, /, *given: Any, **named: Any) -> Any:

@@ -84,8 +84,10 @@ def sharding(places: tuple[int, ...], dim: int | None = None, sizes: tuple[int, 
 
 @functools.lru_cache(maxsize=4096)
 def evenly(length: int, places: tuple[int, ...], dim: int = 0) -> Sharding:
-    """Divide `length` entries of `dim` over `places` as torch.tensor_split does, so that the first parts are the longer
-    ones."""
+    """Divide `length` entries of `dim` over `places` as torch.tensor_split does.
+
+    The first parts are the longer ones.
+    """
     each, more = divmod(length, len(places))
     return sharding(places, dim, tuple(each + (part < more) for part in range(len(places))))
 
@@ -138,8 +140,7 @@ class Layout:
 
 
 def fitting(wanted: Sharding, shape: Shape) -> Sharding:
-    """Return a sharding of an array of this shape equal to `wanted`. Raises UsageError if `wanted` does not fit the
-    shape."""
+    """Return the sharding `wanted` for an array of this shape. Raises UsageError if it does not fit the shape."""
     dim, sizes = wanted.dim, wanted.sizes
     if dim is None:
         return sharding(wanted.places)
@@ -156,8 +157,10 @@ def fitting(wanted: Sharding, shape: Shape) -> Sharding:
 def as_layout(
     places: tuple[int, ...], dim: int, sizes: Sequence[int] | None, weights: Sequence[float] | None
 ) -> Layout:
-    """Make the layout that `xp.shard` returns, a dim divided over devices. Raises UsageError for invalid sizes or
-    weights."""
+    """Make the layout that `xp.shard` returns, a dim divided over devices.
+
+    Raises UsageError for invalid sizes or weights.
+    """
     if sizes is not None and weights is not None:
         raise UsageError("shard(sizes=..., weights=...): both say how long the parts are. Give only one of them.")
     for what, given in (("sizes", sizes), ("weights", weights)):

@@ -48,8 +48,9 @@ class SlogDet(NamedTuple):
 
 
 def cholesky(x: Array, /, *, upper: bool = False) -> Array:
-    """Return the Cholesky factor L of a positive-definite matrix, which equals L L^H. Raises LinAlgError for other
-    matrices.
+    """Return the Cholesky factor L of a positive-definite matrix. The matrix equals L L^H, and L is lower triangular.
+
+    Raises LinAlgError for a matrix that is not positive definite.
 
     upper: True returns the adjoint of L, an upper triangular matrix.
     """
@@ -62,8 +63,10 @@ def cholesky(x: Array, /, *, upper: bool = False) -> Array:
 
 
 def inv(x: Array, /) -> Array:
-    """Invert a matrix. Raises LinAlgError for a singular matrix. The inverse of a large divided matrix is split by
-    columns."""
+    """Invert a matrix.
+
+    Raises LinAlgError for a singular matrix. The inverse of a large divided matrix is split by columns.
+    """
     x = as_matrices("inv", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "inv", torch.linalg.inv)
@@ -101,11 +104,11 @@ def slogdet(x: Array, /) -> SlogDet:
 
 
 def solve(x1: Array, x2: Array, /) -> Array:
-    """Solve x1 @ y = x2 for y. `x2` is a vector, or has the right-hand sides as columns. Raises LinAlgError if x1 is
-    singular.
+    """Solve x1 @ y = x2 for y. `x2` is a vector, or has the right-hand sides as columns.
 
-    A large divided matrix is factored by columns. The solution is then split by rows for few right-hand sides, by
-    columns for many. Otherwise right-hand sides and stacks are solved where they lie, and the matrix is sent there.
+    Raises LinAlgError if `x1` is singular. A large divided matrix is factored by columns. The solution is then split by
+    rows for few right-hand sides, by columns for many. Otherwise right-hand sides and stacks are solved where they lie,
+    and the matrix is sent there.
     """
     a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
     if not given.shape or given.shape[-2 if len(given.shape) > 1 else 0] != a.shape[-1]:
@@ -126,8 +129,10 @@ def solve(x1: Array, x2: Array, /) -> Array:
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """Solve a linear system of one part. A vector of `b` is passed as a matrix, as torch takes some shapes for other
-    ones."""
+    """Solve linear systems of one part of each operand.
+
+    A dim is added where torch.linalg.solve would take a stack of matrices for a stack of vectors.
+    """
     b = b[None] if b.dim() == a.dim() - 1 else b
     solved: Tensor = called("solve", torch.linalg.solve, a, b)
     return solved
@@ -177,7 +182,6 @@ def matrix_power(x: Array, n: int, /) -> Array:
 
 
 def _identity(x: Array) -> Array:
-    """Return identity matrices with the shape and sharding of `x`."""
     parts = []
     for part, (k, _) in zip(x.parts, x.space.local(x.sharding), strict=True):
         rows, columns = x.sharding.interval(x.shape, k)[-2:]

@@ -75,14 +75,14 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
 
 @dataclass(frozen=True)
 class SortedParts:
-    """A split vector after sorting, laid out on the devices as before. Each list has one entry per local part, in
-    order.
+    """A split vector after sorting, laid out on the devices as before.
+
+    Each list except `sent` has one entry per local part, in order. `local` and `merge` are empty if not asked for.
 
     values: the sorted values.
-    local: the position of each element in its part before this part alone was sorted. Empty if not asked for.
-    merge: the position of each element among those that the device received, part after part. Empty if not asked for.
-    sent: sent[k][j] is the number of elements that went from part k to part j. Unlike the other lists, it covers all
-    parts.
+    local: the position of each element in its part before this part alone was sorted.
+    merge: the position of each element among the elements that the device received, part after part.
+    sent: sent[k][j] is the number of elements that went from part k to part j, for all parts.
     """
 
     values: list[Tensor]
@@ -125,8 +125,7 @@ def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
 def swapped(
     x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], dtype: torch.dtype, name: str
 ) -> list[list[Tensor]]:
-    """Exchange entries between parts. Returns, for each local part, what it receives from each part, in the parts'
-    order.
+    """Exchange entries between parts. Returns, for each local part, a list of what it receives from each part.
 
     parts: one vector per local part of `x`.
     sizes: the first `sizes[k][0]` entries of part k go to part 0, the next `sizes[k][1]` entries to part 1, and so on.

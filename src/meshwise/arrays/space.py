@@ -59,8 +59,10 @@ class Space:
         return [(part, place) for part, place in placed.numbered if place in self.here]
 
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
-        """Return the sharding of a new array: `wanted`, or the named device, or by default divided along the first
-        dim."""
+        """Return the sharding of a new array.
+
+        It is `wanted` if given, or all on the named device. By default, the array is divided along its first dim.
+        """
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
         if wanted is not None and not isinstance(wanted, Sharding):
@@ -72,8 +74,10 @@ class Space:
         return evenly(shape[0], self.places) if shape else sharding((0,))
 
     def place(self, device: Any) -> int:
-        """Return the place of a device that a user names. Raises UsageError if the namespace has no device of that
-        name."""
+        """Return the place of a device that a user names.
+
+        Raises UsageError if the namespace has no device of that name.
+        """
         if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(self.names):
             return device
         name = str(device)

@@ -58,8 +58,10 @@ class Eigen(NamedTuple):
 
 
 def qr(x: Array, /, *, mode: str = "reduced") -> QR:
-    """Return the QR decomposition: Q with orthonormal columns, and an upper triangular R. mode: "reduced" or
-    "complete"."""
+    """Return the QR decomposition: Q with orthonormal columns, and an upper triangular R.
+
+    mode: "reduced" or "complete".
+    """
     if mode not in ("reduced", "complete"):
         raise ValueError(f"qr(mode={mode!r}): write 'reduced' or 'complete'.")
     x = as_matrices("qr", x)
@@ -136,8 +138,10 @@ def _cutoff(x: Array, s: Array, rtol: Any) -> Array:
 
 
 def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..., Any]:
-    """Make a function that computes eigenvalues. A divided matrix is gathered, because there is no way to divide the
-    work."""
+    """Make a function that computes eigenvalues.
+
+    A divided matrix is gathered, because there is no way to divide the work.
+    """
     WITHOUT_RULE.add(f"linalg.{name}")
 
     def rule(x: Array, /) -> Any:

@@ -70,8 +70,7 @@ def array(
     device: Any = None,
     sharding: Any = None,
 ) -> Array:
-    """Make an array as `asarray` does, by default as a copy. ndmin: dims of length 1 are added in front up to this
-    number."""
+    """Make an array as `asarray` does, by default as a copy. Dims of length 1 are added in front up to `ndmin` dims."""
     if ndmin:
         found = asarray(space, obj, dtype)
         obj = found.reshape((1,) * max(0, ndmin - len(found.shape)) + found.shape)
@@ -90,7 +89,6 @@ def logspace(space: Space, start: float, stop: float, num: int = 50, *, base: fl
 
 
 def _names_of(x: Any) -> Any:
-    """Return the namespace of an array or a space."""
     return x.__array_namespace__() if isinstance(x, Array) else asarray(x, 0).__array_namespace__()
 
 
@@ -152,8 +150,7 @@ def _stacked(arrays: Any, grown: Callable[[Any, Array], Array], axis: int) -> Ar
 
 
 def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> Any:
-    """Return, for each pair of elements, whether they differ by at most `atol` plus `rtol` times the absolute value in
-    `x2`."""
+    """Return whether elements differ by at most `atol` plus `rtol` times the absolute value in `x2`."""
     x1 = as_array("isclose", x1)
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -205,8 +202,7 @@ def diag(x: Any, /) -> Any:
 def nan_to_num(
     x: Any, /, copy: bool = True, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Array:
-    """Replace NaN and infinities in `x` by numbers. By default, infinities become the greatest and the least finite
-    number.
+    """Replace NaN and infinities in `x` by numbers, infinities by default by the greatest and the least finite number.
     With copy=False, `x` itself is changed."""
     x = as_array("nan_to_num", x)
     found = in_order_of(like(x, [part.nan_to_num(nan, posinf, neginf) for part in x.parts]), [x])
@@ -254,8 +250,7 @@ def copy_of(x: Array, /) -> Array:
 
 
 def in_row_major_order(x: Any, /) -> Any:
-    """Return the array with at least one dim. If NumPy's array would not be in row-major order, the result is a
-    copy."""
+    """Return the array with at least one dim, as a copy if NumPy's array would not be in row-major order."""
     x = as_array("ascontiguousarray", x)
     return copy_of(x) if strides_of(x) is not None else x if x.shape else x.reshape(1)
 

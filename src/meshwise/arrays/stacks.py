@@ -57,8 +57,7 @@ def is_large(x: Array) -> bool:
 
 
 def is_one_split(x: Array) -> bool:
-    """Return whether `x` is one matrix that is divided along its rows or columns, and not a stack of several
-    matrices."""
+    """Return whether `x` is one matrix, not a stack of several, and is divided along its rows or columns."""
     dim, stack = x.sharding.dim, x.shape[:-2]
     return dim is not None and dim >= len(stack) and all(length <= 1 for length in stack)
 
@@ -89,8 +88,9 @@ def _arrays(made: list[Any], array: Callable[[list[Tensor]], Array]) -> Any:
 
 
 def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> Any:
-    """Gather a divided matrix, and apply `function` to it. The results that have the divided dim are divided in the
-    same way.
+    """Gather a divided matrix on one device, and apply `function` to it.
+
+    A result that has the divided dim is divided in the same way.
 
     told: warn as for an operation that cannot be divided. For a large matrix, this warning is always given.
     """

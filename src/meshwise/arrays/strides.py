@@ -28,8 +28,10 @@ def of(shape: Shape, strides: Strides) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def named(shape: Shape, strides: tuple[int, ...]) -> Strides:
-    """Return the strides, or None if they are the strides of row-major order. Strides of dims of length 1 are
-    ignored."""
+    """Return the strides, or None if they are the strides of row-major order.
+
+    Strides of dims of length 1 are ignored.
+    """
     expected = 1
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if 0 not in shape and length > 1 and stride != expected:

@@ -21,8 +21,10 @@ LOWEST = torch.iinfo(torch.int64).min
 
 
 def of_wide(name: str, op: Op) -> Op:
-    """Wrap `op`, a function of one or two tensors, for uint16, uint32 and uint64. The result has the same type or is
-    boolean."""
+    """Wrap `op`, a function of one or two tensors, for uint16, uint32 and uint64.
+
+    The result has the same type or is boolean.
+    """
     of_64 = _by_order(op) if name in _ORDERS else _OF_64.get(name, op)
 
     def run(*given: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[in
 
 
 def undivided(x: Array) -> Array:
-    """Return `x`. If it is divided into a single part, its sharding is replaced by the sharding of an undivided
-    array."""
+    """Return `x`. If it is divided into a single part, its sharding is changed to an undivided one."""
     return (
         x
         if x.sharding.dim is None or not x.sharding.single
@@ -34,8 +33,10 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 
 def as_bits(x: Array) -> Array:
-    """View an array in a signed type of the same size if torch cannot move elements of its dtype. `as_before` undoes
-    it."""
+    """View an array in a signed type of the same size if torch cannot move elements of its dtype.
+
+    `as_before` undoes it.
+    """
     kind = SIGNED.get(x.dtype)
     return x if kind is None else Array(tuple(part.view(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
 
@@ -48,8 +49,7 @@ def as_before(x: Array, dtype: torch.dtype) -> Array:
 
 
 def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that only moves elements of its first array, so that it supports uint16, uint32 and uint64,
-    too."""
+    """Wrap a function that only moves elements of its first array to support uint16, uint32 and uint64, too."""
 
     @functools.wraps(rule)
     def call(x: Array, /, *given: Any, **named: Any) -> Any:
@@ -64,8 +64,10 @@ def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def axis_of(axis: int, ndim: int, what: str) -> int:
-    """Return `axis` counted from the front. Raises IndexError if it does not exist. NumPy's AxisError is an IndexError,
-    too."""
+    """Return `axis` counted from the front.
+
+    Raises IndexError if it does not exist. NumPy's AxisError is an IndexError, too.
+    """
     if not hasattr(axis, "__index__"):
         raise TypeError(f"{what} along axis {axis!r}: write a whole number.")
     if not -ndim <= axis < ndim:

@@ -79,8 +79,7 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 
 @dataclass(frozen=True)
 class Draws:
-    """How the order of an epoch is drawn. Both fields are functions that call a given function, which draws, and return
-    its result.
+    """How the order of an epoch is drawn. Each field is a function that calls its argument, a function that draws.
 
     begin: calls it with the generators in the recorded state, if the loop resumes an epoch.
     go_on: calls it with the program's generators in their current state.

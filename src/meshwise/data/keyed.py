@@ -96,15 +96,14 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Return a context manager for the forward pass of a microbatch. It seeds torch's generator with the
-        microbatch's key."""
+        """Return a context manager for the forward pass of a microbatch, which seeds torch's generator with its key."""
         torch.manual_seed(mixed(*self._key))
         with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
             yield
 
     def _go_on(self, calls: int) -> None:
-        """Skip the numbers of the calls that earlier pipeline stages have made, so that calls have the same numbers
-        everywhere."""
+        """Skip the numbers of calls that earlier pipeline stages have made, so that numbers are the same without a
+        pipeline."""
         with without_interception():
             while len(self._calls) < calls:
                 if self._next_call() == len(self.log):
@@ -112,8 +111,7 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context manager for the backward pass of a microbatch, which may recompute parts of the forward
-        pass."""
+        """Return a context manager for the backward pass of a microbatch, which may recompute the forward pass."""
         attention = sdpa_kernel(SDPBackend.MATH) if self._attention_as_operators else contextlib.nullcontext()
         with attention, intercept_operators(self._handle):
             yield
@@ -287,8 +285,7 @@ def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
-    """Return integers from `low` up to but not including `high`. The operator `random_` has other names for these
-    bounds."""
+    """Return integers from `low` to below `high`, bounds for which the operator `random_` has other names."""
     low: Any = given.get("low", given.get("from", 0))
     high: Any = given["high"] if "high" in given else given.get("to")
     whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()
@@ -301,8 +298,7 @@ def _normal(uniform: Tensor) -> Tensor:
 
 
 def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Make a function that computes an in-place operator by key: it fills the tensor with uniform numbers converted by
-    `turn`."""
+    """Make a keyed version of an in-place operator. `turn` converts uniform numbers to the values of the tensor."""
 
     def draw(uniform: Uniform, given: Arguments) -> Any:
         tensor = given["self"]
@@ -312,8 +308,7 @@ def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
 
 
 def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Make a function that computes an operator by key which makes a new tensor, of a given size or like another
-    tensor."""
+    """Make a keyed version of an operator that makes a new tensor. `turn` converts uniform numbers to its values."""
 
     def draw(uniform: Uniform, given: Arguments) -> Tensor:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")

@@ -41,8 +41,10 @@ class BatchSlice:
     whole: bool = False
 
     def ratio(self, ranks: int) -> float:
-        """Return the factor for a mean over these samples with which the mean over all ranks is the mean of the global
-        batch."""
+        """Return the factor for a loss that is a mean over these samples.
+
+        With this factor, the mean of the losses of all ranks is the mean over the global batch.
+        """
         return 1 if self.whole else self.samples * ranks / self.total
 
 
@@ -53,8 +55,7 @@ def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Divide the range [start, stop) into `parts` contiguous parts, whose sizes differ by at most one. Returns part
-    `index`."""
+    """Return part number `index` of the range [start, stop), divided into contiguous parts equal to within one."""
     size, rest = divmod(stop - start, parts)
     first = start + index * size + min(index, rest)
     return first, first + size + (index < rest)

@@ -31,10 +31,9 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 
 _INDICES = attrgetter("indices")
 LOOKS = 16
-"""How often batches that a data set returns ready-made are checked for random draws, if several ranks read the same
-ones.
+"""How often ready batches are checked for random draws, if several ranks read the same batches.
 
-The first 16 batches are checked, then every 16th.
+The first 16 batches that a data set returns ready-made are checked, then every 16th.
 """
 
 
@@ -54,8 +53,10 @@ class LoaderSettings:
 
 
 def count_samples(data: Any, what: str) -> int:
-    """Return the number of samples in `data`. Raises DataError if it has no samples or no length. what: a name for
-    messages."""
+    """Return the number of samples in `data`. Raises DataError if it has no samples or no length.
+
+    what: the name of the data set for the message.
+    """
     if isinstance(data, (tuple, dict)):
         tensors = list(data.values()) if isinstance(data, dict) else list(data)
         strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
@@ -86,16 +87,17 @@ def reader(data: Any, settings: LoaderSettings) -> Reader:
 
 
 def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
-    """Yield (batch, slice) for each slice. Slices are taken from the iterable when they are needed, and no batch is
-    kept."""
+    """Yield (batch, slice) for each slice.
+
+    Slices are taken from the iterable when they are needed, and no batch is kept.
+    """
     slices, ahead = tee(slices)
     batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
     return zip(batches, slices, strict=False)
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
-    """Return a function from indices to a batch, if the data set is tensors in memory or has a method `batch`, else
-    None."""
+    """Return a function from indices to a batch, or None unless `data` is tensors in memory or has a method `batch`."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
     ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
@@ -119,8 +121,10 @@ def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _gives_batches(data: Any) -> bool:
-    """Return whether `data` has a method `batch(indices)` as meshwise defines it. Hugging Face datasets have another
-    `batch`."""
+    """Return whether `data` has the method `batch(indices)`.
+
+    The method `batch` of Hugging Face datasets is another one.
+    """
     method = getattr(data, "batch", None)
     return callable(method) and "indices" in inspect.signature(method).parameters
 
@@ -179,8 +183,10 @@ class seeded_by:
         return self
 
     def has_drawn(self) -> bool:
-        """Return whether anything was drawn since the with-body began. The generators are seeded again, so that draws
-        start over."""
+        """Return whether anything was drawn since the with-body began.
+
+        The generators are seeded again, so that draws start over.
+        """
         now = _states()
         _seed(*self._key)
         return now != _states()
@@ -202,8 +208,10 @@ def _seed(*key: int) -> None:
 
 
 class _KeyBatches:
-    """The batch sampler of a DataLoader that is used for many epochs. It yields the (epoch, index) keys of
-    `batches`."""
+    """The batch sampler of a DataLoader that is used for many epochs.
+
+    It yields the (epoch, index) keys of `batches`.
+    """
 
     def __init__(self) -> None:
         self.batches: Iterable[Tensor] = ()

@@ -76,8 +76,7 @@ class LoaderSpec:
 
 
 def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
-    """Return how the batches of a user's loader are divided among the ranks. Raises UsageError if they cannot be
-    divided."""
+    """Return how a user's loader is divided among the ranks. Raises UsageError if its batches cannot be divided."""
     if streams not in STREAMS:
         raise UsageError(f"streams={streams!r} is not known. Use 'whole' or 'per-rank'.")
     if loader.batch_sampler is None:
@@ -105,8 +104,8 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """Convert a tuple or dict that a user passes as a data set to a list, as `reader` would expect tensors of rows in
-    it."""
+    """Convert a user's tuple or dict of samples to a list. `reader` would take it for a tuple or dict of tensors of
+    rows."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 
@@ -297,8 +296,7 @@ def _compared(count: int, checksum: int) -> list[int]:
 
 
 def _checksum(items: Any) -> int:
-    """Return a checksum of up to about 64 numbers of each tensor or array and of the plain values, which is cheap to
-    compute."""
+    """Return a cheap checksum of up to about 64 numbers of each tensor or array, and of all plain values."""
     told = []
     for leaf in all_leaves(items):
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":

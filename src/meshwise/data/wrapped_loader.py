@@ -24,8 +24,7 @@ class _Loader(Protocol):
 
 
 class Wrapper:
-    """Passes the batches of an inner loader through the loader that wraps it, and keeps track of each batch's
-    `BatchSlice`."""
+    """Passes the batches of an inner loader through the loader that wraps it, and remembers their `BatchSlice`s."""
 
     def __init__(self, name: str, begin: Callable[[], Iterator[Any]]) -> None:
         """name: the name of the outer loader's class.
@@ -34,8 +33,7 @@ class Wrapper:
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """Return the batches to pass to the outer loader, if it is the outer loader that begins to read. Otherwise
-        return None."""
+        """Return the batches for the outer loader when it begins to read, and None for any other reader."""
         fed, self._fed = self._fed, None
         return fed
 
@@ -67,8 +65,10 @@ class Wrapper:
 
 
 def loader_inside(thing: Any) -> str | None:
-    """Return the name of the attribute of an iterable that holds its DataLoader. Returns None unless there is exactly
-    one."""
+    """Return the name of the attribute of an iterable that holds its DataLoader.
+
+    Returns None unless there is exactly one.
+    """
     held = [name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, DataLoader)]
     return held[0] if len(held) == 1 and hasattr(type(thing), "__iter__") else None
 

@@ -104,8 +104,10 @@ class Checker:
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:
-        """Record a call of `tensor.record_stream`. A freed block is reused only after the work of the stream up to
-        then."""
+        """Record a call of `tensor.record_stream`.
+
+        A freed block is reused only after the work of the stream up to then.
+        """
         found = self._blocks.get(block)
         if found is not None:
             found.recorded.add(lane)

@@ -58,8 +58,10 @@ class LaneNames:
         self._names[lane] = "NCCL's stream"
 
     def name(self, lane: Lane, other: Lane | None = None) -> str:
-        """Return the name of a stream. The name of its device is added unless the stream `other` is on the same
-        device."""
+        """Return the name of a stream.
+
+        The name of its device is added unless the stream `other` is on the same device.
+        """
         if lane not in self._names:
             number = 1 + sum(known.device == lane.device and "stream " in name for known, name in self._names.items())
             self._names[lane] = f"stream {number}" if lane.stream else "the default stream"

@@ -20,8 +20,10 @@ MOST_TRIED = 4096
 
 
 class Region(NamedTuple):
-    """The bytes of a view, all in [lo, hi). They are pieces of `run` bytes, repeated by each (step, times) of
-    `outer`."""
+    """The bytes of a view, all in [lo, hi).
+
+    They are pieces of `run` bytes, repeated by each (step, times) of `outer`.
+    """
 
     lo: int
     hi: int
@@ -178,7 +180,9 @@ class ShadowMemory:
 
 
 def _kept(earlier: list[Access], access: Access, is_before: IsBefore) -> list[Access]:
-    """Return `earlier` without the accesses that `access` replaces: those ordered before it all of whose bytes it
-    covers."""
+    """Return the accesses in `earlier` that `access` does not replace.
+
+    It replaces the accesses that are ordered before it and whose bytes it covers.
+    """
     dense = not access.region.outer
     return [each for each in earlier if not ((dense or each.region == access.region) and is_before(each))]

@@ -59,8 +59,7 @@ class Order:
         return own[lane]
 
     def is_before(self, lane: Lane, number: int, other: Lane) -> bool:
-        """Return whether piece `number` of the work of `lane` is done before the next piece of work of `other`
-        begins."""
+        """Return whether work number `number` of `lane` is done before the next work on the lane `other` begins."""
         if lane in (other, HOST) or number <= self._host.get(lane, 0):
             return True
         return other != HOST and number <= self._clock(other).get(lane, 0)

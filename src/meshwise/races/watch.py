@@ -90,8 +90,7 @@ class _Watcher:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Return a context manager that watches the operators of this thread, and of backward passes that this thread
-        begins."""
+        """Return a context manager that watches the operators of this thread and of backward passes that it begins."""
         with intercept_operators(self._operator), _HostReads(self._read_by_host):
             yield
 
@@ -115,8 +114,7 @@ class _Watcher:
                     self._checker.synchronize(lane)
 
     def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
-        """Report an operator in order: the calls before its accesses, the accesses, and the calls after the
-        accesses."""
+        """Report an operator in order: the calls before its accesses, the accesses, and the calls after them."""
         at = 0
         waits = next((number for number, event in enumerate(events) if event.waits is not None), None)
         if waits is not None and touches:
@@ -151,8 +149,10 @@ class _Watcher:
         return lane, found, waited and lane != HOST
 
     def _touch(self, tensor: torch.Tensor, writes: bool, operator: str) -> Touch | None:
-        """Describe an access. Returns None for memory that is neither on a GPU nor pinned, as streams do not use it by
-        themselves."""
+        """Describe an access.
+
+        Returns None for memory that is neither on a GPU nor pinned, as streams do not use it by themselves.
+        """
         storage = tensor.untyped_storage()
         on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor lies nowhere
         if not on_cuda and not self._is_pinned(tensor):

@@ -75,8 +75,10 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Return how many seconds the job waited in the queue, for the first attempt of each start. Otherwise return
-    None."""
+    """Return how many seconds the job waited in the queue before this start of it.
+
+    Returns None if this is unknown, or if the attempt is not the first one of its start.
+    """
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
         return None
@@ -88,15 +90,16 @@ def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mappin
 
 
 def attempt_text(one: Attempt) -> str:
-    """Describe how an attempt ended, for example `failed: rank 1 was killed by SIGKILL` or `stopped by SIGTERM after
-    step 40`."""
+    """Describe how an attempt ended.
+
+    For example `failed: rank 1 was killed by SIGKILL`, or `stopped by SIGTERM after step 40`.
+    """
     between = " by " if one.status == "stopped" else ": "
     return f"{one.status}{between}{one.reason}" if one.reason else one.status
 
 
 def lost_texts(facts: Mapping[str, Any]) -> list[str]:
-    """Return the messages of all attempts, and for each failed attempt a sentence on why it failed and what this
-    cost."""
+    """Return the messages of all attempts, and for each failed attempt why it failed and what this cost."""
     attempts, found = attempts_of(facts), list[str]()
     for one, after in zip(attempts, [*attempts[1:], None], strict=False):
         found += one.told

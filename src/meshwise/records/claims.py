@@ -31,8 +31,10 @@ _CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.j
 
 
 def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
-    """Claim attempt `number` of the run in `folder`. Returns False if this attempt or a later one is already
-    claimed."""
+    """Claim attempt `number` of the run in `folder`.
+
+    Returns False if this attempt or a later one is already claimed.
+    """
     claims = folder / CLAIMS
     if newest(folder) >= number:
         return False

@@ -42,8 +42,10 @@ def write_code(folder: Path, word: str) -> None:
 
 
 def changed_code(folder: Path, word: str) -> list[str]:
-    """Return the files that were changed, removed or added since `write_code`. Returns [] if no hashes were
-    recorded."""
+    """Return the files that were changed, removed or added since `write_code`.
+
+    Returns [] if no hashes were recorded.
+    """
     try:
         kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

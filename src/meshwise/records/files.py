@@ -20,8 +20,10 @@ _places: dict[Path, int] = {}
 
 
 def stay_in(folder: Path) -> None:
-    """Do not create this folder again in this process. If it is removed or moved, writing into it raises OSError
-    instead."""
+    """Do not create this folder again in this process.
+
+    If it is removed or moved, writing into it raises OSError instead.
+    """
     _places[folder.absolute()] = folder.stat().st_ino if folder.exists() else 0
 
 

@@ -59,8 +59,10 @@ MOST_RANKS, LATEST = 1_000_000, 4e9
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
 _own: dict[Path, int] = {}
-"""The number of the attempt that this process has claimed, for each run. It never changes the records of a later
-attempt."""
+"""The number of the attempt that this process has claimed, for each run.
+
+The process does not change the records of a later attempt.
+"""
 _unwritten: dict[Path, dict[str, Any]] = {}
 """Contents of run.json that could not be written yet because the disk is full."""
 STOP = "stop"
@@ -201,8 +203,10 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of an attempt. If it is still marked as running, it is marked as failed, as its processes are
-    gone."""
+    """Return the facts of an attempt.
+
+    If it is still marked as running, it is marked as failed, as its processes are gone.
+    """
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 
@@ -241,8 +245,7 @@ def versions() -> dict[str, str]:
 
 
 def what_was_typed() -> dict[str, str]:
-    """Return the command line of this process, and the git commit of its working folder, which is "" without a
-    repository."""
+    """Return the command line of this process, and the git commit of its working folder, or "" without a repository."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
@@ -271,10 +274,10 @@ def _text(time: float) -> str:
 
 
 def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
-    """Read the facts of a run from its record. If the run is marked as running but its launcher is gone, its status is
-    failed.
+    """Read the facts of a run from its record.
 
-    Raises UsageError if `folder` is not a run folder or its record is damaged.
+    If the run is marked as running but its launcher is gone, its status is failed. Raises UsageError if `folder` is not
+    a run folder or its record is damaged.
 
     until: read the facts as this attempt or an earlier one wrote them.
     """

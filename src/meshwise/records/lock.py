@@ -49,8 +49,8 @@ class FolderLock:
     """Locks a folder until `close`. Raises UsageError, which names the other process, if another process holds the
     lock.
 
-    work: the work for which the folder is locked. The lock of an earlier attempt of the same job, which may hang or be
-    cut off from the network, is taken over.
+    work: the work for which the folder is locked. A lock that an earlier attempt of the same job holds is taken over,
+    because that attempt may hang or be cut off from the network.
     claimed: whether this machine has claimed the newest attempt (records/claims.py). If so, it takes over any lock.
     """
 
@@ -85,8 +85,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """Release all locks in a forked child process, such as a loader worker, because the child may outlive this
-    process."""
+    """Release all locks in a forked child, such as a loader worker, because the child may outlive this process."""
     for lock in list(_held):
         lock.close()
 
@@ -150,8 +149,10 @@ def _is_held(file: IO[str]) -> bool:
 
 
 def holder_of(folder: Path) -> tuple[str, int] | None:
-    """Return the host and the process id of the launcher that holds the folder, or held it last. None if this is
-    unknown."""
+    """Return the host and the process id of the launcher that holds the folder, or held it last.
+
+    Returns None if this is unknown.
+    """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         return str(facts["host"]), int(facts["process"])

@@ -32,8 +32,10 @@ class Metrics:
         self.losses: dict[int, float] = {}
 
     def read_on(self) -> None:
-        """Read the lines that were added. If the file was replaced, as when a run is resumed, all lines are read
-        again."""
+        """Read the lines that were added.
+
+        If the file was replaced, as when a run is resumed, all lines are read again.
+        """
         if not self._path.is_file():  # a pipe would be read for ever
             self._forget(0)
             return
@@ -58,8 +60,10 @@ class Metrics:
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
 
     def _take(self, line: bytes) -> bool:
-        """Add the values of a line. Returns whether the line is complete. The last line may not be completely written
-        yet."""
+        """Add the values of a line.
+
+        Returns whether the line is complete. The last line may not be completely written yet.
+        """
         try:
             record = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError):
@@ -85,8 +89,10 @@ def metrics_of(folder: Path) -> dict[str, list[float]]:
 
 
 def _place(name: str) -> int:
-    """Return a priority by which a program's own metric is chosen as the one that stands for the run. Lower comes
-    first."""
+    """Return the priority of a metric of the program in the choice of the one that stands for the run.
+
+    Lower comes first.
+    """
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
 

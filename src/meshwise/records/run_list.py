@@ -62,8 +62,10 @@ class RunEntry:
     """The number of the run's newest job in a cluster's queue, or "" if it was not submitted."""
     partition: str = ""
     queue: str = ""
-    """The state of that job in the queue, such as `pending (Priority)`. `partition` is where it is queued, such as
-    `gpu`."""
+    """The state of that job in the queue, such as `pending (Priority)`.
+
+    `partition` is where it is queued, such as `gpu`.
+    """
 
     @property
     def name(self) -> str:
@@ -142,8 +144,10 @@ def args_of(facts: Mapping[str, Any]) -> str:
 
 
 def plan_of(folder: Path) -> str:
-    """Return the non-default fields of the plan in a run folder, such as `data=2, precision=bf16`, or "" without a
-    plan."""
+    """Return the non-default fields of the plan in a run folder, such as `data=2, precision=bf16`.
+
+    The text is empty without a plan.
+    """
     try:
         text = (folder / names.PLAN).read_text(encoding="utf-8") if (folder / names.PLAN).is_file() else ""
         plan = plan_from_toml(text) if text else None

@@ -28,8 +28,10 @@ class SaveClock:
         """The next step at which `is_due` has to be called."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step. Every rank must call it after each step, because some calls are
-        collective."""
+        """Return whether to save after this step.
+
+        Every rank must call it after each step, because some calls are collective.
+        """
         if self._saves.seconds is None:
             every = self._saves.steps or 0
             self.look = step - step % every + every if every else math.inf

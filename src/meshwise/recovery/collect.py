@@ -42,10 +42,9 @@ def collected(thing: Any) -> Any:
 
 
 def held_of(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of the model's state_dict that this rank's pipeline stage holds, without a pipeline all
-    entries.
+    """Return the entries of the model's state_dict that this rank's pipeline stage holds.
 
-    The values are the parameters themselves, not detached tensors.
+    Without a pipeline, these are all entries. The values are the parameters themselves, not detached tensors.
     """
     lacking = stages.lacks(model)
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in lacking}

@@ -46,8 +46,10 @@ def not_finite_in(
 
 
 def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
-    """Return the name of this rank's first entry of the state that has a value that is not finite, or "" if there is
-    none."""
+    """Return the name of this rank's first entry of the state with a value that is not finite.
+
+    Returns "" if all values are finite.
+    """
     parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
     return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
 

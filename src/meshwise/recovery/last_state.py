@@ -125,8 +125,10 @@ class LastState:
         self.noted = self._state.step
 
     def is_whole(self) -> bool:
-        """Return whether the state is still the state after the noted step. Tensors that `note` copied may have
-        changed."""
+        """Return whether the state is still the state after the noted step.
+
+        Tensors that `note` copied may have changed.
+        """
         changing = set() if self._laid is None else set(self._laid.changing)
         now = enumerate(zip(versions(self._locals), self._versions, strict=True))
         same = all(number in changing or is_now == before for number, (is_now, before) in now)
@@ -134,8 +136,10 @@ class LastState:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the noted state into the memory, unless it is there already. Raises OSError if there is no space for
-        it."""
+        """Write the noted state into the memory, unless it is there already.
+
+        Raises OSError if there is no space for it.
+        """
         laid = self._laid
         if laid is None or self._memory.step == self.noted:
             return
@@ -146,8 +150,10 @@ class LastState:
         self._memory.write(self.noted, json.dumps(facts, separators=(",", ":")).encode(), sources)
 
     def leave(self) -> bool:
-        """Write the noted state after a step has failed. Returns False, and leaves no state, if the state has changed
-        since then."""
+        """Write the noted state after a step has failed, if it is unchanged. Returns whether it was written.
+
+        If the state changes while it is written, the memory is marked as invalid, and the result is False.
+        """
         if not self.is_whole():
             return False
         self.write()
@@ -204,8 +210,10 @@ class LastState:
         )
 
     def _dealt(self, shapes: Mapping[str, Held]) -> list[WriteItem]:
-        """Return what this rank writes. Tensors that several ranks hold are divided among these ranks, about equally by
-        bytes."""
+        """Return what this rank writes.
+
+        Tensors that several ranks hold are divided among these ranks, about equally by bytes.
+        """
         same, loads, mine = self._among.same, [0] * self._among.same, list[WriteItem]()
         every = [(name, box) for name, each in shapes.items() for box in each.boxes if volume(box)]
         for name, box in sorted(every, key=lambda each: -volume(each[1]) * itemsize(shapes[each[0]].dtype)):
@@ -261,8 +269,10 @@ class LastState:
         return True
 
     def _take(self, found: list[Tensor], laid: _Laid) -> bool:
-        """Use other tensors that were found under the same names, if their shapes are unchanged. Returns whether they
-        are."""
+        """Use other tensors that were found under the same names, if their shapes are unchanged.
+
+        Returns whether they are.
+        """
         if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
             return False
         self._objects = found

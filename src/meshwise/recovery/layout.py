@@ -152,8 +152,10 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
 
 
 def _divided(box: Box, count: int) -> list[Box]:
-    """Divide a box into at most `count` about equal parts, along its first dim that is long enough, or else its longest
-    dim."""
+    """Divide a box into at most `count` about equal parts.
+
+    It is divided along the first dim of at least `count` entries, or if there is none, along the longest dim.
+    """
     lengths = [end - begin for begin, end in box]
     dim = next((dim for dim, length in enumerate(lengths) if length >= count), lengths.index(max(lengths)))
     (begin, _), parts = box[dim], min(count, lengths[dim])

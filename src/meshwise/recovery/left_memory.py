@@ -46,8 +46,10 @@ class LeftMemory:
     def lay_out(
         self, parts: Sequence[WriteItem], shapes: Mapping[str, Held], facts: Mapping[str, Any]
     ) -> list[WriteItem]:
-        """Discard the contents, and prepare the memory for these parts. Returns the parts in the order that `write`
-        expects."""
+        """Discard the contents, and prepare the memory for these parts.
+
+        Returns the parts in the order that `write` expects.
+        """
         if self._side is not None:
             self._side.finish()
         with self._path.open("r+b") as file:
@@ -63,8 +65,7 @@ class LeftMemory:
         return list(places)
 
     def _map(self) -> mmap.mmap:
-        """Map the memory, which holds the layout once, and a step's facts and its tensors twice, one copy for each
-        place."""
+        """Map the file of the memory. It holds the layout once, and the facts and tensors of a step twice."""
         self._starts = starts = [HEAD]
         for size in (len(self._text), ROOM, ROOM, self.size, self.size):
             starts.append(-(-(starts[-1] + size) // PAGE) * PAGE)

@@ -58,8 +58,10 @@ class Stored:
         return self.files.read(self.name)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Read the tensor, sharded as `tensor` is. If both have the same shape, only this rank's part is read from the
-        files."""
+        """Read the tensor, sharded as `tensor` is.
+
+        If both have the same shape, only this rank's part is read from the files.
+        """
         if not isinstance(tensor, DTensor):
             return self.whole()
         if self.shape != tuple(tensor.shape):
@@ -146,8 +148,10 @@ def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
 
 
 def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
-    """Return the state. Collective if not all ranks see the files (`shared` is False): rank 0 reads and broadcasts
-    it."""
+    """Return the state.
+
+    Collective if not all ranks see the files (`shared` is False): rank 0 reads and broadcasts it.
+    """
     if not shared:
         tree = whole(_stored(saved, manifest)) if first else None
         return collectives.broadcast_object(tree, collectives.everyone())

@@ -50,8 +50,9 @@ def honour_loop(
     index: int,
     scheduled: bool,
 ) -> None:
-    """Apply the settings of a user's training loop that have changed since the state was saved, as `honour` does for a
-    job.
+    """Apply the settings of a user's training loop that have changed since the state was saved.
+
+    It does the same as `honour` does for a job.
 
     index: how many samples of the epoch are already trained on.
     scheduled: whether a learning rate scheduler was restored, too.

@@ -42,8 +42,10 @@ from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
-"""(name of a tensor, a box of it that this rank holds, slices of this box or None for all of it, the buffer to copy
-into)."""
+"""A copy to make: (name of a tensor, a box of it that this rank holds, slices of this box, the buffer to copy into).
+
+None instead of slices stands for the whole box.
+"""
 OVER = (
     "a later attempt of this run has begun elsewhere, while this one stood still or was cut off. It ends; nothing that "
     "it has written since then is read."
@@ -123,8 +125,7 @@ class Saver:
         return True
 
     def _begin(self) -> tuple[str, int, bool]:
-        """Return this session's prefix for message keys, the number of the attempt, and whether all ranks see the
-        folder."""
+        """Return (prefix of this session's messages, number of the attempt, whether all ranks see the folder)."""
         if self._begun is None:
             self._board = StoreBoard() if self._world.size > 1 else OwnBoard()
             key = secrets.token_hex(8)
@@ -163,8 +164,10 @@ class Saver:
         return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
-        """Return the values of all ranks merged. If a rank holds other parts than before, decide again what each rank
-        writes."""
+        """Return the values of all ranks merged.
+
+        If a rank holds other parts than before, decide again what each rank writes.
+        """
         everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
             ranks = collectives.gather_objects(shapes, everyone)
@@ -225,8 +228,10 @@ class Saver:
             files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left, room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
-        """Wait for the running save. patience: at most until so many seconds after its beginning. None waits until it
-        is done."""
+        """Wait for the running save.
+
+        patience: wait at most until so many seconds after the save began. None waits until it is done.
+        """
         if self._thread is None or self._writing is None:
             return
         left = None if patience is None else max(0.0, self._writing.began + patience - time.monotonic())
@@ -253,8 +258,7 @@ class Saver:
 
 
 def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, list[Copied]]:
-    """Return the header bytes of a rank's file, a buffer for the rest of the file, and what to copy into this
-    buffer."""
+    """Return the header bytes of a rank's file, a buffer for the rest, and the copies to make into this buffer."""
     beginning, places, size = laid_out(deal.parts[rank], deal.shapes)
     buffer, copies = torch.empty(size - len(beginning), dtype=torch.uint8, pin_memory=pinned), []
     for part, at in places.items():

@@ -151,8 +151,7 @@ def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise CheckpointError if the saved state_dict of a model has other names or shapes than this model's
-    state_dict."""
+    """Raise CheckpointError unless the saved state_dict of a model has the same names and shapes as this model's."""
     missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     ours, theirs = ({name: getattr(t, "shape", None) for name, t in side.items()} for side in (own, saved))
     other = [name for name in own if name in saved and ours[name] != theirs[name]]

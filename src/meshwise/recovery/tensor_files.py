@@ -40,8 +40,7 @@ ALIGNED = 64  # bytes to a multiple of which the header is filled up
 
 
 def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[bytes, dict[WriteItem, int], int]:
-    """Return the header bytes of a file that holds these parts, the offset of each part in the file, and the file's
-    size."""
+    """Return the header bytes of a file with these parts, the offset of each part in the file, and the file's size."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
     for part, size in described(parts, shapes):

@@ -46,8 +46,10 @@ class Board(Protocol):
 
 
 class StoreBoard:
-    """The process group's store, over a separate connection, because the main thread may be blocked in a wait on its
-    own."""
+    """The process group's store, over a connection of its own.
+
+    The main thread may be blocked in a wait on the other connection.
+    """
 
     def __init__(self) -> None:
         self._store = default_store().clone()  # type: ignore[attr-defined]
@@ -74,8 +76,10 @@ class OwnBoard:
 
 @dataclass(frozen=True)
 class Deal:
-    """What each rank writes. It is the same on every rank, and for every save as long as the ranks hold the same
-    parts."""
+    """What each rank writes.
+
+    It is the same on every rank, and for every save as long as the ranks hold the same parts.
+    """
 
     digests: tuple[int, ...]
     shapes: Mapping[str, Held]
