@@ -124,10 +124,11 @@ def _item(given: Any) -> Any:
 
 
 def on_host(given: Any) -> Any:
-    """Convert indices or booleans in a list, NumPy array or tensor to a tensor on the host, and a single index to an
-    int.
+    """Convert indices or booleans to a tensor on the host, and a single index to an int.
 
     Raises IndexError for values of any other type.
+
+    given: a list, a NumPy array, a tensor or a number.
     """
     values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if values.size == 0 and not isinstance(given, np.ndarray | Tensor):

@@ -102,7 +102,7 @@ def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Ha
 
 
 def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool = False) -> Array:
-    """Lay out `x` according to another sharding. Parts that lie right already are not copied.
+    """Change the sharding of `x`. Parts that are already on the right device are not copied.
 
     own: True makes sure that the result shares no memory with `x`, as for a result that is returned to the user.
     """
@@ -208,9 +208,9 @@ def combined(
     operation: str,
     shape: Shape | None = None,
 ) -> Array:
-    """Reduce the first dim of `partials`, the dim of the devices. The result lies as the sharding `wanted` says.
+    """Reduce the first dim of `partials`, the dim of the devices, to an array with the sharding `wanted`.
 
-    Each device of `wanted` gets what it needs of all partial results and reduces it.
+    Each device of `wanted` receives what it needs of all partial results, and reduces it.
 
     reduce: a function from shape (devices, ...) to shape (...). The partial results always come in the order of the
     devices, so that the bits of the result are always the same.

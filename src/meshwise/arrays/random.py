@@ -129,10 +129,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw integers from `low` up to but not including `high`.
-
-        If only one number is given, from 0 up to this number.
-        """
+        """Draw integers from `low` up to but not including `high`. If `high` is None, from 0 up to `low`."""
         begin, end = (0, int(low)) if high is None else (int(low), int(high))
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)

@@ -79,7 +79,7 @@ def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
 
 
 def together(x: Array, shape: Shape) -> Sharding:
-    """Return the sharding of the result of adding up partial results.
+    """Return the sharding of the result of combining partial results.
 
     The result is divided along its first dim. If it has no dims, it lies on the first device.
     """

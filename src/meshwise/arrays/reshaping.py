@@ -6,10 +6,8 @@ old proportions, rounded to whole entries.
 
 The bytes moved are the lower bound in two cases. If the divided dim is the first dim of its group, before and after,
 only what lies between an old border and the new one is moved. If it is the first dim either before or after, each
-device
-is sent what it lacks of its new part. If it is the first dim neither before nor after, the group is flattened first,
-and
-bytes move twice.
+device is sent what it lacks of its new part. If it is the first dim neither before nor after, the group is flattened
+first, and bytes move twice.
 """
 
 from __future__ import annotations

@@ -178,8 +178,7 @@ def ptp(x: Any, /, axis: Any = None) -> Any:
 
 
 def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
-    """Return the weighted mean. weights: a weight for each element, or for each entry along `axis`. By default all are
-    equal."""
+    """Return the mean. weights: a weight for each element, or for each entry along `axis`. By default all are equal."""
     x = as_array("average", x)
     if weights is None:
         return x.mean(axis)
@@ -202,8 +201,8 @@ def diag(x: Any, /) -> Any:
 def nan_to_num(
     x: Any, /, copy: bool = True, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Array:
-    """Replace NaN and infinities in `x` by numbers, infinities by default by the greatest and the least finite number.
-    With copy=False, `x` itself is changed."""
+    """Replace NaN by `nan`, and infinities by `posinf` and `neginf`, by default the greatest and the least finite
+    number. With copy=False, `x` itself is changed."""
     x = as_array("nan_to_num", x)
     found = in_order_of(like(x, [part.nan_to_num(nan, posinf, neginf) for part in x.parts]), [x])
     if copy:

@@ -75,8 +75,8 @@ all of it. If the layout is unknown, the rank draws independently of other ranks
 class KeyedDraws:
     """The random draws of one microbatch, of which this rank has `rows`.
 
-    attention_as_operators: whether to run attention as plain operators instead of fused kernels, so that its draws can
-    be intercepted.
+    attention_as_operators: whether to run attention as plain operators instead of fused kernels, so that its dropout
+    can be keyed.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class KeyedDraws:
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
-        """Operators whose draws could not be intercepted, so that each rank draws independently."""
+        """Operators whose draws could not be computed from the key, so that each rank draws independently."""
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -102,8 +102,8 @@ class KeyedDraws:
             yield
 
     def _go_on(self, calls: int) -> None:
-        """Skip the numbers of calls that earlier pipeline stages have made, so that numbers are the same without a
-        pipeline."""
+        """Skip the numbers of calls that earlier pipeline stages have made, so that no two calls have the same
+        number."""
         with without_interception():
             while len(self._calls) < calls:
                 if self._next_call() == len(self.log):

@@ -104,8 +104,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """Convert a user's tuple or dict of samples to a list. `reader` would take it for a tuple or dict of tensors of
-    rows."""
+    """Convert a user's tuple or dict of samples to a list. `reader` would expect tensors of rows in a tuple or dict."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 

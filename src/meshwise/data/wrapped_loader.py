@@ -3,8 +3,7 @@
 Each batch that the wrapper yields is paired with the rank's share of the DataLoader's batch from which it was made.
 
 A wrapper may read ahead, so that the batch that it yields need not be the last batch that it has read. But it yields
-one
-batch for each batch that it reads, in the same order, which is how its batches are paired with shares.
+one batch for each batch that it reads, in the same order, which is how its batches are paired with shares.
 """
 
 from __future__ import annotations

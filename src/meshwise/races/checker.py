@@ -104,10 +104,8 @@ class Checker:
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:
-        """Record a call of `tensor.record_stream`.
-
-        A freed block is reused only after the work of the stream up to then.
-        """
+        """Record a call of `tensor.record_stream`. The freed block is then reused only after the stream's work up to
+        now."""
         found = self._blocks.get(block)
         if found is not None:
             found.recorded.add(lane)

@@ -19,11 +19,11 @@ class Attempt:
     """One start of a run's workers. None means unknown.
 
     reason: why the attempt ended, or "" if it finished.
-    step: the step in which the rank that caused the failure failed.
+    step: the step at which the attempt failed, on the rank that caused the failure.
     seconds_to_detect: the time from an injected fault to the launcher's report of the failure.
     from_step: the last step that was finished before the attempt began.
     steps_lost: the number of steps that this attempt had to repeat.
-    seconds_to_step: the time from the report of the failure before to this attempt's first finished step.
+    seconds_to_step: the time from the report of the previous failure to the first step that this attempt finished.
     told: messages of the attempt for the user.
     """
 

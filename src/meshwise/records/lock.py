@@ -46,8 +46,7 @@ class Work:
 
 
 class FolderLock:
-    """Locks a folder until `close`. Raises UsageError, which names the other process, if another process holds the
-    lock.
+    """Locks a folder until `close`. Raises UsageError if another process holds the lock, and names this process.
 
     work: the work for which the folder is locked. A lock that an earlier attempt of the same job holds is taken over,
     because that attempt may hang or be cut off from the network.

@@ -54,7 +54,7 @@ class Metrics:
     def by_name(self) -> dict[str, list[float]]:
         """Return the values of each metric, in the order in which they were recorded.
 
-        The first metric in the dict is the one by which the run is judged: one of its tests, or else a validation
+        The first metric in the dict stands for the run in lists of runs. It is one of its tests, or else a validation
         metric or an accuracy that was passed to `mw.log`, or else the loss.
         """
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}

@@ -39,7 +39,7 @@ class RunEntry:
     args: the arguments of the job, such as `lr=3e-4`, or of the script.
     plan: the non-default fields of the plan, or "" without a plan.
     status: running, finished, stopped, failed, queued or unreadable.
-    metric: the name of the metric by which the run is judged (see `metrics_of`), or "" without metrics.
+    metric: the name of the metric that stands for the run (see `metrics_of`), or "" without metrics.
     last, best: the last and the best value of this metric.
     seconds: how long the workers have run, over all attempts.
     size: the size of the folder in bytes.

@@ -102,7 +102,7 @@ def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
 def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (name, tensor, strict) for each tensor of optimizer state that belongs to this rank's parameters.
 
-    strict: whether inf is an error in it. NaN always is one.
+    strict: whether inf in the tensor is an error. NaN is always an error.
     """
     names: dict[Tensor, str] = {p: name for model in models.values() for name, p in model.named_parameters()}
     lacking = {p for model in models.values() for p in stages.absent_parameters(model)}

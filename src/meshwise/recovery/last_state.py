@@ -2,13 +2,14 @@
 
 The memory is described in records/left_parts.py.
 
-    note     after each step: remember which tensors are the state, and copy those that a forward changes
-    write    copy the state into the memory; without a collective, so also after a step has failed, as long as the
-             state is still that after the last step, that is, until the optimizer changes it
+    note     after each step: remember which tensors are the state, and copy those that a forward pass changes
+    write    copy the state into the memory. This needs no collective call, so it also works after a step has failed,
+             as long as the optimizer has not changed the state since the last step
 
 The layout of the memory is computed once. If every tensor of the state can be found again under the same name in the
 model's modules and in the optimizer's state, each step only looks up these names. Otherwise the state is collected
 again after each step.
+
 Tested in tests/recovery/test_last_state.py.
 """
 
@@ -65,10 +66,9 @@ class _Laid:
     key: text that is equal for equal layouts.
     found: the dict and key under which each tensor is found again after a step. [] if this is unknown.
     divided: whether some tensors are DTensors, of which this rank holds parts.
-    changing: the numbers of the tensors that a forward changes.
+    changing: the numbers of the tensors that a forward pass changes.
     copies: copies of the `changing` tensors.
-    kept: what this rank writes: the number of a tensor, and a box of it if this rank holds several boxes of this
-    tensor.
+    kept: what this rank writes, as (number of a tensor, box). The box is None if this rank holds only one part of it.
     """
 
     key: str

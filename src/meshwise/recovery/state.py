@@ -30,8 +30,8 @@ class RunState:
     """Everything that a run carries from step to step.
 
     epoch: counted from 0.
-    index: how many samples of this epoch, in the global order, were read.
-    step: how many optimizer steps were done.
+    index: how many samples of this epoch, in the global order, are done.
+    step: how many optimizer steps are done.
     """
 
     model: nn.Module

@@ -48,7 +48,7 @@ class Board(Protocol):
 class StoreBoard:
     """The process group's store, over a connection of its own.
 
-    The main thread may be blocked in a wait on the other connection.
+    The main thread may be blocked in a wait on the store's usual connection.
     """
 
     def __init__(self) -> None:
