@@ -99,8 +99,8 @@ class _Window:
     def narrow(self, parts: Tensor, step: int) -> None:
         """Narrow the window by the samples that were read.
 
-        Sample t (counted from 1) comes after at least t * step - 1 elements. Up to and including it, there are fewer
-        than (t + number of parts) * step.
+        Up to and including sample t (counted from 1), there are at least t * step elements and at most (t + number of
+        parts - 1) * step.
 
         parts: the number of the part from which each sample comes, in the sorted order of the samples.
         """

@@ -102,8 +102,8 @@ class KeyedDraws:
             yield
 
     def _go_on(self, calls: int) -> None:
-        """Skip the numbers of calls that earlier pipeline stages have made, so that no two calls have the same
-        number."""
+        """Skip the numbers of calls that earlier pipeline stages have made. Calls are then numbered as without a
+        pipeline."""
         with without_interception():
             while len(self._calls) < calls:
                 if self._next_call() == len(self.log):
