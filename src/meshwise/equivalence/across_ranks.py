@@ -1,9 +1,7 @@
 """Bring what all ranks did to rank 0, and compare ranks.
 
-What every rank should have alike is compared over the ranks.
-
-Rank 0 alone would not show what another rank got wrong. Tensors travel as arrays, which pickle takes a hundred times
-faster.
+Values that should be equal on every rank are compared between the ranks, because rank 0 alone would not show what
+another rank got wrong. Tensors are sent as NumPy arrays, which pickle serializes a hundred times faster.
 """
 
 from __future__ import annotations
@@ -36,7 +34,8 @@ TINY = torch.finfo(torch.float64).tiny
 
 class _Arrays(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Pickle tensors as NumPy arrays on the host; leave everything else, and dtypes that NumPy lacks, as usual."""
+        """Pickle a plain strided tensor as a NumPy array on the host. Everything else, including bfloat16, which NumPy
+        lacks, is pickled as usual."""
         plain = type(value) is Tensor and not value.requires_grad
         if plain and value.layout == torch.strided and value.dtype != torch.bfloat16:
             return torch.from_numpy, (value.numpy(force=True),)
@@ -44,7 +43,8 @@ class _Arrays(pickle.Pickler):
 
 
 def to_rank_0(value: Any, group: Group = None) -> list[Any]:
-    """Send `value` of every rank in `group` to rank 0 of the group, in rank order; others get nothing. Collective."""
+    """Gather `value` from every rank of `group` on the group's rank 0. Returns the values in rank order there, and an
+    empty list on all other ranks. Collective."""
     written = io.BytesIO()
     _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     parts = gather_objects(written.getvalue(), group)
@@ -52,7 +52,11 @@ def to_rank_0(value: Any, group: Group = None) -> list[Any]:
 
 
 def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
-    """Return each name's value from the first rank that has the name (such as state of a divided optimizer)."""
+    """Return, for each name that any rank has, the value from the first rank that has it.
+
+    This joins state of which a rank may hold only a part, such as the state of a sharded optimizer. Only rank 0 of the
+    group gets the result, other ranks get an empty dict. Collective.
+    """
     names = gather_objects(list(named), group)
     earlier = {name for others in names[: get_rank(group)] for name in others}
     parts = to_rank_0({name: value for name, value in named.items() if name not in earlier}, group)
@@ -62,9 +66,14 @@ def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
 def tensors_diverge(
     kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
 ) -> Divergence:
-    """Return how much ranks differ from rank 0 in each tensor, relative to its norm there; omit equal tensors.
+    """Return, for each tensor that differs between ranks, the largest distance of any rank's copy from the first rank's
+    copy.
 
-    divided: each rank may have only some of the tensors. Collective; only rank 0 gets the result.
+    The distance is relative to the norm of the first copy, and is measured on random projections of the tensors. It is
+    infinite if a rank lacks the tensor or has it in another shape. Collective; only rank 0 gets the result.
+
+    kind: the kind of value, such as `gradients`, which becomes part of each key of the result.
+    divided: whether ranks may hold only some of the tensors, so that a missing tensor is no difference.
     """
     ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
     found = {}
@@ -80,7 +89,8 @@ def tensors_diverge(
 
 
 def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
-    """Return how much each number differs from rank 0's, relatively. Collective; every rank gets the result."""
+    """Return how much each number differs from rank 0's number, relative to the size of rank 0's number. Numbers that
+    all ranks have alike are left out. Collective; every rank gets the result."""
     ranks = gather_objects(dict(named), group)
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
@@ -93,7 +103,8 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
 def start_diverges(trace: Trace) -> Divergence:
     """Return how ranks differ before the first step, in tied weights, classes of modules, parameters and buffers.
 
-    Collective; every rank learns what any rank lacks; only rank 0 learns the other differences.
+    Every rank learns which parameters, tied weights and modules are missing on some rank. Only rank 0 learns how values
+    differ. Collective.
     """
     found: Divergence = {}
     group = _alike()
@@ -107,24 +118,30 @@ def start_diverges(trace: Trace) -> Divergence:
 
 
 def _alike() -> Group:
-    """Return the group whose ranks must have equal parameters, gradients and losses: all ranks, or, in a pipeline,
-    those that divide the work of this stage (None, the default group); stages are joined later."""
+    """Return the process group whose ranks must have equal parameters, gradients and losses.
+
+    This is the group of all ranks. In a pipeline it is None, the default group, whose ranks share the work of this
+    stage. The pipeline stages are joined later.
+    """
     return None if stages.pipe() is not None else everyone()
 
 
 def cannot_train(divergence: Divergence) -> bool:
-    """Return whether ranks lack each other's parameters or tied weights, so that training would hang or fail."""
+    """Return whether some rank lacks parameters or tied weights that another rank has. Training would then hang or
+    fail."""
     return any(far == LACKS and kind in ("tied weights", "initial parameters") for (kind, _), far in divergence.items())
 
 
 def low_precision_on_any(parameters: Named) -> dict[str, str]:
-    """Return each parameter whose values fit float16 or bfloat16 on some rank, with that dtype. Collective."""
+    """Return the parameters whose values are all representable in float16 or bfloat16 on some rank, with that dtype.
+    Collective."""
     ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
     return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}
 
 
 def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
-    """Return the counted samples of each microbatch by rank, and this rank's rows of each microbatch. Collective."""
+    """Return the sample indices of each microbatch by rank, without padding, and the rows of each microbatch that
+    belong to this rank. Collective."""
     ranks = gather_objects([(own.indices[: own.samples].tolist(), len(own.indices)) for own in slices])
     samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(slices))]
     rows = [
@@ -135,9 +152,11 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
 
 
 def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
-    """Complete `step`: join the ranks' parts of it, and add the state after the step. Collective.
+    """Complete `step`: join what the ranks recorded, and add the state of model and optimizer after the step.
+    Collective.
 
-    optimizer: None if the program updates by hand. divided: each rank has the state of only some parameters.
+    optimizer: None if the program updates the parameters without an optimizer.
+    divided: whether each rank has the optimizer state of only some parameters.
     """
     step.outputs, step.peers, differ = _outputs_of_ranks(step.outputs)
     step.contents = _contents_of_ranks(step.contents)
@@ -174,8 +193,12 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
-    """Return, on rank 0 and in rank order: one copy of the outputs of all samples, the outputs of ranks that share
-    samples, and how much those ranks differ. Collective."""
+    """Gather the recorded module outputs on rank 0, in rank order. Collective.
+
+    The first result is one copy of the outputs for all samples. The second is the outputs of every rank, grouped by
+    ranks that work on the same samples; it is empty if no ranks do. The third is how much the outputs differ inside
+    such a group.
+    """
     found: dict[int, list[list[Output]]] = {}
     differ: Divergence = {}
     for rank, outputs in to_rank_0((get_rank(), own), _alike()):
@@ -192,7 +215,8 @@ def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[O
 
 
 def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
-    """Gather the ranks' batches on rank 0, in rank order; keep one copy where ranks share samples. Collective."""
+    """Gather the ranks' batches on rank 0, in rank order. Ranks that work on the same samples give one copy.
+    Collective."""
     found: dict[int, list[Contents]] = {}
     for rank, contents in to_rank_0((get_rank(), own), _alike()):
         found.setdefault(rank, contents)
@@ -200,7 +224,8 @@ def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
 
 
 def _apart(first: Output, other: Output) -> float:
-    """Return how much the outputs of one call differ between two ranks, relative to the size of `first`."""
+    """Return how much the outputs of one call differ between two ranks, relative to the size of `first`. Return
+    infinity if their shapes or layouts differ."""
     if first.sketches.keys() != other.sketches.keys():
         return LACKS
     pairs = [(first.sketches[layout], other.sketches[layout]) for layout in first.sketches]
@@ -214,7 +239,8 @@ def _length(sketch: Tensor) -> float:
 
 
 def _join_stages(step: StepTrace) -> None:
-    """Join on the first stage the parts of `step` that the stages of a pipeline hold. Collective."""
+    """Join the parts of `step` that the stages of a pipeline hold, on the first stage. Does nothing without a pipeline.
+    Collective."""
     pipe = stages.pipe()
     if pipe is None:
         return
@@ -233,7 +259,8 @@ def _join_stages(step: StepTrace) -> None:
 
 
 def collect_run(trace: Trace) -> None:
-    """Complete `trace` with what all ranks drew in the run, and with how their evaluations differ. Collective."""
+    """Complete `trace` with the random draws of all ranks, and with how the evaluation metrics of the ranks differ. In
+    a pipeline, also join the initial parameters and buffers of all stages. Collective."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
     trace.drawn_alike = set().union(*gather_objects(trace.drawn_alike))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))

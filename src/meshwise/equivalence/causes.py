@@ -1,6 +1,6 @@
 """Define every cause that a check can name.
 
-Each has a name and an explanation.
+Every cause has a title and an explanation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from enum import Enum
 
 
 class CauseKind(Enum):
-    """A cause. title: the cause's name in messages and JSON. meaning: an explanation. address: the page to read."""
+    """A kind of mistake that `meshwise check` can name as the likely cause of a difference.
+
+    title: the name of the cause in messages and JSON.
+    meaning: an explanation in one sentence.
+    address: the page and section of the documentation that describe the cause.
+    """
 
     LOSS_WEIGHTING = "loss weighting", "the mean over the global batch is not weighted by what each rank's mean is over"
     COUPLED = "coupled samples", "the loss compares samples with each other, and each rank has only its own"
@@ -56,7 +61,7 @@ class CauseKind(Enum):
 
 @dataclass(frozen=True)
 class Cause:
-    """A likely cause, and one or more sentences of evidence for it."""
+    """The likely cause of a difference, with one or more sentences of evidence for it."""
 
     kind: CauseKind
     evidence: str

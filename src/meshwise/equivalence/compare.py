@@ -1,11 +1,13 @@
 """Compare two sides: what differs, how much, and where it began.
 
-A difference is relative to the larger of the tensor's own largest value and a thousandth of the largest among all
-tensors of its kind in that step: a gradient that is zero but for rounding has no scale. A difference above `LIMIT` is a
-fault. A difference between ranks in what should be one value is a fault too, even if rank 0 is right.
+The sides are the reference run on one device and the run under a plan. A difference is relative to the largest value of
+the tensor, but at least to a thousandth of the largest value among all tensors of its kind in that step, because a
+gradient that is zero except for rounding has no scale of its own. A difference above `LIMIT` is a fault. A difference
+between ranks in a value that should be the same on all of them is a fault too, even if rank 0 is right.
 
-Left out of parameters and optimizer state: elements whose gradient was zero but for rounding in some step (below 1e-8
-of the largest gradient, yet not zero on both sides; see noise.py). Adam turns that noise into whole steps.
+Some elements of parameters and optimizer state are left out: those whose gradient was zero except for rounding in some
+step (below 1e-8 of the largest gradient, yet not zero on both sides; see noise.py). Adam turns such noise into steps of
+full size.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from meshwise.equivalence.tolerance import LIMIT, finite
 from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
 
 MICROBATCHES = "number of microbatches"
-"""The name of the difference that two sides have if their numbers of microbatches differ."""
+"""The name of the `Difference` that says that the two sides use different numbers of microbatches."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
     *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
@@ -38,7 +40,12 @@ HARDLY = 1e-3  # of a difference: what is left of it where it was made up for
 
 @dataclass(frozen=True)
 class Compared:
-    """All comparisons of one kind: their number, the number of faults among them, and the largest difference."""
+    """A summary of all comparisons of one kind of value.
+
+    count: the number of comparisons.
+    faults: how many of them differ by more than the limit.
+    largest: the comparison with the largest difference.
+    """
 
     kind: str
     count: int
@@ -48,10 +55,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of two sides. first: the first fault in the order of events; None if the sides are equal.
+    """The comparison of the reference run on one device with the run under a plan.
 
-    modules: the class of each module, by name. left_out: sentences on what could not be compared, and why. unseen: the
-    module outputs that could not be compared.
+    kinds: a summary for each kind of value.
+    differences: every comparison that was made, also of equal values.
+    first: the first fault in the order of events. None if the two runs are equal.
+    modules: the name of each module, with its class.
+    left_out: sentences that say what could not be compared, and why.
+    unseen: the module outputs that could not be compared.
     """
 
     kinds: tuple[Compared, ...]
@@ -67,7 +78,7 @@ class Comparison:
 
 
 def compare(reference: Trace, actual: Trace) -> Comparison:
-    """Compare the trace of one device with the trace of a plan."""
+    """Compare the trace of the run under a plan (`actual`) with the trace of the run on one device (`reference`)."""
     found = [Difference("races", 0, race, math.inf, 0.0) for race in actual.races]
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
@@ -114,8 +125,11 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 
 
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
-    """Excuse gradients that the program itself reduces after the backward: judge them by the gradients that the
-    optimizer gets. A gradient that differs by a factor stays a fault, as clipping to a norm may hide the factor."""
+    """Accept gradients that the program itself reduces after the backward pass.
+
+    Such gradients are judged by what the optimizer gets. A gradient that differs by a factor stays a fault, because
+    clipping to a norm may hide the factor.
+    """
     got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
     made = {
         d.name: got.get(d.name, math.inf)
@@ -152,7 +166,7 @@ def _number_of_steps(one: int, plan: int) -> Iterator[Difference]:
 
 
 def _resumed(step: int, before: StepTrace, after: StepTrace) -> Iterator[Difference]:
-    """Compare the state of a job after a resume with its state before the resume."""
+    """Compare the state of a job right after a resume with its state before the resume."""
     for kind in ("parameters", "buffers", "optimizer_state"):
         yield from tensors("resumed state", step, getattr(before, kind), getattr(after, kind))
     yield from numbers("resumed state", step, before.scheduler, after.scheduler)
@@ -193,7 +207,8 @@ def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differen
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    """Compare the loss, and the gradients in the order in which they became ready on one device."""
+    """Compare the loss, the gradients, their norm, and the clipped gradients. The gradients come in the order in which
+    they became ready on one device."""
     yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
@@ -225,7 +240,8 @@ def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
-    """Return the factor from `mine` to `other` (by least squares), and the relative norm of what the factor leaves."""
+    """Return the factor that maps `mine` to `other` best, by least squares, and the norm of the rest relative to the
+    norm of `other`."""
     square = float((mine * mine).sum())
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())

@@ -1,6 +1,6 @@
 """Compare module outputs: rows of samples, slices, or partial sums.
 
-Slices are those of positions or features.
+Slices are parts of the output along the sequence dimension (positions) or along the last dimension (features).
 
 Tested in tests/equivalence/test_outputs.py and tests/equivalence/test_tensor_by_hand.py.
 """
@@ -24,7 +24,11 @@ _Seen = tuple[Output, Parts | None, tuple[float, float] | None, Ways]
 
 
 def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> list[Difference]:
-    """Compare the module outputs of a step; append those that cannot be compared to `unseen`."""
+    """Compare the module outputs of a step. Outputs that cannot be compared are appended to `unseen`.
+
+    mine: the step on one device.
+    other: the step under the plan.
+    """
     theirs: dict[Any, list[Output]] = defaultdict(list)
     for output in other.outputs:
         theirs[output.key].append(output)
@@ -63,8 +67,11 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
 
 
 def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
-    """Yield the differences of a step whose loss and gradients are equal; move each fault to `unseen`, as rows of such
-    outputs were mistaken for samples (an expert may by chance get as many tokens as there are samples)."""
+    """Yield the differences in the outputs of a step in which loss and gradients are equal.
+
+    An output that seems to differ in such a step is moved to `unseen`, because its rows were mistaken for samples. An
+    expert, for example, may by chance get as many tokens as there are samples.
+    """
     for difference in outputs:
         if difference.fault:
             why = "its rows are not those of the samples, since nothing made of them differs"

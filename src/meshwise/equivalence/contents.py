@@ -1,9 +1,8 @@
 """Sketch each sample of a batch, to compare what ranks read.
 
-A sample must be the same numbers, whichever rank reads it.
-
-Only what has a row for each sample is looked at. Rows of other widths (padding up to the longest sample of a rank's
-part) cannot be compared.
+A sketch is a random projection of the sample's values. A sample must have the same values, whichever rank reads it.
+Only tensors with one row for each sample are compared. Rows of different widths cannot be compared, as where each rank
+pads to the longest of its own samples.
 
 Tested in tests/equivalence/test_kinds.py.
 """
@@ -34,7 +33,12 @@ DEPTH, MANY = 4, 16  # how deep a generator is looked for in what a data set hol
 
 @dataclass(frozen=True)
 class Reading:
-    """Where batches come from: the data set, its generator and its collate function (see `Contents`)."""
+    """Where batches come from: the data set, its random generator and its collate function.
+
+    source: the class of the data set, with the source line that reads a sample.
+    draws: the name of the random generator that the data set uses. Empty if there is none.
+    collate: the name of the user's collate function. Empty for the default one.
+    """
 
     source: str = ""
     draws: str = ""
@@ -43,7 +47,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Field:
-    """The comparison of one tensor of a batch. wrong: the indices of differing samples. samples: how many there are."""
+    """The comparison of one tensor of a batch.
+
+    relative, absolute: the largest difference between one device and the ranks.
+    wrong: the indices of the samples that differ.
+    samples: the number of samples compared.
+    """
 
     name: str
     relative: float
@@ -67,7 +76,8 @@ def _is_generator(thing: Any) -> bool:
 
 
 def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
-    """Return the path of a random generator that an object holds, such as `Data.rng`; empty if there is none."""
+    """Return the path of a random generator that an object holds, such as `Data.rng`. Return an empty string if there
+    is none."""
     if _is_generator(thing):
         return name
     if isinstance(thing, type | ModuleType | nn.Module | Tensor):
@@ -81,7 +91,7 @@ def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
 
 
 def contents_of(microbatch: int, batch: Any, rows: int, reading: Reading) -> Contents:
-    """Describe this rank's part of a batch; keep only the tensors with `rows` rows, one row for each sample."""
+    """Describe this rank's part of a batch. Only tensors with exactly `rows` rows, one for each sample, are kept."""
     fields = {
         name: (tuple(tensor.shape[1:]), row_sketches(tensor.detach()))
         for name, tensor in _tensors(batch)
@@ -105,8 +115,12 @@ def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
 def compared_fields(
     one: Sequence[Contents], ranks: Sequence[Contents], samples: Sequence[int], of_ranks: Sequence[int]
 ) -> Iterator[Field]:
-    """Compare the fields of a microbatch. samples, of_ranks: the sample indices of one device and of the ranks, in the
-    order read; if the two hold different samples, no field is compared."""
+    """Compare the tensors of one microbatch on one device with the same tensors on the ranks. Nothing is compared if
+    the two sides read different samples.
+
+    samples: the sample indices on one device, in the order read.
+    of_ranks: the sample indices on all ranks, in the order read.
+    """
     if len(one) != 1 or not ranks or sorted(samples) != sorted(of_ranks):
         return
     at = {sample: number for number, sample in enumerate(of_ranks)}

@@ -1,10 +1,9 @@
 """Find a missing or extra sum in a program's hand-written backward.
 
-The gradients that come back to the outputs of modules show it.
-
-If ranks with the same samples get parts of an output's gradient, or a multiple of it, the module that uses that output
-lacks a sum in its backward, or sums once too often. If all these gradients are right, a parameter's gradient is
-partial.
+The evidence is the gradients that reach the outputs of modules. Ranks with the same samples should get the whole
+gradient of an output. If they get only parts of it, or a multiple, the module that uses the output lacks a sum over
+ranks in its backward, or sums once too often. If the gradients of all outputs are right, the gradient of a parameter is
+itself only a part.
 
 Tested in tests/equivalence/test_tensor_by_hand.py.
 """
@@ -31,8 +30,12 @@ WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
 
 @dataclass(frozen=True)
 class Back:
-    """The gradient that reaches a module's output on the ranks. is_part: whether the ranks' gradients add up to that of
-    one device. factor: the ratio to the gradient of one device; 0 if no single factor fits."""
+    """The gradient that reaches the output of a module on the ranks, compared with the same gradient on one device.
+
+    at: the position of the module's call among all calls of the forward pass.
+    is_part: whether the gradients of the ranks add up to the gradient on one device.
+    factor: the ratio to the gradient on one device. 0 if no single factor fits.
+    """
 
     module: str
     at: int
@@ -41,7 +44,8 @@ class Back:
 
 
 def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
-    """Name a sum over ranks that is missing, or done twice, in the backward of a program that exchanges by hand."""
+    """Find a sum over ranks that is missing or done twice in the backward pass of a program that calls collectives
+    itself. Return None if there is no sign of this."""
     actual, first = evidence.actual, evidence.first
     if first.step > 1 or not (actual.exchanges or actual.exchanges_backward) or not evidence.steps[1].peers:
         return None
@@ -77,8 +81,11 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
 
 
 def _of_a_parameter(evidence: Evidence) -> Cause | None:
-    """Blame a parameter's gradient if the gradient that reaches the module's output is right: each rank has a part of
-    the parameter's gradient, or the module's backward sums it too often."""
+    """Explain a wrong parameter gradient where the gradient that reaches the module's output is right.
+
+    Either each rank has a part of the parameter's gradient, or the module's backward sums it too often or over the
+    wrong ranks. Returns None if neither fits.
+    """
     reference, actual = evidence.steps
     wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
     found = {name: weights_in(reference, actual, [name]) for name in wrong}
@@ -111,13 +118,15 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
 
 
 def _adds_up(found: RankWeights | None, alike: int) -> bool:
-    """Return whether `alike` ranks with the same samples each have a part of the gradient: their weights sum to it."""
+    """Return whether each of `alike` ranks with the same samples has a part of the gradient. The weights of the parts
+    then sum to `alike`."""
     one = found.one if found is not None and found.unique else None
     return one is not None and alike > 1 and min(one) > 0 and near(sum(one), alike)
 
 
 def _backs(evidence: Evidence) -> Iterator[Back]:
-    """Yield the gradients that reach the outputs that can be compared, in the order of the backward."""
+    """Yield the gradients that reach module outputs, in the order of the backward pass. Outputs that cannot be compared
+    are left out."""
     one, plan = evidence.steps
     peers = peers_in(plan)
     first = [output for output in one.outputs if output.microbatch == 0]
@@ -161,7 +170,7 @@ def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
 
 
 def _gradient(output: Output) -> Output:
-    """Return an `Output` whose sketches are those of the gradient that reached `output`."""
+    """Return an `Output` that holds the sketches of the gradient that reached `output`."""
     return replace(output, sketches=output.gradient)
 
 

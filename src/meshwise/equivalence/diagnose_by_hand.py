@@ -1,5 +1,7 @@
 """Diagnose differing outputs of modules that exchange data by hand.
 
+By hand means with torch.distributed collectives that the program itself calls.
+
 Tested in tests/equivalence/test_by_hand.py and tests/equivalence/test_tensor_by_hand.py.
 """
 
@@ -21,8 +23,12 @@ from meshwise.spec.words import some
 
 
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
-    """Name a module whose partial results the program never sums over ranks: the program itself divides the module's
-    parameters, or the ranks' outputs add up to the output of one device."""
+    """Find a module with partial results that the program never sums over ranks. Return a sentence about it, or an
+    empty string.
+
+    The sign is that the program itself divides the module's parameters, or that the outputs of the ranks add up to the
+    output of one device.
+    """
     name = evidence.first.name
     if evidence.first.facts.get("parts") == "a sum":
         return (
@@ -48,19 +54,21 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
 
 
 def _follows_features(evidence: Evidence) -> bool:
-    """Return whether the outputs compared just before the first wrong one are divided by features over the ranks."""
+    """Return whether the last compared outputs before the first wrong one are divided over the ranks by features."""
     before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < evidence.first.facts["at"]]
     return bool(before) and before[-1].facts.get("parts") == "features"
 
 
 def over_another_group(evidence: Evidence) -> str:
-    """Name the first module with wrong outputs, if it sums over a group that does not match the shared samples."""
+    """Return a sentence about the first module with wrong outputs if it sums over the wrong process group. Return an
+    empty string otherwise. The right group is the ranks that have the same samples."""
     said = evidence.of_another_group(evidence.exchanges(evidence.first.name, True))
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
 
 def exchanges_by_hand(evidence: Evidence) -> str:
-    """Name the first module with wrong outputs, and the source lines of the collectives that it calls."""
+    """Return a sentence that names the first module with wrong outputs and the source lines of the collectives that it
+    calls. Return an empty string if it calls none."""
     lines = evidence.exchanges_in(evidence.first.name)
     before = f"everything before it{evidence.not_seen(evidence.first.facts['at'])} is equal"
     text = f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {before}"
@@ -68,7 +76,8 @@ def exchanges_by_hand(evidence: Evidence) -> str:
 
 
 def counted_by_ranks(evidence: Evidence) -> Cause | None:
-    """Explain outputs that are off by the number of ranks: multiplied or divided by it, or with extra biases."""
+    """Explain outputs that are wrong by the number of ranks. They are multiplied by it, divided by it, or contain a
+    bias once for each rank. Return None if this does not fit."""
     key = _call(evidence)
     ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == key]
     found = None if evidence.ranks_differ() else next(_scaled(evidence, ranks_of), None)
@@ -99,7 +108,8 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
-    """Explain outputs that differ between ranks with the same samples, and from those of one device."""
+    """Return a sentence about outputs that differ between ranks with the same samples, and also from one device. Return
+    an empty string if rank 0 has the output of one device, or the ranks do not differ."""
     if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
         return ""
     text = f"{evidence.where(evidence.first.name)} gives other outputs on ranks that work on the same samples"
@@ -114,14 +124,17 @@ def ranks_have_parts(evidence: Evidence) -> str:
 
 
 def _call(evidence: Evidence) -> tuple[int, str, int]:
-    """Return the key (microbatch, module, call) of the call whose outputs differ first."""
+    """Return the key (microbatch, module, call number) of the first call with differing outputs."""
     facts = evidence.first.facts
     return facts["microbatch"] - 1, evidence.first.name, facts["call"] - 1
 
 
 def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, str]]:
-    """Yield (factor, multiple, what) if the wrong outputs are `factor` times those of one device plus a multiple of
-    `what`, a bias or 1. Outputs of ranks that share samples are summed first."""
+    """Yield (factor, multiple, what) for each way to write the wrong outputs as `factor` times the outputs of one
+    device plus `multiple` times `what`.
+
+    `what` is the name of a bias, `1` for a constant, or empty. Outputs of ranks that share samples are summed first.
+    """
     key = _call(evidence)
     one = next((output for output in evidence.steps[0].outputs if output.key == key), None)
     rows = _rows(groups)

@@ -8,12 +8,15 @@ from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.evidence import Evidence, Rule, near, says
 
 UNSUMMED = "without mw.sum"
-"""The label of a script's evaluation loop whose figures cover the samples of one rank only."""
+"""The label of an evaluation loop in a script that computes its metrics from the samples of one rank only."""
 
 
 def _sample_counted_again(evidence: Evidence) -> str:
-    """Name a padding sample that explains all differing metrics: it counted once more for each rank without samples, or
-    did not count at all."""
+    """Return a sentence about a single sample that explains all differing metrics. Return an empty string if there is
+    none.
+
+    The sample counted once more for each rank that had no samples of its own, or did not count at all.
+    """
     wrong = [d.name for d in evidence.faults("evaluation")]
     single = evidence.reference.single_sample_metrics
     if not wrong or any(name not in single or name not in evidence.reference.metric_sums for name in wrong):
@@ -45,7 +48,8 @@ def _is_random_under_the_plan(evidence: Evidence) -> bool:
 
 
 def _is_read_by_every_rank(evidence: Evidence) -> str:
-    """Report an evaluation loop whose whole loader every rank reads: mw.sum counts each sample once per rank."""
+    """Return a sentence about an evaluation loop that reads a whole loader on every rank, so that `mw.sum` counts each
+    sample once per rank. Return an empty string if there is none."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
     said = evidence.actual.counted_again if near(plan, one * evidence.plan.devices) else []
     return f"{evidence.first.name} is {evidence.both_numbers()}. {said[0]}" if said else ""

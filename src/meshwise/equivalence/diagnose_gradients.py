@@ -1,9 +1,9 @@
 """Diagnose differing gradients when outputs and loss agree.
 
-The rules go from the surest evidence to the weakest.
+The rules are in order, from the surest evidence to the weakest.
 
-The position of the first wrong gradient in the backward tells much: wrong loss weights or reductions make every
-gradient wrong, from the loss on; a fault inside a module leaves the gradients of later modules right.
+Much follows from the position of the first wrong gradient in the backward pass. Wrong loss weights or wrong reductions
+make every gradient wrong, beginning at the loss. A fault inside a module leaves the gradients of later modules right.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from meshwise.spec.words import some
 
 
 def _no_gradient(evidence: Evidence) -> Cause | None:
-    """Explain a missing gradient: the plan did not reduce it, or the autograd graph does not reach the parameter."""
+    """Explain a gradient that only one side has. The plan did not reduce it, or the autograd graph does not reach the
+    parameter. Return None if no gradient is missing."""
     first = evidence.first
     lacking = first.facts.get("lacking")
     if lacking is None:
@@ -49,7 +50,7 @@ def _not_reduced(evidence: Evidence) -> str:
 
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
-    """Report gradients that the program modifies between the microbatches of a step."""
+    """Explain gradients that the program modifies between the microbatches of a step. Return None if it does not."""
     one, plan = evidence.steps
     for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"after microbatch {micro + 1} on rank {rank}"
@@ -69,7 +70,7 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
 
 
 def _one_factor(evidence: Evidence) -> Cause | None:
-    """Explain gradients that are all the same multiple of those of one device."""
+    """Explain gradients that are all the same multiple of the gradients on one device. Return None if they are not."""
     factors, plan = [d.factor for d in evidence.faults("gradients")], evidence.plan
     factor = factors[0] if factors else None
     if factor is None or not all(f is not None and near(f, factor) for f in factors):
@@ -85,7 +86,8 @@ def _one_factor(evidence: Evidence) -> Cause | None:
 
 
 def _begins_with_a_factor(evidence: Evidence) -> str:
-    """Explain a first wrong gradient that is off by the number of ranks: errors in later gradients follow from it."""
+    """Return a sentence about a first wrong gradient that is off by the number of ranks. Return an empty string if it
+    is not. Errors in later gradients follow from the first one."""
     factor, plan = evidence.first.factor, evidence.plan
     sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
     if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
@@ -122,7 +124,8 @@ def _lower_precision(evidence: Evidence) -> str:
 
 
 def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
-    """Blame the program's own collective if ranks get no gradient, or if no weighted sum of theirs is the right one."""
+    """Blame a collective that the program itself calls, if no weighted sum of the ranks' own gradients gives the
+    gradient on one device. Return None otherwise."""
     solved = weights_in(*evidence.steps, [evidence.first.name])
     if solved is None or solved.one is not None:
         return None
@@ -146,7 +149,8 @@ def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
 
 
 def _random_recompute(evidence: Evidence) -> str:
-    """Report a recomputed block that draws other random numbers than in its first run: its gradients are wrong."""
+    """Return a sentence about a recomputed block (activation checkpointing) that draws other random numbers than in its
+    first run, so that its gradients are wrong. Return an empty string if there is none."""
     reference, actual = evidence.steps
     if not actual.rng_mismatch or reference.rng_mismatch:
         return ""
@@ -158,7 +162,8 @@ def _random_recompute(evidence: Evidence) -> str:
 
 
 def _wrong_recompute(evidence: Evidence) -> str:
-    """Blame the recomputation of a block in the backward, if all gradients of later modules are right."""
+    """Blame the recomputation of a block (activation checkpointing) if the gradients of all later modules are right.
+    Return an empty string otherwise."""
     block = _block_of(evidence)
     if block is None or not _below(evidence):
         return ""
@@ -167,14 +172,16 @@ def _wrong_recompute(evidence: Evidence) -> str:
 
 
 def _block_of(evidence: Evidence) -> str | None:
-    """Return the recomputed block that contains the first wrong gradient, else the next one called; None if none."""
+    """Return the recomputed block that contains the first wrong gradient, or else the next recomputed block in the
+    order of calls. Return None if there is none."""
     owner, again = owner_of(evidence.first.name), evidence.actual.recomputed_modules
     here = next((block for block in again if is_inside(owner, block)), None)
     return here if here is not None else next((b for b in _called_next(evidence) if b in again), None)
 
 
 def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
-    """Blame a batch norm if all gradients of earlier layers are wrong: its backward sums over the wrong samples."""
+    """Blame a batch norm if the gradients of all layers before it are wrong: its backward then sums over the wrong
+    samples. Return an empty string otherwise."""
     below = _below(evidence)
     if not below or not all(d.fault for d in below):
         return ""
@@ -205,19 +212,24 @@ GRADIENT_RULES: tuple[Rule, ...] = (
 
 
 def _below(evidence: Evidence) -> list[Difference]:
-    """Return the gradients from the first wrong one on, in the order of the backward; none if it is the very first."""
+    """Return the gradients from the first wrong one on, in the order of the backward pass. Return none if the very
+    first gradient is wrong."""
     gradients = evidence.gradients()
     return gradients[gradients.index(evidence.first) :] if evidence.first in gradients[1:] else []
 
 
 def _all_wrong(evidence: Evidence) -> bool:
-    """Return whether every gradient larger than rounding noise is wrong."""
+    """Return whether every gradient above rounding noise is wrong."""
     return all(d.fault for d in evidence.gradients())
 
 
 def _called_next(evidence: Evidence) -> list[str]:
-    """Return the modules called, in the first microbatch, after the last call of the module that owns the first wrong
-    gradient, up to the first module with right gradients; modules that contain the owner are left out."""
+    """Return the modules that run, in the first microbatch, after the last call of the module with the first wrong
+    gradient.
+
+    The list ends with the first module that has right gradients. Modules that contain the module with the wrong
+    gradient are left out.
+    """
     owner = owner_of(evidence.first.name)
     names = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
     last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
@@ -227,7 +239,7 @@ def _called_next(evidence: Evidence) -> list[str]:
 
 
 def _whole_modules(names: list[str], evidence: Evidence) -> bool:
-    """Return whether `names` has either all or none of the parameters of each module."""
+    """Return whether `names` contains, for each module, either all of its parameters or none."""
     owners = {owner_of(name) for name in names}
     return all(name in names for name in evidence.reference.steps[0].gradients if owner_of(name) in owners)
 

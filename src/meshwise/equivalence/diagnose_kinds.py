@@ -1,6 +1,6 @@
 """Diagnose causes that one kind of state shows by itself.
 
-Such state is a batch, what a step or a resume has left behind, or what is not finite.
+Such state is the contents of a batch, the buffers of a module, or a value that is not finite.
 
 Tested in tests/equivalence/test_kinds.py.
 """
@@ -17,7 +17,7 @@ from meshwise.spec.words import some
 
 
 def _other_contents(evidence: Evidence) -> str:
-    """Name a sample whose values differ from those on one device, and the source line that reads it."""
+    """Return a sentence that names a sample with other values than on one device, and the source line that reads it."""
     facts = evidence.first.facts
     where = f"{facts['place']}: " if facts["place"] else ""
     text = f"{where}sample {facts['sample']} of {facts['source']} is other numbers in {evidence.first.name}"
@@ -36,7 +36,8 @@ def _own_generator(evidence: Evidence) -> str:
 
 
 def _made_of_the_batch(evidence: Evidence) -> str:
-    """Blame the collate function if the very first sample differs, before random numbers could have diverged."""
+    """Blame the collate function if the very first sample already differs, before random numbers could have diverged.
+    Return an empty string otherwise."""
     facts = evidence.first.facts
     if not facts["collate"] or not facts["from the first"] or evidence.first.step > 1:
         return ""
@@ -61,7 +62,8 @@ OF_BATCH = (
 
 
 def own_statistics(evidence: Evidence) -> str:
-    """Name a module whose buffers differ after the step: it keeps statistics of this rank's samples only."""
+    """Return a sentence about a module whose buffers differ after the step, because it keeps statistics of this rank's
+    samples only. Return an empty string if its buffers agree."""
     name, kind = evidence.first.name, evidence.first.facts["class"]
     kept = [d.name for d in evidence.faults("buffers") if owner_of(d.name) == name]
     if not kept:
@@ -76,7 +78,8 @@ def own_statistics(evidence: Evidence) -> str:
 
 
 def open_exchange(evidence: Evidence) -> str:
-    """Name the collective that was still under way when a value became NaN; only if collectives were perturbed."""
+    """Return a sentence about the collective that was still in flight when a value became NaN. Return an empty string
+    if there is none, or if collectives were not perturbed (`CheckSpec.perturb`)."""
     one, plan = evidence.steps
     if not math.isinf(evidence.first.relative) or not math.isfinite(one.loss) or not plan.nan_while_open:
         return ""
@@ -84,7 +87,8 @@ def open_exchange(evidence: Evidence) -> str:
 
 
 def not_finite(evidence: Evidence) -> str:
-    """Report a value that is finite on one device, but not under the plan."""
+    """Return a sentence about a value that is finite on one device, but not under the plan. Return an empty string if
+    there is none."""
     one, plan = evidence.steps
     if not math.isfinite(one.loss) or math.isfinite(plan.loss) or "lacking" in evidence.first.facts:
         return ""

@@ -22,7 +22,8 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 def skipped_step(evidence: Evidence) -> str:
-    """Report a step in which no parameter changes under the plan, although other steps of the plan change some."""
+    """Return a sentence about a step in which no parameter changes under the plan, although other steps change some.
+    Return an empty string if this is not so."""
     (one, plan), step = evidence.steps, evidence.first.step
     mine, theirs = (_values(trace) for trace in (evidence.reference, evidence.actual))
     moved = _moved(mine, step)
@@ -43,7 +44,8 @@ def _moved(values: list[Named], step: int) -> list[str]:
 
 
 def other_microbatches(evidence: Evidence) -> str:
-    """Report a skipped optimizer.step(): the plan's step begins with exactly the microbatches of one device's step."""
+    """Return a sentence about a skipped optimizer.step(), or an empty string. The sign is a step with more microbatches
+    than on one device, of which the first are exactly those of one device."""
     counts = [evidence.first.facts.get(side) for side in ("one device", "the plan")]
     one, plan = (
         [sorted(index for part in micro for index in part) for micro in step.samples] for step in evidence.steps
@@ -55,7 +57,8 @@ def other_microbatches(evidence: Evidence) -> str:
 
 
 def accumulates_by_ranks(evidence: Evidence) -> str:
-    """Report gradient accumulation that depends on the number of ranks, from the first step on."""
+    """Return a sentence about gradient accumulation over a number of microbatches that depends on the number of ranks,
+    already in the first step. Return an empty string if this does not fit."""
     ranks, first = evidence.plan.devices, evidence.first
     if ranks == 1 or first.name != MICROBATCHES or first.step > 1:
         return ""
@@ -69,19 +72,21 @@ def accumulates_by_ranks(evidence: Evidence) -> str:
 
 
 def fewer_steps(evidence: Evidence) -> str:
-    """Report that the plan made another number of optimizer steps than one device."""
+    """Return a sentence with the numbers of optimizer steps that one device and the plan made."""
     one, plan = (evidence.first.facts[side] for side in ("one device", "the plan"))
     return f"one device makes {one} optimizer steps, the plan {plan}; those that both make are equal. {WRITE_STEPS}"
 
 
 def changed_by_a_load(evidence: Evidence) -> str:
-    """Report a value that changes after the step because the model loads a state there, only under the plan."""
+    """Return a sentence about a value that changes after the step, only under the plan, because the model loads a state
+    dict there. Return an empty string if this is not so."""
     text = changed_behind_step(evidence)
     return f"{text} What is loaded there is not what was there before." if text and evidence.steps[1].loaded else ""
 
 
 def changed_behind_step(evidence: Evidence) -> str:
-    """Report a value that changes between the optimizer's step and the next batch, only under the plan."""
+    """Return a sentence about a value that changes between optimizer.step() and the next batch, only under the plan.
+    Return an empty string if this is not so."""
     (one, plan), name = evidence.steps, evidence.first.name
     if name not in plan.changed_behind or name in one.changed_behind:
         return ""
@@ -90,7 +95,8 @@ def changed_behind_step(evidence: Evidence) -> str:
 
 
 def began_anew(evidence: Evidence) -> str:
-    """Report optimizer state that begins anew under the plan in a later step, but continues on one device."""
+    """Return a sentence about optimizer state that starts from scratch in a later step under the plan, but continues on
+    one device. Return an empty string if this is not so."""
     (one, plan), step = evidence.steps, evidence.first.step
     if step == 1:
         return ""
@@ -111,7 +117,8 @@ def began_anew(evidence: Evidence) -> str:
 
 
 def _is_first(step: StepTrace, name: str) -> bool:
-    """Return whether a moment is a multiple of this step's gradient, without a contribution of earlier gradients."""
+    """Return whether a first moment is a multiple of this step's gradient, without a contribution of earlier
+    gradients."""
     parameter, _, key = name.rpartition(" ")
     gradient = step.clipped_gradients.get(parameter, step.gradients.get(parameter))
     state = step.optimizer_state.get(name)
@@ -122,7 +129,7 @@ def _is_first(step: StepTrace, name: str) -> bool:
 
 
 def lost_by_a_resume(evidence: Evidence) -> str:
-    """Report state that a job loses when it is saved and resumed."""
+    """Return a sentence that names the state that a job loses or changes when it is saved and resumed."""
     lost = evidence.faults("resumed state")
     lacking = [d.name for d in lost if "lacking" in d.facts]
     if lacking:
@@ -132,7 +139,8 @@ def lost_by_a_resume(evidence: Evidence) -> str:
 
 
 def _kept_in_low_precision(evidence: Evidence) -> str:
-    """Report values that fit a lower precision on some rank, but not on one device."""
+    """Return a sentence about values that all fit a lower precision on some rank, but not on one device. Return an
+    empty string if there are none."""
     name = evidence.first.name
     if evidence.first.kind == "optimizer state":
         reference, actual = (step.optimizer_state.get(name) for step in evidence.steps)

@@ -1,6 +1,6 @@
 """Diagnose wrong loss weights by arithmetic.
 
-It uses the numbers that a loss is made of, and the ranks' gradients.
+It uses the scalars that a loss is computed from, and the gradients of each rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NONE = 1e-6  # a weight that is none
 
 
 def by_numbers(evidence: Evidence) -> Cause | None:
-    """Name the source line where a loss stops being a mean over samples, if ranks have different samples."""
+    """Name the source line where a loss stops being a mean over samples. Return None if no line explains the loss, or
+    if the ranks do not have different samples."""
     plan, numbers = evidence.steps[1], _numbers(evidence)
     if not numbers:
         return None
@@ -44,7 +45,8 @@ def by_numbers(evidence: Evidence) -> Cause | None:
 
 
 def not_a_mean(evidence: Evidence) -> Joined | None:
-    """Return the first number in a loss that is not a mean over samples, not a sum, and not equal on all ranks."""
+    """Return the first scalar in the computation of a loss that is neither a mean over samples, nor a sum, nor equal on
+    all ranks. Return None if there is none."""
     return next((n for n in _numbers(evidence) if not (n.is_mean or n.is_sum or n.is_alike)), None)
 
 
@@ -57,7 +59,7 @@ def _numbers(evidence: Evidence) -> list[Joined]:
 
 
 def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
-    """Explain why a number is not the mean of the ranks' numbers over samples; None if the reason is unknown."""
+    """Explain why a scalar is not the mean of the ranks' scalars over samples. Return None if the reason is unknown."""
     parts = [known[key] for key in number.one.made_of if key in known]
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
@@ -88,8 +90,8 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
 
 
 def cut_otherwise(evidence: Evidence) -> str:
-    """Explain means over pieces of a batch that have the same total as on one device, but are cut at other points, so
-    that each piece has another weight."""
+    """Return a sentence about means over pieces of a batch that is cut at other points than on one device, or an empty
+    string. The total is the same, but each piece has another weight."""
     one, plan = (step.numbers for step in evidence.steps)
     for at, name in dict.fromkeys(key[:2] for key in one[0]) if len(one) == 1 < len(plan) else ():
         mine, theirs = (
@@ -111,7 +113,8 @@ def cut_otherwise(evidence: Evidence) -> str:
 
 
 def other_targets(evidence: Evidence) -> str:
-    """Report one of torch's losses that gets the same outputs as on one device, but other targets."""
+    """Return a sentence about one of torch's losses that gets the same outputs as on one device, but other targets.
+    Return an empty string if there is none."""
     for number in _numbers(evidence):
         one, ranks = number.one.given, [rank.given for rank in number.ranks if rank.given is not None]
         if one is None or len(ranks) < len(number.ranks) or sum(rank.rows for rank in ranks) != one.rows:
@@ -133,7 +136,8 @@ def _adds_up_to(one: Tensor, ranks: list[Tensor]) -> bool:
 
 
 def _divisor(number: Joined) -> str:
-    """Return the code of the divisor in the number's line, or of the size of its mean; `…` if that is unclear."""
+    """Return the source code of the divisor in the line of the number, or of the size that a mean is over. Return `…`
+    if that is unclear."""
     try:
         nodes = list(ast.walk(ast.parse(_line(number.place))))
     except SyntaxError:
@@ -146,7 +150,8 @@ def _divisor(number: Joined) -> str:
 
 
 def _function_of(place: str) -> str:
-    """Return the name of the function around a source line; empty if there is none, or if it calls backward."""
+    """Return the name of the function around a source line. Return an empty string if there is none, or if the function
+    calls backward."""
     file, _, number = place.rpartition(":")
     try:
         line, tree = int(number), ast.parse("".join(linecache.getlines(file)))
@@ -159,27 +164,32 @@ def _function_of(place: str) -> str:
 
 
 def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
-    """Return the number that this one comes from by operators on a single known number, such as multiplications."""
+    """Follow a number back through operators on a single known number, such as multiplications, to the number where
+    they begin."""
     while len(number.one.made_of) == 1 and number.one.made_of[0] in known:
         number = known[number.one.made_of[0]]
     return number
 
 
 def line_of(number: Joined) -> str:
-    """Return the source line of a number: its file and line number, with the code."""
+    """Return the source line of a number as text: the file, the line number and the code."""
     return f"{number.place} ({_line(number.place) or number.key[1]})"
 
 
 def _line(place: str) -> str:
-    """Return the source code at `place`, which is `FILE:LINE`; empty if there is none."""
+    """Return the source code at `place`, which is `FILE:LINE`. Return an empty string if there is no such line."""
     file, _, line = place.rpartition(":")
     linecache.checkcache(file)
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
 
 def by_weights(evidence: Evidence) -> Cause | None:
-    """Explain the loss weights with which ranks' gradients add up to those of each side: for all parameters, or for the
-    first wrong gradient and the others with the same weights."""
+    """Find the weights with which the ranks' gradients add up to the gradients of each side, and explain how the two
+    sets of weights differ.
+
+    The weights are for all parameters, or else for the first wrong gradient and the others with the same weights.
+    Returns None if no weights explain the difference.
+    """
     reference, actual = evidence.steps
     found, names = weights_in(reference, actual), list[str]()
     if found is not None and found.one is None and (cause := _times_nothing(evidence)):
@@ -197,7 +207,8 @@ def by_weights(evidence: Evidence) -> Cause | None:
 
 
 def _times_nothing(evidence: Evidence) -> Cause | None:
-    """Report microbatches whose loss was multiplied by zero."""
+    """Explain gradients from which some microbatches are missing because their loss was multiplied by zero. Return None
+    if there are none."""
     plan = evidence.steps[1]
     zero = {column for column, named in plan.own_gradients.items() if not any(bool(g.any()) for g in named.values())}
     lost = sorted({number + 1 for rank, number in zero if _count(evidence, (rank, number))})
@@ -219,7 +230,7 @@ def _of(names: Sequence[str]) -> str:
 
 
 def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Judge gradients that are equal on all ranks, where only the sum of the ranks' weights is known."""
+    """Explain gradients that are equal on all ranks, where only the sum of the ranks' weights can be known."""
     one, plan = sum(found.one or ()), sum(found.plan or ())
     ranks = len(found.ranks)
     if near(one, plan) or len(found.columns) > ranks or not one:
@@ -236,7 +247,8 @@ def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Report gradients of ranks or microbatches that are in the sum on one device, but not under the plan."""
+    """Explain gradients of ranks or microbatches that are part of the sum on one device, but not under the plan. Return
+    None if all are part of it."""
     one, plan, columns = found.one or [], found.plan or [], found.columns
     lost = [c for c, w, v in zip(columns, plan, one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
@@ -257,7 +269,8 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
-    """Report microbatches whose loss weights differ from those on one device, in the same way on all ranks."""
+    """Explain microbatches with other loss weights than on one device, by the same ratio on all ranks. Return None if
+    this does not fit."""
     ratios: dict[int, float] = {}
     for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
@@ -275,7 +288,8 @@ def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
-    """Report ranks, or their microbatches, whose loss weights differ from those on one device."""
+    """Explain ranks, or microbatches of a rank, with other loss weights than on one device. Return None if this does
+    not fit."""
     one, plan = found.one or [], found.plan or []
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None
@@ -300,21 +314,21 @@ def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> C
 
 
 def _count(evidence: Evidence, column: tuple[int, int]) -> int:
-    """Return the number of samples of a rank in a microbatch; 0 if that is unknown."""
+    """Return the number of samples that a rank has in a microbatch. Return 0 if it is unknown."""
     (rank, number), samples = column, evidence.steps[1].samples
     return len(samples[number][rank]) if number < len(samples) and rank < len(samples[number]) else 0
 
 
 def _is_mean(one: list[float], evidence: Evidence) -> bool:
-    """Return whether the weights `one` sum to 1 and, applied to the ranks' losses, give the loss of one device (which
-    the weights for a logarithm of a sum do not)."""
+    """Return whether the weights `one` sum to 1 and, applied to the ranks' losses, give the loss of one device. The
+    weights of a logarithm of a sum fail the second condition."""
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike
 
 
 def _share_of_a_sum(one: Sequence[float], counts: Sequence[int]) -> float:
-    """Return a, if the ranks' gradients have the weights of a loss that is mean + a * sum; else 0."""
+    """Return `a` if the ranks' gradients have the weights of a loss that is mean + a * sum. Return 0 if they do not."""
     if any(near(weight, 1) or not count for weight, count in zip(one, counts, strict=True)):
         return 0.0
     total = sum(counts)

@@ -1,8 +1,8 @@
 """Diagnose the likely cause of the first difference.
 
-Its functions are pure, over what was compared.
+Its functions are pure: they only look at what was compared.
 
-A cause is the one that the evidence speaks for, named with that evidence; it is likely, not proven.
+A cause is named together with the evidence that supports it. It is likely, not proven.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ ranks_differ = Evidence.ranks_differ
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
-    """Return the module in which a difference is, or that owns the parameter; empty if there is none."""
+    """Return the name of the module that a difference belongs to: the module whose output differs, or the owner of the
+    parameter. Return an empty string if there is none."""
     if difference.kind in ("module outputs", "modules"):
         return difference.name
     if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping is of all gradients at once
@@ -61,7 +62,10 @@ def module_of(difference: Difference, comparison: Comparison) -> str:
 
 
 def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan) -> Cause | None:
-    """Return the likely cause of the first difference; None if nothing differs. plan: the plan of `actual`."""
+    """Return the likely cause of the first difference, or None if nothing differs.
+
+    plan: the plan of the run `actual`.
+    """
     if comparison.first is None:
         return None
     evidence = Evidence(comparison.first, comparison, reference, actual, plan)
@@ -89,7 +93,8 @@ def _contains_batch_norm(evidence: Evidence) -> bool:
 
 
 def _contains_draws_of_ranks(evidence: Evidence) -> str:
-    """Report a module that draws random numbers for rows that are not samples, such as dropout in experts."""
+    """Return a sentence about a module that draws random numbers for rows that are not samples, such as dropout in
+    experts. Return an empty string if there is none."""
     unkeyed = evidence.reference.unkeyed | evidence.actual.unkeyed
     random = evidence.reference.random_modules | evidence.actual.random_modules
     parts = sorted(name for name in random if is_inside(name, evidence.first.name))
@@ -104,7 +109,8 @@ def _numpy_draws(evidence: Evidence) -> bool:
 
 
 def _random_before(evidence: Evidence) -> str:
-    """Report random numbers that ranks draw differently before the first module of a microbatch."""
+    """Return a sentence about random numbers that ranks draw differently before the first module of a microbatch runs.
+    Return an empty string if there are none."""
     first, outputs = evidence.first, evidence.of_kind("module outputs")
     begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
     unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
@@ -127,13 +133,14 @@ def _other_mode(evidence: Evidence) -> str:
 
 
 def _reads_other_samples(evidence: Evidence) -> bool:
-    """Return whether a step has as many samples as on one device, each once, but not the same ones."""
+    """Return whether a step reads as many samples as on one device, each once, but not the same samples."""
     one, plan = ([index for ranks in step.samples for part in ranks for index in part] for step in evidence.steps)
     return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
 
 def _position_of_another_step(evidence: Evidence) -> str:
-    """Report a step that reads the samples of another step, as after a resume at a wrong position in the data."""
+    """Return a sentence about a step that reads the samples of another step, as after a resume at a wrong position in
+    the data. Return an empty string if there is none."""
     plan, here = _read_in(evidence.steps[1]), evidence.first.step
     same = [n for n, step in enumerate(evidence.reference.steps, 1) if n != here and _read_in(step) == plan]
     if not same:
@@ -150,8 +157,8 @@ def _read_in(step: StepTrace) -> list[list[int]]:
 
 
 def _pairs_samples(evidence: Evidence) -> str:
-    """Report a loss that compares samples with each other, or that no weights of the ranks' losses explain; operators
-    in modules with equal outputs are not blamed."""
+    """Return a sentence about a loss that compares samples with each other, or that is no weighted sum of the ranks'
+    losses. Return an empty string if there is neither. Operators in modules with equal outputs are not blamed."""
     one, plan = evidence.steps
     equal = {d.name for d in evidence.of_kind("module outputs")}
     found = [each for each in taken_together(one.pairs, plan.pairs) if each.module not in equal]
@@ -164,7 +171,8 @@ def _pairs_samples(evidence: Evidence) -> str:
 
 
 def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
-    """Report a module that computes across the samples of the batch, although each rank has only a part of them."""
+    """Name a module that computes across the samples of the batch, although each rank has only a part of them. Return
+    None if there is none."""
     name, (one, plan) = evidence.first.name, evidence.steps
     found = [each for each in taken_together(one.pairs, plan.pairs) if each.module == name]
     if not found or evidence.exchanges_in(name):
@@ -176,7 +184,8 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
-    """Report a batch whose size is multiplied or divided by the number of ranks, and evenly divided among them."""
+    """Return a sentence about a batch with a size that is multiplied or divided by the number of ranks and evenly
+    divided among them. Return an empty string if it is not."""
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
     devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
     even = max(counts) - min(counts) <= 1
@@ -202,7 +211,8 @@ def _is_scheduled(evidence: Evidence) -> bool:
 
 
 def _rate_times_ranks(evidence: Evidence) -> str:
-    """Report a learning rate multiplied by the number of ranks, or by its square root, for the same global batch."""
+    """Return a sentence about a learning rate that is multiplied by the number of ranks, or by its square root,
+    although the global batch is the same. Return an empty string if it is not."""
     rate, other = _rates(evidence)
     ranks = evidence.plan.devices
     scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
@@ -335,4 +345,5 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "steps": (says(K.SKIPPED, fewer_steps),),
     "evaluation": EVALUATION_RULES,
 }
-"""Maps the kind of the first difference to rules, the most certain first. The first rule that finds a cause wins."""
+"""Maps the kind of the first difference to its rules, the most certain rule first. The first rule that finds a cause
+wins."""

@@ -1,6 +1,6 @@
 """Measure how much one item differs between both sides.
 
-An item is a number or a tensor, by name.
+An item is a number or a tensor with a name.
 
 Tested in tests/equivalence/test_planted.py.
 """
@@ -21,10 +21,14 @@ from meshwise.equivalence.trace import Named
 
 @dataclass(frozen=True)
 class Difference:
-    """How much one device and the plan differ in one value.
+    """How much one value differs between one device and the plan.
 
-    kind: one of `KINDS`. step: from 1; 0 before the first. name: of the parameter, module or metric. relative,
-    absolute: the size of the difference; infinite if one side lacks it. facts: what else is known of the difference.
+    kind: one of `KINDS`.
+    step: the number of the step, from 1. 0 is before the first step.
+    name: the name of the parameter, module or metric.
+    relative: the difference relative to the size of the value. Infinite if one side lacks the value.
+    absolute: the difference in the value's own unit.
+    facts: what else is known of the difference.
     """
 
     kind: str
@@ -40,13 +44,15 @@ class Difference:
 
     @property
     def factor(self) -> float | None:
-        """The factor between the plan's gradient and that of one device; None if they differ by more than a factor."""
+        """The factor between the plan's gradient and the gradient of one device. None if the two differ by more than a
+        factor."""
         factor, rest = self.facts.get("factor", math.nan), self.facts.get("rest", math.nan)
         return float(factor) if rest <= 1e3 * LIMIT and factor != 0 else None
 
 
 def numbers(kind: str, step: int, mine: Mapping[str, float], others: Mapping[str, float]) -> Iterator[Difference]:
-    """Compare numbers by name; if one side lacks a name, its number is NaN."""
+    """Compare two sets of numbers by name, and yield a difference for each name. A number that one side lacks counts as
+    NaN."""
     for name in sorted(mine.keys() | others.keys()):
         one, plan = mine.get(name, math.nan), others.get(name, math.nan)
         alike = one == plan or (name in mine and name in others and math.isnan(one) and math.isnan(plan))
@@ -64,7 +70,11 @@ def tensors(
     noise: Mapping[str, Tensor] | None = None,
     facts: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
 ) -> Iterator[Difference]:
-    """Compare tensors by name. noise: masks of elements to skip. `facts(mine, other)` adds facts on differing ones."""
+    """Compare two sets of tensors by name, and yield a difference for each name.
+
+    noise: masks of the elements to skip, by the name of the tensor.
+    facts: a function `facts(mine, other)` that returns additional facts about two tensors that differ.
+    """
     most = largest(mine.values())
     for name in dict.fromkeys([*mine, *others]):
         if name not in mine or name not in others:

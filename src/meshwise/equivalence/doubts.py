@@ -1,11 +1,11 @@
 """Report figures that a plan's proof in float64 leaves uncompared.
 
-Both sides have these figures, and nothing there compares them.
+A cast to a lower precision that only one side makes has no effect in float64. In the plan's own precision it shows as
+larger rounding. Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is
+proven.
 
-In float64, a cast that one side alone makes has no effect; in the plan's own precision, it shows as larger rounding.
-Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is proven.
-
-A lower dtype in which the plan alone keeps parameters or moments shows by whether it holds all of their values.
+If only the plan keeps parameters or moments in a lower dtype, this shows because the dtype can represent all of their
+values.
 
 Tested in tests/equivalence/test_doubts.py.
 """
@@ -24,10 +24,11 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.words import some
 
 TIMES = 100.0
-"""A plan is doubtful if its rounding is this many times the rounding of one device, or of the precision (1.2e-5 in
-fp32): sums in another order differ by less, a cast to bfloat16 or float16 by more."""
+"""A plan is doubtful if its rounding is more than this many times the rounding of one device, or of the precision
+(1.2e-5 in fp32). Sums in another order differ by less, a cast to bfloat16 or float16 by more."""
 FIRST_STEP = ("loss", "gradients")
-"""Kinds judged in the first step only: later differences depend on updates, and Adam turns noise into updates."""
+"""The kinds of values that are judged, in the first step only. Later differences depend on updates, and Adam turns
+noise into updates."""
 SOME = 8  # values
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (
@@ -41,8 +42,11 @@ OTHER_STEPS = (
 
 
 def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """Yield a sentence for each kind whose rounding is far larger under the plan than on one device. rounded: the
-    comparisons of one device and of the plan, in the plan's precision, with float64; or nothing."""
+    """Yield a sentence for each kind of value with far larger rounding under the plan than on one device.
+
+    rounded: two comparisons with the reference in float64, both in the plan's precision: of one device, then of the
+        plan. Empty if these were not run.
+    """
     if not rounded:
         return
     least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
@@ -57,8 +61,11 @@ def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[s
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence if only the plan keeps parameters in a lower precision between steps, and another for the
-    optimizer's state. rounded: the traces of one device and of the plan in the plan's precision; or nothing."""
+    """Yield a sentence if only the plan keeps parameters in a lower precision between steps, and another sentence for
+    the optimizer's state.
+
+    rounded: the traces of one device and of the plan in the plan's precision. Empty if these were not run.
+    """
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
     for what, kind in kinds.items() if len(rounded) == 2 else ():
@@ -74,7 +81,7 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
 
 
 def _of_rounding(step: StepTrace) -> set[str]:
-    """Return the parameters whose gradients are rounding noise, such as a bias in front of a batch norm: their
+    """Return the parameters whose gradients are rounding noise, such as a bias in front of a batch norm. Their
     optimizer state may fit any precision by chance."""
     gradients = step.clipped_gradients or step.gradients
     sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
@@ -83,12 +90,14 @@ def _of_rounding(step: StepTrace) -> set[str]:
 
 
 def _lower(tensor: torch.Tensor) -> str:
-    """Return the lower precision that holds all values; empty if none does, or for so few values that it is chance."""
+    """Return `bfloat16` or `float16` if that dtype holds all values. Return an empty string if neither does, or if
+    there are so few values that it may be chance."""
     return precision_of(tensor.double()).replace("float32", "") if tensor.numel() > SOME else ""
 
 
 def unproven(one: Trace) -> Iterator[str]:
-    """Yield a sentence that names the first step in which the loss, a gradient or a parameter is not finite."""
+    """Yield a sentence that names the first step in which the loss, a gradient or a parameter is not finite. Yield
+    nothing if all are finite."""
     for number, step in enumerate(one.steps, 1):
         wrong = [] if math.isfinite(step.loss) else ["the loss"]
         for kind, named in (("the gradient of", step.gradients), ("", step.parameters)):

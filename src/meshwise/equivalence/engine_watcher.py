@@ -1,9 +1,9 @@
 """Record what an engine does as one side of a check.
 
-The engine is a job's or a script's.
+The engine runs a job or a script.
 
-The forward of a microbatch is traced from when the engine gives the batch until its backward. The state after a step
-(parameters, optimizer, scheduler) is collected before the next batch, when the program is done with the step.
+The forward pass of a microbatch is traced from when the engine gives the batch until its backward pass. The state after
+a step (parameters, optimizer, scheduler) is collected before the next batch, when the program is done with the step.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ GRACE = 60.0  # seconds in which all ranks must come to the same place of the pr
 
 
 class EngineWatcher:
-    """Watches an engine (see engine/watcher.py). The result is `found`, complete after `end`.
+    """Records what an engine does during a check (see engine/watcher.py). The result is `found`, complete after `end`.
 
-    draws: the random draws to repeat, those of one device; None on one device. job: the job that the engine trains;
-    None for a script, which may clip gradients, run several forwards of a batch, or let ranks diverge. Raises
-    ScriptEnds inside the program once enough steps are seen.
+    draws: the random draws of the run on one device, which this run repeats. None on one device.
+    job: the job that the engine trains. None for a script, which may clip gradients, run several forwards of a batch,
+        or let ranks diverge.
+
+    Raises ScriptEnds inside the program once enough steps are recorded.
     """
 
     def __init__(
@@ -78,12 +80,12 @@ class EngineWatcher:
         self._contents: Any = None  # of that batch
         self._loader: Any = None  # that has given it
         self.reading = Reading()
-        """The source of the batches."""
+        """Where the batches come from."""
         self._forward: contextlib.ExitStack | None = None
         self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
         self.hints = Hints() if draws is None and job is None else None
-        """Looks for hints in a script on one device; None elsewhere."""
+        """Collects hints about likely mistakes in a script on one device. None elsewhere."""
         self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
         self._has_loaded = False  # since then
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
@@ -92,14 +94,15 @@ class EngineWatcher:
         self._meetings = self._sums = 0
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
-        """Return `plan` in the precision of this check; on one device, a plan without divisions in that precision."""
+        """Return `plan` in the precision of this check. On one device, return a plan without parallelism in that
+        precision."""
         self.found.plan = plan
         kept = ("precision", "param_dtype", "compute_dtype", "grad_dtype")
         alone = Plan(**{name: getattr(plan, name) for name in kept})
         return self._spec.applied(plan if world.size > 1 else alone)
 
     def follow(self, engine: Engine, model: nn.Module) -> None:
-        """Follow another engine and its model, which continue from the saved state of the earlier one."""
+        """Record another engine and its model from now on. They continue from the saved state of the earlier engine."""
         self._engine, self._model = engine, model
         if self.tracer is not None:
             self.tracer.follow(model)
@@ -113,16 +116,17 @@ class EngineWatcher:
             self.hints.loop_begins()
 
     def batch_asked(self) -> None:
-        """Record that a loop asks for its next batch; discard a forward that had no backward."""
+        """Record that a loop asks for its next batch. A forward pass that had no backward pass is discarded."""
         self._end_forward(discard=True)
         self._batch = None
 
     def batch_limit(self, batch_size: int) -> int | None:
-        """Return the largest number of samples that the next batch may have; 0 ends the loop, None means no limit."""
+        """Return the largest number of samples that the next batch may have. 0 ends the loop, None means no limit."""
         return self._loops.limit(batch_size)
 
     def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
-        """Record that a loop has its batch: complete the last step, and begin a forward. Collective."""
+        """Record that a loop has received its batch: complete the last step, and begin to trace a forward pass.
+        Collective."""
         self._wait_for_ranks("mw.split" if split else "the next batch of a loader")
         if self.tracer is None:
             self._start()
@@ -167,13 +171,16 @@ class EngineWatcher:
     # A microbatch.
 
     def backward_begins(self, loss: Any, *_: object) -> None:
-        """Record that a backward of this rank's loss begins. loss: of a job, perhaps a tuple (loss, weight)."""
+        """Record that a backward pass of this rank's loss begins.
+
+        loss: the loss. For a job it may be a tuple (loss, weight).
+        """
         own = loss[0] if isinstance(loss, tuple) and loss else loss
         if self.tracer is not None and isinstance(own, Tensor):
             self.tracer.loss_made(own)
 
     def _begin_forward(self) -> None:
-        """Begin to trace a forward, which the program may run from now on, as the batch was given."""
+        """Begin to trace a forward pass, which the program may run at any time now that it has the batch."""
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
@@ -183,7 +190,10 @@ class EngineWatcher:
             )
 
     def _end_forward(self, *, discard: bool) -> None:
-        """Stop tracing the open forward. discard: whether to forget it, because it had no backward."""
+        """Stop tracing the open forward pass.
+
+        discard: whether to forget the forward pass, because it had no backward pass.
+        """
         if self._forward is None or self.tracer is None:
             return
         self._forward.close()
@@ -192,18 +202,22 @@ class EngineWatcher:
             self.tracer.discard()
 
     def in_stage(self, stage: int, microbatch: int) -> None:
-        """Record which stage and microbatch of a pipeline the next forward or backward belongs to."""
+        """Record which pipeline stage and microbatch the next forward or backward pass belongs to."""
         self._place = stage, microbatch
 
     def forward_ends(self) -> None:
-        """Record that the forward of a microbatch in a stage has ended; the microbatch's backward comes later."""
+        """Record that a pipeline stage has ended the forward pass of a microbatch. The backward pass of the microbatch
+        comes later."""
         self._end_forward(discard=False)
         if self._place is not None and self._batch is not None and self.tracer is not None:
             self._waiting[self._place] = self._batch, self.tracer.draws
 
     @contextlib.contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
-        """Trace the backward of a microbatch in the with-body. reduce: whether it reduces the gradients."""
+        """Trace the backward pass of a microbatch inside the with block.
+
+        reduce: whether this backward pass reduces the gradients over the ranks.
+        """
         self._wait_for_ranks("mw.backward")
         self.found.backwards += 1
         self._loops.backward()
@@ -231,8 +245,10 @@ class EngineWatcher:
             self._begin_forward()
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """Add the global loss of the backwards since the last reduction. scale: the factor of a job's loss scaler,
-        which the gradients still contain."""
+        """Add the global loss of the backward passes since the last reduction.
+
+        scale: the factor of a job's loss scaler, by which the gradients are still multiplied.
+        """
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
                 gradients = gradients_of(self._model)
@@ -242,7 +258,7 @@ class EngineWatcher:
     # An optimizer's step.
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Record the state at the beginning of an optimizer's step."""
+        """Record the state at the beginning of an optimizer step."""
         if self.tracer is None and self._job is not None:
             self._start()  # a closure asks for the first batch inside it
         if self.tracer is None:
@@ -264,7 +280,7 @@ class EngineWatcher:
             _widen_state(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer has made its step; the next step begins."""
+        """Record that an optimizer has made its step, and begin the next step."""
         if self.tracer is None:
             return
         if self.found.backwards == 0:  # not in a closure that the step has called either
@@ -280,7 +296,8 @@ class EngineWatcher:
             self._begin_forward()
 
     def _see_update_by_hand(self) -> None:
-        """Detect a step without an optimizer: parameters changed after their gradients were reduced. Collective."""
+        """Detect a step without an optimizer, by parameters that changed after their gradients were reduced.
+        Collective."""
         if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
             return
         if any(gather_objects(local_sum(self._model) != self._reduced)):
@@ -296,7 +313,8 @@ class EngineWatcher:
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
-        """Collect the state after the last step; called again, only the scheduler's newest numbers. Collective."""
+        """Collect the state after the last step. Another call for the same step only collects the scheduler's newest
+        numbers. Collective."""
         if self._stepped is None or self.found.trace is None:
             return
         (optimizer, step), steps = self._stepped, self.found.trace.steps
@@ -338,7 +356,8 @@ class EngineWatcher:
         self.found.trace.resumed.append(state)
 
     def summed(self, value: Tensor | float) -> None:
-        """Record the values that `mw.sum` returns, as figures of an evaluation."""
+        """Record the values that `mw.sum` returns as metrics of an evaluation. Only the first 16 elements of a tensor
+        are kept."""
         if self.found.trace is None:
             return
         self._sums += 1
@@ -349,12 +368,15 @@ class EngineWatcher:
             self.found.trace.evaluation[name] = number
 
     def shown(self, where: str, text: str) -> None:
-        """Record text that `mw.print` or `mw.log` shows. where: the source line of the call."""
+        """Record a text that `mw.print` or `mw.log` shows.
+
+        where: the source line of the call.
+        """
         if self.found.trace is not None:
             self.found.trace.shown.append((where, text))
 
     def stop(self) -> None:
-        """Close an open forward: the program has ended, or failed."""
+        """Close an open forward pass, because the program has ended or failed."""
         self._end_forward(discard=True)
 
     def end(self) -> ProgramTrace:
@@ -378,7 +400,7 @@ class EngineWatcher:
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:
-        """Wait until all ranks reach the same point in the program; raise UsageError if some do not."""
+        """Wait until all ranks reach the same point in the program. Raise UsageError if some do not."""
         if self._world.size == 1 or self._job is not None:
             return
         self._meetings += 1
@@ -395,7 +417,8 @@ class EngineWatcher:
 
 
 def _is_by_hand(step: StepTrace) -> bool:
-    """Return whether the optimizer got gradients that are not a multiple of those after the last backward."""
+    """Return whether the optimizer got gradients that are not a multiple of the gradients after the last backward
+    pass."""
     names = step.gradients.keys() & step.clipped_gradients.keys()
     pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
     square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))
@@ -403,7 +426,8 @@ def _is_by_hand(step: StepTrace) -> bool:
 
 
 def _widen_state(optimizer: Optimizer) -> None:
-    """Convert optimizer state from float32 to its parameter's dtype, if it was made before the model was in float64."""
+    """Convert optimizer state to its parameter's dtype, if the state was made before the model was converted to
+    float64."""
     for p, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor) and value.ndim and value.dtype != p.dtype:

@@ -1,6 +1,6 @@
 """Hold the evidence for a cause, and put it into words.
 
-Evidence is both sides and what differs between them.
+The evidence is the traces of both sides, and the differences between them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ ROUNDING = 2.0**-6  # of a tensor's length: four times what rounding to bfloat16
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known when the check looks for the cause of the first difference. plan: the plan of `actual`."""
+    """All that is known when the check looks for the cause of the first difference.
+
+    first: the first difference.
+    comparison: all comparisons.
+    reference: the trace of the run on one device.
+    actual: the trace of the run under the plan.
+    plan: the plan of the run `actual`.
+    """
 
     first: Difference
     comparison: Comparison
@@ -38,7 +45,7 @@ class Evidence:
 
     @property
     def steps(self) -> tuple[StepTrace, StepTrace]:
-        """The traces of the step with the first difference: of one device and of the plan."""
+        """The traces of the step with the first difference, on one device and under the plan."""
         return self.reference.steps[self.first.step - 1], self.actual.steps[self.first.step - 1]
 
     def of_kind(self, kind: str) -> list[Difference]:
@@ -46,17 +53,22 @@ class Evidence:
         return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
 
     def faults(self, kind: str) -> list[Difference]:
-        """Return the faults of one kind in the step of the first difference."""
+        """Return the differences of one kind above the limit, in the step of the first difference."""
         return [d for d in self.of_kind(kind) if d.fault]
 
     def gradients(self) -> list[Difference]:
-        """Return that step's comparisons of gradients, without harmless ones of gradients that are noise."""
+        """Return the comparisons of gradients in the step of the first difference. Gradients that are equal and only
+        rounding noise are left out."""
         values = self.steps[0].gradients
         noise = NOISE * largest(values.values())
         return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
 
     def not_seen(self, before: float = math.inf) -> str:
-        """Return a text that names the modules whose outputs, before position `before`, cannot be compared; else ""."""
+        """Return a phrase that names the modules with outputs that cannot be compared. Return an empty string if all
+        can be compared.
+
+        before: only calls before this position in the step count.
+        """
         names = [
             each.module or "the model"
             for each in self.comparison.unseen
@@ -65,7 +77,8 @@ class Evidence:
         return f" that can be compared (those of {some(list(dict.fromkeys(names)))} cannot)" if names else ""
 
     def or_padding(self) -> str:
-        """Return a sentence on padding as another possible cause: ranks pad their samples to other lengths."""
+        """Return a sentence that names padding as another possible cause, if ranks pad their samples to different
+        lengths. Return an empty string if they do not."""
         theirs = dict[Any, list[int]]()
         for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
             theirs.setdefault(output.key, []).extend(output.shape[1:2])
@@ -83,17 +96,20 @@ class Evidence:
         return ""
 
     def where(self, module: str) -> str:
-        """Describe a module by its name, its class, and the source line of its forward if the user wrote it."""
+        """Describe a module by its name and its class, and by the source line of its forward if the user wrote it."""
         at = self.reference.places.get(module)
         return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
 
     def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
-        """Return lines and names of collectives that the program calls in the forward of `module`, or else in the
-        nearest module around it. sums: True for only sums over ranks, False for only other collectives."""
+        """Return the collectives that the program calls in the forward of `module`, as source lines with names. If
+        there are none, return the collectives of the nearest module around it.
+
+        sums: True for sums over ranks only, False for all other collectives, None for all.
+        """
         return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
 
     def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
-        """Return the exchanges whose lines `exchanges_in` returns."""
+        """Return the collectives that `exchanges_in` returns as text."""
         known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
         inside = [each for each in known if is_inside(each.module, module)]
         around = [each for each in known if is_inside(module, each.module)]
@@ -101,21 +117,26 @@ class Evidence:
         return inside or [each for each in around if each.module == nearest]
 
     def exchanges_without_backward(self, module: str) -> list[str]:
-        """Return exchanges in the forward of `module` without an exchange in the backward of their
-        torch.autograd.Function. Left out are sums over ranks with the same samples, whose gradients are alike."""
+        """Return the collectives in the forward of `module` that have no counterpart in the backward of their
+        torch.autograd.Function.
+
+        If ranks have the same samples, sums over ranks are left out, because their gradients are the same on these
+        ranks.
+        """
         back = {each.function for each in self.actual.exchanges_backward}
         found = self.exchanges(module, False if self.steps[1].peers else None)
         return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
 
     def sums_in_backward(self, module: str) -> list[Exchange]:
-        """Return the sums in the backward of the autograd functions that exchange in the forward of `module`; if there
-        are none, the sums in every backward."""
+        """Return the sums over ranks in the backward of the autograd functions that communicate in the forward of
+        `module`. If there are none, return the sums in every backward."""
         used = {each.function for each in self.exchanges(module) if each.function}
         known = [each for each in self.actual.exchanges_backward if each.adds_up]
         return [each for each in known if each.function in used] or known
 
     def of_another_group(self, sums: list[Exchange]) -> str:
-        """Report a sum over a wrong group of ranks: only ranks with the same samples hold parts of one sum."""
+        """Return a sentence about a sum over the wrong process group, or an empty string. Only ranks with the same
+        samples hold parts of one sum."""
         alike = self.steps[1].alike
         wrong = [each for each in sums if each.ranks and set(each.ranks) != set(alike)]
         if not wrong or len(alike) < 2:
@@ -127,7 +148,7 @@ class Evidence:
         )
 
     def divided_by_hand(self, module: str) -> list[str]:
-        """Return parameters of a module of which each rank has the gradient of another part."""
+        """Return the parameters of a module of which each rank has the gradient of a different part."""
         found: dict[str, list[list[tuple[int, int]]]] = {}
         for (_, name), box in sorted(self.steps[1].own_boxes.items()):
             if is_inside(name, module):
@@ -135,7 +156,7 @@ class Evidence:
         return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
 
     def ranks_differ(self) -> bool:
-        """Return whether ranks differ from each other in a value that should be the same on all."""
+        """Return whether ranks differ in the value of the first difference, which should be the same on all ranks."""
         return "ranks apart" in self.first.facts
 
     def other_samples(self) -> bool:
@@ -143,17 +164,17 @@ class Evidence:
         return bool(self.first.facts.get("repeated") or self.first.facts.get("missing"))
 
     def how_many(self) -> str:
-        """Say how many gradients differ in the step of the first difference."""
+        """Return a phrase that says how many gradients differ in the step of the first difference."""
         return f"{len(self.faults('gradients'))} of {len(self.of_kind('gradients'))} gradients differ"
 
     def both_numbers(self) -> str:
-        """Return the first difference's figures under the plan and on one device, as text."""
+        """Return a phrase with the two numbers of the first difference, under the plan and on one device."""
         figures = (self.first.facts.get(side) for side in ("the plan", "one device"))
         plan, one = (f"{value:.12g}" if isinstance(value, float) else str(value) for value in figures)
         return f"{plan} under the plan and {one} on one device"
 
     def samples_text(self) -> str:
-        """Say which samples count too often, and which are not counted."""
+        """Return a phrase that lists the samples that count too often, and the samples that do not count."""
         ends = {"repeated": "counts too often", "missing": "not at all"}
         found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
         text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
@@ -164,19 +185,19 @@ class Evidence:
 
 
 def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
-    """Return whether boxes do not overlap, but follow one another, along some dim."""
+    """Return whether boxes follow one another without overlap along some dimension."""
     return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
 
 
 Rule = Callable[[Evidence], Cause | None]
-"""A function that returns the cause of the first difference; None if the evidence does not support its cause."""
+"""A function that returns the cause of the first difference, or None if the evidence does not support its cause."""
 
 
 def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:
-    """Make a rule that names `kind` as the cause if all of `when` hold.
+    """Make a rule that names `kind` as the cause if all conditions in `when` hold.
 
-    text: the sentence of evidence, in which `{name}`, `{step}` and facts of the difference are filled in; or a function
-    that returns the sentence, empty if the evidence does not support this cause.
+    text: the sentence of evidence, in which `{name}`, `{step}` and facts of the difference are filled in, or a function
+        that returns the sentence. An empty sentence means that the evidence does not support this cause.
     """
 
     def rule(evidence: Evidence) -> Cause | None:
@@ -203,7 +224,7 @@ def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable
 
 
 def is_inside(name: str, block: str) -> bool:
-    """Return whether `name`, a module or parameter, is the module `block` or is inside that module."""
+    """Return whether `name`, a module or parameter, is the module `block` or lies inside that module."""
     return not block or f"{name}.".startswith(f"{block}.")
 
 
@@ -213,8 +234,11 @@ def owner_of(parameter: str) -> str:
 
 
 def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
-    """Return the lower precision that holds the plan's values exactly but not those of one device, if rounding to it
-    explains their difference; else an empty text."""
+    """Return the lower precision to which the plan's values are rounded, or an empty string.
+
+    The precision must hold the plan's values exactly but not the values of one device, and rounding to it must explain
+    their difference.
+    """
     if reference is None or actual is None or reference.shape != actual.shape or not reference.is_floating_point():
         return ""
     rounding = float((reference - actual).norm()) <= ROUNDING * float(reference.norm())
@@ -222,5 +246,5 @@ def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
 
 
 def near(a: float, b: float, limit: float = 1e-6) -> bool:
-    """Return whether two numbers are equal up to rounding."""
+    """Return whether two numbers are equal up to rounding: their difference is at most `limit` of the larger one."""
     return abs(a - b) <= limit * max(abs(a), abs(b), 1e-300)

@@ -27,8 +27,14 @@ SUMS = ("allreduce", "all_reduce", "reduce_scatter", "reduce")
 
 
 class Exchange(NamedTuple):
-    """A collective that the program itself calls. module: the caller; empty outside of the model, and in a backward.
-    function: the torch.autograd.Function around the call; empty if none. ranks: of its group; empty if unknown."""
+    """A collective that the program itself calls.
+
+    module: the module that calls the collective. Empty outside of the model, and in a backward pass.
+    place: the source line of the call.
+    operator: the name of the collective.
+    function: the torch.autograd.Function around the call. Empty if there is none.
+    ranks: the ranks of the process group. Empty if they are unknown.
+    """
 
     module: str
     place: str
@@ -48,16 +54,19 @@ class Exchange(NamedTuple):
 
     @property
     def within(self) -> str:
-        """The source line, the name of the collective, and the autograd function around the call."""
+        """The source line, the name of the collective, and the autograd function around the call if there is one."""
         return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
 
 
 Exchanges = dict[Exchange, None]
-"""Exchanges in the order of the calls; the values are unused."""
+"""The collectives in the order of their calls. The values of the dict are unused."""
 
 
 def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
-    """Record the program's own exchanges in `found` during the with-body. module: returns the module that runs now."""
+    """Record the collectives that the program itself calls inside the with block in `found`.
+
+    module: a function that returns the name of the module that runs now.
+    """
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = _by_hand() if operator.namespace in NAMESPACES else None
@@ -71,7 +80,7 @@ def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractCon
 
 
 def _by_hand() -> FrameType | None:
-    """Return the frame of the user's code that called torch.distributed; None if other code called it."""
+    """Return the frame of the user's code that called torch.distributed. Return None if other code called it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(DISTRIBUTED):
         frame = frame.f_back
@@ -81,7 +90,8 @@ def _by_hand() -> FrameType | None:
 
 
 def _function(frame: FrameType | None) -> str:
-    """Return the name of the torch.autograd.Function that a frame runs in, found by its ctx; empty if there is none."""
+    """Return the name of the torch.autograd.Function that a frame runs in, which is recognized by its ctx argument.
+    Return an empty string if there is none."""
     while frame is not None and is_users(frame.f_code.co_filename):
         first = frame.f_code.co_varnames[:1]
         if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
@@ -91,7 +101,8 @@ def _function(frame: FrameType | None) -> str:
 
 
 def _ranks() -> tuple[int, ...]:
-    """Return the ranks of the group given to the torch.distributed call; empty if unknown."""
+    """Return the ranks of the process group given to the running torch.distributed call. Return none if they are
+    unknown."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
         frame = frame.f_back

@@ -1,8 +1,9 @@
 """Find mistakes that one device makes too, with their lines.
 
-No comparison shows them; they are found while a script runs on one device.
+A comparison of one device with a plan does not show them. They are found while a script runs on one device.
 
-A hint is a warning: what it reports may be intended. Only what holds for every step, or loop, seen is reported.
+A hint is a warning, since what it reports may be intended. It is given only if it holds for every step, or every loop,
+that was seen.
 
 Tested in tests/equivalence/test_hints.py.
 """
@@ -44,13 +45,19 @@ UNUSED = "{place}: what {name}.apply gives is not used, so its backward never ru
 DROPS = {"bernoulli_", "native_dropout"}
 """Operators that draw dropout masks."""
 OF_STATISTICS = "torch/optim/swa_utils.py"
-"""Recomputes the statistics of batch norms, which needs training mode."""
+"""The file of torch that recomputes the statistics of batch norms, which needs training mode."""
 
 
 @dataclass
 class _Window:
-    """What happens between two optimizer steps. zeroed, ticked: the source lines of zero_grad and scheduler steps, one
-    for each pair of backwards with such a call between. moved: whether parameters changed between two backwards."""
+    """What happens between two optimizer steps.
+
+    backwards: the number of backward passes.
+    zeroed: the source lines that call zero_grad, one for each pair of backward passes with such a call in between.
+    ticked: the source lines that step a scheduler, one for each pair of backward passes with such a call in between.
+    parameters: the sum of the parameters in the last backward pass.
+    moved: whether parameters changed between two backward passes.
+    """
 
     backwards: int = 0
     zeroed: list[str] = field(default_factory=list)
@@ -66,7 +73,7 @@ class _Loop:
 
 
 class Hints:
-    """Collects hints while a script runs on one device."""
+    """Collects hints while a script runs on one device. A hint is a warning about a likely mistake."""
 
     def __init__(self) -> None:
         self.tracer: ModelTracer | None = None
@@ -78,7 +85,10 @@ class Hints:
         self._begun = 0  # random draws before the call of a model that runs now
 
     def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
-        """Observe the calls of a model that trains. tracer: traces all models of the script."""
+        """Observe the calls of a model that trains.
+
+        tracer: the tracer of all models of the script.
+        """
         self.tracer = tracer
         model.register_forward_pre_hook(LooksOn(self._call_begins))
         model.register_forward_hook(LooksOn(self._call_ends))
@@ -100,7 +110,8 @@ class Hints:
             self._say(DROPOUT.format(place=where, names=some(names)))
 
     def backward_begins(self, model: nn.Module) -> None:
-        """Record that a backward begins: compare parameters and gradients with those after the last backward."""
+        """Record that a backward pass begins, and compare parameters and gradients with those of the last backward
+        pass."""
         for loop in self._loops:
             loop.trained = True
         window, now = self._window, local_sum(model)
@@ -123,7 +134,7 @@ class Hints:
         self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
 
     def _call_ends(self, root: nn.Module, *_: object) -> None:
-        """Check, when a call of a model without gradients ends, whether dropout was active in an evaluation."""
+        """When a call of a model without gradients ends, check whether dropout was active in an evaluation."""
         if torch.is_grad_enabled() or frame_in(OF_STATISTICS):
             return
         active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
@@ -140,7 +151,10 @@ class Hints:
         self._said[text] = None
 
     def end(self, by_hand: bool) -> list[str]:
-        """Return all hints. by_hand: whether the program changed gradients after some step's last backward."""
+        """Return the texts of all hints.
+
+        by_hand: whether the program changed gradients after the last backward pass of some step.
+        """
         several = [window for window in self._windows if window.backwards > 1]
         count = max((window.backwards for window in several), default=1)
         for text, wrong in ((THROWN_AWAY, [w.zeroed for w in several]), (TICKS, [w.ticked for w in several])):
@@ -155,7 +169,8 @@ class Hints:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Record, in the with-body, calls that zero gradients, step a scheduler, or drop a Function's result."""
+        """Record calls inside the with block that zero gradients, step a scheduler, or do not use the result of an
+        autograd Function."""
 
         def zeroed(thing: Any) -> None:
             if self._window.backwards:
@@ -180,7 +195,7 @@ def _is_active(module: nn.Module) -> bool:
 
 
 def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
-    """Yield `kind` and those of its subclasses that define the method `name` themselves."""
+    """Yield those classes, among `kind` and all its subclasses, that define the method `name` themselves."""
     if name in vars(kind):
         yield kind
     for each in kind.__subclasses__():
@@ -189,7 +204,7 @@ def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
 
 @contextlib.contextmanager
 def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
-    """Call `tell(object)` before each call of the method `name` of `kind`, in the with-body."""
+    """Call `tell(object)` before each call of the method `name` of the class `kind`, inside the with block."""
     real = vars(kind)[name]
 
     @functools.wraps(real)
@@ -206,7 +221,10 @@ def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
-    """Report, in the with-body, calls of a user's autograd Function whose result is not used."""
+    """Report calls of a user's autograd Function inside the with block if the result is not used.
+
+    say: a function that takes the text of each report.
+    """
     real = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

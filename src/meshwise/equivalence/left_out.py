@@ -1,6 +1,6 @@
 """List what a comparison leaves out, and why.
 
-Each gets one sentence.
+Each item gets one sentence.
 
 Tested in tests/equivalence/test_pieces.py.
 """
@@ -17,7 +17,7 @@ from meshwise.equivalence.trace import Named, Trace
 from meshwise.spec.words import some
 
 NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
-"""State entries of optimizers that normalize a gradient by its size."""
+"""Entries in the state of optimizers that divide a gradient by its size, such as Adam."""
 ADAPTIVE_STEPS = (
     "This optimizer divides it by its size, so in float32 it takes steps of up to the learning rate in directions of "
     "no meaning, others on each number of devices. Training is the same; an evaluation, whose running statistics lag "
@@ -27,7 +27,11 @@ ADAPTIVE_STEPS = (
 
 @dataclass(frozen=True)
 class Unseen:
-    """A module call whose output could not be compared, and why. at: the call's position in the step."""
+    """A module call with an output that could not be compared, and the reason.
+
+    at: the position of the call in the step.
+    kind: the class of the module.
+    """
 
     step: int
     at: int
@@ -37,7 +41,11 @@ class Unseen:
 
 
 def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: Named) -> Iterator[str]:
-    """Yield a sentence on each thing left out. unseen: outputs not compared. noise: masks of parameter elements."""
+    """Yield a sentence on each thing that the comparison leaves out.
+
+    unseen: the module outputs that could not be compared.
+    noise: masks of the parameter elements that were not compared.
+    """
     for (module, kind, why), calls in Counter((each.module, each.kind, each.why) for each in unseen).items():
         yield f"outputs of {module or 'the model'} ({kind}): {why} ({calls} call{'s' * (calls > 1)})."
     small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
@@ -65,7 +73,8 @@ def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: N
 
 
 def _of_norms(reference: Trace, names: Sequence[str]) -> list[str]:
-    """Return biases in front of a batch norm that an optimizer trains which normalizes gradients by their size."""
+    """Return the biases in front of a batch norm or instance norm, if their optimizer divides gradients by their
+    size."""
     calls = [output for step in reference.steps[:1] for output in step.outputs]
     behind = {one.module: following.kind for one, following in pairwise(calls)}
     adapted = {n.rpartition(" ")[0] for n in reference.steps[0].optimizer_state if n.rpartition(" ")[2] in NORMALISED}
