@@ -2,8 +2,9 @@
 
 It tells which of them is a mean over samples and which a sum.
 
-On one device a number covers the whole batch, on a rank its samples. One device's number may be the ranks' mean
-weighted by samples, their sum, or equal; at the first that is none of these, the loss stops being a mean.
+On one device such a number covers the whole batch, on a rank it covers only the rank's samples. The number on one
+device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of them. At the first
+number that is none of these, the loss stops being a mean.
 
 Tested in tests/equivalence/test_loss_numbers.py.
 """
@@ -26,13 +27,18 @@ Key = tuple[str, str, int]
 """The source line, the operator, and how many times the operator was called there so far."""
 MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
-"""Losses whose second result is the number of elements that their mean is over."""
+"""Losses that return, as a second result, the number of elements that their mean is over."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The rows given to one of torch's losses: their number, and sketches of outputs, of targets, and of both together.
-    The ranks' sketches add up to that of one device, whatever the order of rows."""
+    """The inputs of one of torch's losses, as random projections that add up over the ranks to those of one device, in
+    any order of the rows.
+
+    rows: the number of rows.
+    outputs, targets: a projection of the outputs, and one of the targets.
+    both: a projection of outputs plus targets, which shows whether they belong together.
+    """
 
     rows: int
     outputs: Tensor
@@ -42,8 +48,12 @@ class Given:
 
 @dataclass(frozen=True)
 class Number:
-    """A scalar. made_of: the scalars that it is computed from. over: the divisor, or the number of elements that it is
-    the mean of; 0 if neither. given: the inputs, if it is one of torch's losses."""
+    """A scalar in the computation of a loss.
+
+    made_of: the scalars that it is computed from.
+    over: the divisor, or the number of elements that it is the mean of. 0 if it is neither a quotient nor a mean.
+    given: the inputs, if the scalar is the result of one of torch's losses.
+    """
 
     value: float
     made_of: tuple[Key, ...]
@@ -55,7 +65,8 @@ Numbers = dict[Key, Number]
 
 
 class NotedNumbers:
-    """Records the scalars of one forward. `of` returns those that a loss is made of."""
+    """Records the scalars that one forward pass computes. The method `of` returns the scalars that a loss is computed
+    from."""
 
     def __init__(self) -> None:
         self._numbers: Numbers = {}
@@ -63,7 +74,7 @@ class NotedNumbers:
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def noting(self) -> AbstractContextManager[Any]:
-        """Record the scalars that operators return in the with-body, in their order."""
+        """Record the scalars that operators return inside the with block, in the order of the calls."""
         return intercept_operators(self._note)
 
     def _note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +90,8 @@ class NotedNumbers:
         return result
 
     def of(self, loss: Tensor) -> Numbers:
-        """Return the scalars that `loss` is made of, and `loss` itself as the last; empty if unknown."""
+        """Return the scalars that `loss` is computed from, and `loss` itself as the last. Return none if `loss` was not
+        recorded."""
         wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()
         for key in reversed(self._numbers):
             if key in wanted:
@@ -106,7 +118,10 @@ def _given(name: str, args: tuple[Any, ...]) -> Given | None:
 
 @dataclass(frozen=True)
 class Joined:
-    """A scalar on one device, together with the same scalar on each rank."""
+    """A scalar of a loss on one device, together with the same scalar on each rank.
+
+    samples: the number of samples on each rank.
+    """
 
     key: Key
     one: Number
@@ -135,7 +150,7 @@ class Joined:
 
     @property
     def is_mean_of_its_own(self) -> bool:
-        """Whether one device's number is the ranks' mean weighted by what each number was divided by."""
+        """Whether one device's number is the mean of the ranks' numbers, each weighted by its own divisor."""
         over = [number.over for number in self.ranks]
         return (
             min(over) > 0 and _near(sum(over), self.one.over) and _near(self.weighed(over), self.one.value * sum(over))
@@ -153,8 +168,15 @@ class Joined:
 
 
 def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
-    """Join the numbers of one device and of the ranks in a forward, in the order of one device, the loss last. Numbers
-    that a side computes more often, such as one per sample, are left out."""
+    """Join the scalars of one device with the same scalars on the ranks, in the order of one device and with the loss
+    last.
+
+    Scalars that one side computes more often than another, such as one for each sample, are left out.
+
+    one: the scalars on one device.
+    ranks: the scalars of each rank.
+    samples: the number of samples on each rank.
+    """
     sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
     found = {}
     for key, number in one.items():

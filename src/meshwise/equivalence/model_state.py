@@ -26,15 +26,17 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."
 
 
 def clean(name: str) -> str:
-    """Return the name of a module or parameter as in the user's model, without the prefixes of wrappers."""
+    """Return the name of a module or parameter as in the user's model, without the prefixes that wrappers add."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copy a tensor (the whole of a DTensor) to the CPU: in float64 if it is floating-point, as real and imaginary
-    parts if it is complex. Callers must not write to the copy."""
+    """Copy a tensor to the CPU, the whole of it if it is a DTensor. Callers must not write to the copy.
+
+    Floating-point tensors are converted to float64, complex tensors to their real and imaginary parts.
+    """
     copy = as_real(full_tensor(tensor.detach()).to(device="cpu", copy=True))
     return copy.to(torch.float64) if copy.is_floating_point() else copy
 
@@ -45,8 +47,8 @@ def is_replicated(tensor: Tensor) -> bool:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that this rank's pipeline stage trains, each once; for a block that is still gathered, its
-    shards."""
+    """Yield the parameters that this rank's pipeline stage trains, each once, with their names. If a sharded block is
+    still gathered, its sharded parameters are yielded."""
     parts = {}
     for _, module in sharded_modules(model):
         for group in groups_of(module):
@@ -73,19 +75,21 @@ def gradients_of(model: nn.Module) -> Named:
 
 
 def local_norms(model: nn.Module) -> dict[str, float]:
-    """Return the norm of each gradient on this rank; for a divided one, the norm of this rank's shard."""
+    """Return the norm of each gradient on this rank. For a sharded gradient, this is the norm of the rank's shard."""
     gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
     return {n: float((g.to_local() if isinstance(g, DTensor) else g).norm()) for n, g in gradients.items()}
 
 
 def local_sum(model: nn.Module) -> float:
-    """Return the sum of all elements of this rank's parameters or shards, to detect an update."""
+    """Return the sum of all elements of this rank's parameters or shards. It changes when the parameters are
+    updated."""
     own = (p.to_local() if isinstance(p, DTensor) else p for _, p in named_parameters(model))
     return math.fsum(float(as_real(p.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for p in own)
 
 
 def local_sums(model: nn.Module) -> dict[str, float]:
-    """Return the sum of the elements of each of this rank's parameters (or shards) and buffers, to detect changes."""
+    """Return the sum of the elements of each parameter (or shard) and each buffer on this rank. A sum changes when its
+    tensor does."""
     every = [*named_parameters(model), *((clean(name), b) for name, b in model.named_buffers())]
     own = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in every)
     return {name: float(as_real(t.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in own}
@@ -100,7 +104,8 @@ def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
-    """Return the optimizer's tensors, by `PARAMETER KEY`; a parameter outside the model is `unknown_param_N`."""
+    """Return the tensors in the state of an optimizer, copied to the CPU. A key is `PARAMETER KEY`, such as `fc.weight
+    exp_avg`. A parameter outside the model is named `unknown_param_N`."""
     names = {id(p): name for name, p in named_parameters(model)}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return {
@@ -112,11 +117,11 @@ def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
 
 
 def learning_rates_of(optimizer: Optimizer) -> dict[str, float]:
-    """Return the learning rate of each parameter group."""
+    """Return the learning rate of each parameter group, by the name `group N`."""
     return {f"group {n}": float(group["lr"]) for n, group in enumerate(optimizer.param_groups) if "lr" in group}
 
 
 def scheduler_numbers(scheduler: Any) -> dict[str, float]:
-    """Return the numbers in a scheduler's state dict."""
+    """Return the numbers in the state dict of a learning rate scheduler. Return none if the scheduler is None."""
     state = {} if scheduler is None else scheduler.state_dict()
     return {k: float(v) for k, v in state.items() if isinstance(v, int | float) and not isinstance(v, bool)}

@@ -1,9 +1,9 @@
 """Trace a model as it trains: outputs, draws, gradients.
 
-It notes what each module gave, which random draws it made, and when gradients were ready.
+It records what each module returned, which random draws it made, and when gradients were ready.
 
-A module's output is kept as sketches of each sample's row (see sketches.py): ranks send sketches, and those of the
-ranks together are those of one device.
+A module's output is kept as random projections of each sample's row, called sketches (see sketches.py). The ranks send
+only sketches. The sketches of all ranks together equal the sketches of one device.
 """
 
 from __future__ import annotations
@@ -47,10 +47,14 @@ from meshwise.transfer.sharded import full_tensor
 
 
 class ModelTracer:
-    """Traces `model`. Call `begin` for each step, and enter `forward` and `backward` for each microbatch.
+    """Traces the training of `model`. Call `begin` for each step, and enter `forward` and `backward` for each
+    microbatch.
 
-    trace: the trace of the whole run. step: the trace of the step that began last. reference: the random draws to
-    repeat, those of one device; None on one device. Collective if the model is divided.
+    trace: the trace of the whole run.
+    step: the trace of the step that began last.
+    reference: the random draws of the run on one device, which this run repeats. None on one device.
+
+    The methods are collective if the model is divided over ranks.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class ModelTracer:
         """The random draws of the current microbatch."""
         self._calls: dict[str, int] = {}
         self.in_forward = False
-        """Whether a microbatch's forward is being traced."""
+        """Whether the forward pass of a microbatch is being traced."""
         self._numbers = NotedNumbers()
         self._running = list[str]()  # modules, the innermost last
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
@@ -95,7 +99,8 @@ class ModelTracer:
                 p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
 
     def begin(self, step: int) -> StepTrace:
-        """Begin step number `step`, counted from 0; return its trace, which records what follows."""
+        """Begin step number `step`, counted from 0. Return its trace, which records everything until the next step
+        begins."""
         self._at, self.step, self._norms_left, self._begun = (step, -1), StepTrace(), None, self._forwards
         return self.step
 
@@ -103,10 +108,13 @@ class ModelTracer:
     def forward(
         self, rows: Rows, batch: Any, reading: Reading, *, alike: bool = False, number: int | None = None
     ) -> Iterator[None]:
-        """Trace, in the with-body, the forward of the step's next microbatch, of which this rank has `rows` in `batch`.
+        """Trace the forward pass of the step's next microbatch inside the with block.
 
-        number: the microbatch's number, if a pipeline chooses the order. alike: whether ranks in a run draw the same
-        numbers outside of modules.
+        rows: which rows of the microbatch this rank has.
+        batch: this rank's part of the microbatch.
+        reading: where the batch comes from.
+        alike: whether, in an ordinary run, all ranks draw the same random numbers outside of modules.
+        number: the number of the microbatch, if a pipeline schedule chooses the order.
         """
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows
@@ -134,11 +142,11 @@ class ModelTracer:
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
 
     def _go_on(self, calls: dict[str, int]) -> None:
-        """Continue with the call counts of modules that earlier stages of a pipeline have sent."""
+        """Take over the call counts of modules that earlier stages of a pipeline have sent."""
         self._calls = dict(calls)
 
     def discard(self) -> None:
-        """Forget the newest microbatch: it had no backward, so it was not a microbatch."""
+        """Forget the newest microbatch, because its forward pass had no backward pass."""
         self.trace.evaluation_draws += len(self.draws.log)
         step, number = self._at
         self._at = step, number - 1
@@ -146,7 +154,7 @@ class ModelTracer:
         self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
     def _noting(self, layout: DrawLayout) -> DrawLayout:
-        """Return `layout`, but record draws that happen outside of the modules for this rank's rows."""
+        """Wrap `layout` so that random draws for this rank's rows are recorded if they happen outside of modules."""
 
         def noted(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
             found = layout(call, operator, shape)
@@ -158,8 +166,11 @@ class ModelTracer:
 
     @contextlib.contextmanager
     def backward(self, number: int | None = None) -> Iterator[None]:
-        """Trace, in the with-body, the backward of the newest microbatch, or of `number`: recomputation there is in
-        float64 and draws the same random numbers."""
+        """Trace the backward pass of a microbatch inside the with block. Recomputed blocks run in float64 and draw the
+        same random numbers again.
+
+        number: the number of the microbatch. None is the newest one.
+        """
         self.step.ready_order.clear()
         if self._reference is not None:
             self._own = self.step.own_gradients.setdefault((0, self._at[1] if number is None else number), {})
@@ -179,12 +190,14 @@ class ModelTracer:
         self._norms_left = local_norms(self._model)
 
     def forget_gradients(self) -> None:
-        """Forget the gradients of this step: the next backward computes them again, as in an optimizer's closure."""
+        """Forget the gradients of this step, because the next backward pass computes them again, as in the closure of
+        an optimizer."""
         self._norms_left = None
         self.step.own_gradients.clear()
 
     def loss_made(self, loss: Tensor) -> None:
-        """Record the numbers behind this rank's loss, and the plan's factor on the gradient of that loss."""
+        """Record the scalars that this rank's loss is computed from, and the factor by which the plan multiplies the
+        gradient of the loss."""
         if self._at[1] == 0 and self._rows.samples:
             self.step.numbers[:] = [self._numbers.of(loss)]
 
@@ -195,7 +208,8 @@ class ModelTracer:
             self._of_loss = loss.register_hook(note)
 
     def _watch_own(self) -> None:
-        """Register hooks where gradients of this rank's loss arrive: on parameters, or on gathered sharded ones."""
+        """Register hooks that receive the gradients of this rank's own loss. They are on the parameters, or on the
+        gathered tensors of sharded parameters."""
         names = {id(p): name for name, p in named_parameters(self._model)}
         found = [(name, p) for name, p in named_parameters(self._model)]
         for _, module in sharded_modules(self._model):
@@ -207,7 +221,8 @@ class ModelTracer:
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
 
     def _keep_own(self, name: str, gradient: Tensor) -> None:
-        """Keep a parameter's first gradient in a backward; later calls of this hook come from the reduction."""
+        """Keep the first gradient that a parameter gets in a backward pass. Later calls of this hook come from the
+        reduction."""
         gradient = local_of(gradient) if is_replicated(gradient) else gradient
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
@@ -216,7 +231,7 @@ class ModelTracer:
                     self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
-        """Record whether gradients were changed since the last backward of this step."""
+        """Record whether gradients were changed since the last backward pass of this step."""
         if self._norms_left is None:
             return
         now = local_norms(self._model)
@@ -228,7 +243,12 @@ class ModelTracer:
             self.step.modified_between_backwards.append((0, self._at[1] - 1, before, after, alike))
 
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
-        """Return `function`, to evaluate a job in float64 with keyed draws. rows: those of each call, in order."""
+        """Return `function` so that it evaluates a job in float64, with random draws that depend only on the sample and
+        the call.
+
+        function: a metric or loss of the job, with the batch as its last argument.
+        rows: which rows this rank has in each batch, in order.
+        """
         batches = iter(enumerate(rows))
         now: list[Any] = []  # the batch, its number and rows: a rank with two stages of a pipeline calls it twice
 
@@ -274,18 +294,19 @@ class ModelTracer:
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Keep the gradient of this rank's loss alone that reaches an output."""
+        """Keep the gradient that reaches a module's output from this rank's own loss."""
         gradient = gradients[number]
         if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
             with without_interception():
                 output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
     def _drawn(self) -> int:
-        """Return the number of draws in this microbatch so far, plus the kinds of draws that cannot be keyed."""
+        """Return the number of random draws in this microbatch so far, plus the number of operators with draws that
+        cannot be keyed."""
         return len(self.draws.log) + len(self.draws.unkeyed)
 
     def _close_call(self, name: str) -> None:
-        """End a module's call; record the module if it drew random numbers itself, not only in modules inside it."""
+        """End a module's call. Record the module if it drew random numbers itself, outside of the modules inside it."""
         if not self._open_calls:
             return
         self._running.pop()
@@ -298,19 +319,19 @@ class ModelTracer:
 
 
 def _box(there: Tensor) -> list[tuple[int, int]]:
-    """Return the range that contains all true elements, in each dim; empty if there are none."""
+    """Return the range of the true elements in each dimension. Return an empty list if no element is true."""
     along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
     return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
 
 
 def _position(state: Any) -> tuple[bytes, int]:
-    """Return the position in NumPy's random stream: the generator's key, and how much of it is used."""
+    """Return the position in NumPy's random stream: the key of the generator, and how much of it is used."""
     _, key, used, *_ = state
     return key.tobytes(), used
 
 
 class LooksOn:
-    """A hook that only observes. Copied or pickled with its module, it becomes a hook that does nothing."""
+    """A module hook that only observes. A copied or pickled hook does nothing."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
         self._looks = looks

@@ -1,10 +1,10 @@
 """Find parameter elements whose gradient is zero but for rounding.
 
-Examples are a bias in front of a batch norm, or the keys' bias.
+Examples are the bias in front of a batch norm, and the bias of the keys in attention.
 
-Adam divides such a gradient by its size, so these elements take meaningless steps, which differ between sides. They are
-not compared. What depends on them without changing a gradient (a running mean, an evaluation) is compared: one device
-runs once more, and takes over the plan's values of these elements.
+Adam divides such a gradient by its size, so these elements take meaningless steps, which differ between one device and
+the plan. The elements are not compared. Values that depend on them without changing a gradient (a running mean, an
+evaluation) are compared: one device runs once more, and takes over the plan's values of these elements.
 
 Tested in tests/equivalence/test_pieces.py.
 """
@@ -24,7 +24,11 @@ NOISE = 1e-8  # of the largest gradient
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Mark the elements of each parameter in `noise` whose gradients are rounding noise on both sides in a step."""
+    """Mark the elements of each parameter that have rounding noise as gradient on both sides of a step. `noise` holds
+    the masks, by parameter, and is updated in place.
+
+    mine, others: the gradients of the step on both sides.
+    """
     most = largest(mine.values())
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()
@@ -35,7 +39,8 @@ def note_noise(noise: Named, mine: Named, others: Named) -> None:
 
 
 def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
-    """Return, after each step, masks of noise elements with the plan's parameter values; empty if there is no noise."""
+    """Return, for each step, the masks of the noise elements found so far, with the plan's parameter values after the
+    step. Return an empty list if there is no noise."""
     noise: dict[str, Tensor] = {}
     found = list[Noise]()
     for mine, other in zip(reference.steps, actual.steps, strict=False):
@@ -46,7 +51,8 @@ def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
 
 
 def take_noise(model: nn.Module, noise: Sequence[Mapping[str, tuple[Tensor, Tensor]]], step: int) -> None:
-    """After step `step` (from 0), set the elements of `model` that `noise` lists to the values given there."""
+    """Set the elements of `model` that `noise` lists to the values that it gives for step `step`, counted from 0. Call
+    it after the step."""
     if step < len(noise):
         with torch.no_grad():
             for name, p in named_parameters(model):

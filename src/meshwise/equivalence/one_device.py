@@ -2,8 +2,8 @@
 
 It is a plain loop, with the microbatches of the plan.
 
-It shares only the order of the data with the rest of meshwise, so a check also sees what meshwise's training step gets
-wrong on any number of devices.
+It shares only the order of the data with the rest of meshwise. So a check also finds mistakes of meshwise's own
+training step, on any number of devices.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from meshwise.spec.units import bytes_text
 
 STATE = 2  # tensors of a parameter's size that an optimizer keeps; Adam's
 Means = dict[str, tuple[Tensor, Tensor]]
-"""Maps the name of a metric to its mean and the mean's weight."""
+"""Maps the name of a metric to its mean and the weight of that mean."""
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """What one device trains: the job, the model and its tracer."""
+    """The training that runs on one device: the job, the model and its tracer."""
 
     job: Job
     spec: CheckSpec
@@ -69,7 +69,8 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
 def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
     """Raise UsageError if host memory cannot hold what a check of a model of this size keeps.
 
-    For each step, both sides keep gradients, parameters and optimizer state in float64; data to send exists twice.
+    Both sides keep gradients, parameters and optimizer state of every step in float64. Data that is being sent exists
+    twice.
     """
     size = 8 * sum(p.numel() for p in model.parameters())
     a_step = 2 + STATE + (job.clip_norm is not None)
@@ -85,7 +86,7 @@ def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
 
 
 def _train(run: _Reference, test: Data | None) -> None:
-    """Train for all steps; evaluate before the last step and after it."""
+    """Train for all steps. Evaluate before the last step and after it."""
     job, model = run.job, run.model
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
@@ -117,7 +118,8 @@ def _train(run: _Reference, test: Data | None) -> None:
 
 
 def _closure(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
-    """Compute loss and clipped gradients, and return the loss; an optimizer may call this closure several times."""
+    """Compute the loss and the clipped gradients, and return the loss. An optimizer may call this closure several
+    times."""
     run.model.zero_grad()
     run.tracer.forget_gradients()
     step.samples += [[part.indices.tolist()] for _, part in batches]
@@ -138,13 +140,17 @@ def _batches(run: _Reference, data: Data, slices: list[BatchSlice], epoch: int) 
 
 
 def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> tuple[Tensor, Tensor]:
-    """Return a mean and its weight from what a loss or metric returned. summed: see `split_weight`."""
+    """Convert the result of a loss or metric to a mean and the weight of that mean.
+
+    summed: see `split_weight`.
+    """
     mean, weight = split_weight(result, part, where, summed=summed)
     return mean, as_weight(part.samples if weight is None else weight, mean)
 
 
 def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
-    """Leave in `.grad` the gradient of the microbatches' weighted mean loss; return that loss."""
+    """Compute the gradient of the weighted mean loss over all microbatches, and leave it in `.grad`. Return that mean
+    loss."""
     total = weights = torch.zeros((), dtype=torch.float64)
     for batch, part in batches:
         with run.tracer.forward(_all_rows(part), batch, Reading()), computing(run.device, run.spec.dtypes):
@@ -161,7 +167,7 @@ def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> fl
 
 
 def _evaluate(run: _Reference, data: Data | None) -> None:
-    """Record the metrics of the test set in the trace, in place of those of an earlier evaluation."""
+    """Evaluate the test set and record its metrics in the trace. They replace the metrics of an earlier evaluation."""
     if data is None:
         return
     job, trace = run.job, run.tracer.trace
@@ -188,7 +194,7 @@ def _evaluate(run: _Reference, data: Data | None) -> None:
 def _measured(
     run: _Reference, metrics: Callable[..., Any], data: Data, parts: list[BatchSlice]
 ) -> Iterator[tuple[BatchSlice, Means]]:
-    """Yield each batch's slice with its metrics: their means and weights."""
+    """Yield the slice of each batch, with the mean and the weight of each metric."""
     for batch, part in _batches(run, data, parts, 0):
         with torch.no_grad(), computing(run.device, run.spec.dtypes):
             results = metrics(run.model, batch)

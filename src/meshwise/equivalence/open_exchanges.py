@@ -1,6 +1,7 @@
 """Find the exchange that was under way when NaN appeared.
 
-The buffer that an exchange writes holds NaN until the exchange has ended.
+An exchange is a collective or a point-to-point transfer. In a perturbed check, the buffer that it writes holds NaN
+until it has ended.
 
 Tested in tests/equivalence/test_kinds.py.
 """
@@ -19,11 +20,15 @@ from meshwise.spec.user_code import user_place
 from meshwise.spec.words import some
 
 UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
-"""Operators whose result may hold NaN although nothing has computed with the NaN yet."""
+"""Operators that may return NaN although nothing has computed with the NaN yet."""
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
-    """Append to `found` a sentence on the first operator in the with-body that returns NaN during an exchange."""
+    """Append to `found` a sentence on the first operator inside the with block that returns NaN while an exchange is in
+    flight.
+
+    perturbed: whether exchange buffers hold NaN until the exchange ends. If False, nothing is recorded.
+    """
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = operator(*args, **kwargs), operator_name(operator)
@@ -36,7 +41,11 @@ def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]
 
 
 def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
-    """Append to `found` a sentence on the exchanges that were under way when a value was NaN."""
+    """Append to `found` a sentence that names the exchanges in flight when a value was NaN.
+
+    what: the operation that used the value, as words of the sentence.
+    under_way: the names of the exchanges.
+    """
     found.append(f"nobody had waited for {some(under_way)} when {what} what it writes")
 
 

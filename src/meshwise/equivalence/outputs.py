@@ -1,6 +1,6 @@
 """Measure how much a module's outputs differ from one device's.
 
-Samples of the ranks are put together first.
+The samples of all ranks are concatenated first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from meshwise.equivalence.trace import Output
 
 
 def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, float] | None:
-    """Return the relative and absolute difference of a call's output on one device and on ranks; None if they cannot be
-    compared.
+    """Return the relative and the absolute difference between a call's output on one device and on the ranks. Return
+    None if they cannot be compared.
 
-    The ranks need not have the samples of one device, nor as many.
+    The ranks need not have the same samples as one device, nor the same number of samples.
     """
     for layout, dim in (("0", 0), ("1", 1)):
         parts = [rank.sketches[layout] for rank in ranks if layout in rank.sketches]
@@ -39,8 +39,13 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class Layout:
-    """How one device's slices along a dim are distributed over the ranks. whole: their number; parts: the number on
-    each rank; order: one of `ORDERS`; is_last: whether the dim is the last one, that of features."""
+    """How the slices of one device's output along a dimension are distributed over the ranks.
+
+    whole: the number of all slices.
+    parts: the number of slices on each rank.
+    order: how slices are assigned to ranks, one of `ORDERS`.
+    is_last: whether the dimension is the last one, which holds features.
+    """
 
     whole: int
     parts: tuple[int, ...]
@@ -49,7 +54,8 @@ class Layout:
 
 
 ORDERS = ("one after the other", "in turn", "from both ends")
-"""How slices are assigned to ranks: contiguous, every n-th, or one chunk from each end to balance causal attention."""
+"""How slices are assigned to ranks: contiguous, every n-th slice, or one chunk from each end to balance causal
+attention."""
 
 
 def _order(layout: Layout) -> Tensor:
@@ -64,13 +70,15 @@ def _order(layout: Layout) -> Tensor:
 
 
 def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
-    """Yield each layout by which the ranks may hold slices of one device's output, with the difference under it."""
+    """Yield each layout by which the ranks may hold slices of one device's output, with the relative and absolute
+    difference that it leaves."""
     for layout, mine, theirs in divided_rows(one, ranks):
         yield layout, rows_difference(mine, theirs)
 
 
 def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, Tensor, Tensor]]:
-    """Yield each layout by which the ranks may hold slices, and sketches of both sides' slices in the ranks' order."""
+    """Yield each layout by which the ranks may hold slices, with the sketches of one device's slices and of the ranks'
+    slices, both in the order of the ranks."""
     if len(ranks) < 2:
         return
     last = len(one.shape) - 1
@@ -87,7 +95,8 @@ def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout,
 
 
 def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the ranks' outputs add up to that of one device, as partial sums before an all_reduce do."""
+    """Return whether the outputs of the ranks add up to the output of one device, as partial sums before an all-reduce
+    do."""
     if len(ranks) < 2 or any(rank.shape != one.shape for rank in ranks):
         return False
     total = torch.stack([rank.sketches["whole"] for rank in ranks]).sum(0)
@@ -95,12 +104,12 @@ def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
 
 
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the output may have one row for each sample; if so, no other layout is tried."""
+    """Return whether the output may have one row for each sample. If so, no other layout is tried."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 
 def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the ranks have the rows of one device in any order, such as tokens sorted by expert."""
+    """Return whether the ranks have the same rows as one device in any order, such as tokens sorted by expert."""
     parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]
     if "unordered" not in one.sketches or len(parts) < len(ranks):
         return False
@@ -112,9 +121,9 @@ def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
 
 
 def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) -> bool:
-    """Return whether shapes allow each rank to have a part of one device's output along `dim`.
+    """Return whether the shapes allow each rank to have a part of one device's output along `dim`.
 
-    padded: a rank's samples may have fewer positions in dim 1.
+    padded: whether the samples of a rank may have fewer positions in dimension 1.
     """
     return all(
         len(one.shape) == len(rank.shape) > max(dim, int(padded))
@@ -129,7 +138,8 @@ def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) 
 
 
 def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Compare each rank's samples with those of one device, up to the rank's length; empty if their counts differ."""
+    """Compare each rank's samples with the same samples on one device, up to the length to which the rank pads. Return
+    an empty list if the numbers of samples differ."""
     if sum(map(len, ranks)) != len(mine):
         return []
     parts = mine.split([len(part) for part in ranks])
@@ -141,7 +151,8 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
 
 
 def rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the largest relative and absolute difference between rows of sketches; NaN and NaN count as equal."""
+    """Return the largest relative and the largest absolute difference between the rows of two sketches. Two NaN count
+    as equal."""
     lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
     scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))
     return ratio(difference, scale), float(difference.max()) if len(difference) else 0.0

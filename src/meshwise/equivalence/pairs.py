@@ -2,9 +2,10 @@
 
 A loss that compares samples with each other uses such operators.
 
-A tensor with two dims that both grow with the number of rows holds pairs of samples. A sum over rows that is no single
-number is a statistic of the batch; sorting, indexing or moving along rows compares samples. In one forward that may be
-chance (as many features as samples); if the same call does it with another number of samples, it is not.
+A tensor with two dimensions that both grow with the number of rows holds pairs of samples. A sum over rows that is not
+a single number is a statistic of the batch. Sorting, indexing or moving along rows compares samples. In a single
+forward pass this may be chance, as when there are as many features as samples. If the same call does it with another
+number of samples, it is not.
 
 Tested in tests/equivalence/test_pairs.py.
 """
@@ -24,10 +25,10 @@ from meshwise.compat.dispatch import intercept_operators, named_arguments, opera
 from meshwise.spec.user_code import user_place
 
 Dims = tuple[tuple[int, float], ...]
-"""Dims of a tensor whose sizes are multiples of the number of rows, each with its multiple."""
+"""The dimensions of a tensor with sizes that are multiples of the number of rows, each with its multiple."""
 Pairs = dict[tuple[str, str | None, int, Dims, int], str]
-"""Maps (operator, module that runs or None outside of the model, number of its call there, dims of the result, rows) to
-the source line."""
+"""Maps (operator, module that runs or None outside of the model, number of the call there, dimensions of the result,
+number of rows) to the source line of the call."""
 
 
 STATISTIC = -1  # in the place of a dim
@@ -41,7 +42,12 @@ _TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 
 @dataclass(frozen=True)
 class Together:
-    """An operator that combines several samples: its name, the module that runs it, and a text with the source line."""
+    """An operator that combines several samples of a batch.
+
+    operator: the name of the operator.
+    module: the module that calls it. None outside of the model.
+    text: a sentence with the source line.
+    """
 
     operator: str
     module: str | None
@@ -54,8 +60,12 @@ class Together:
 
 
 def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
-    """Record in `found`, in the with-body, operators that combine samples: their result has two dims that are multiples
-    of `rows`, or is a statistic. module: returns the module that runs now; None outside of the model."""
+    """Record in `found` the operators inside the with block that combine samples. Their result has two dimensions that
+    are multiples of `rows`, or is a statistic over samples.
+
+    rows: the number of samples in the batch.
+    module: a function that returns the module that runs now, or None outside of the model.
+    """
     calls: Counter[tuple[str, str | None]] = Counter()
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,7 +91,8 @@ def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> A
 
 
 def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str, Any], rows: int) -> int:
-    """Return how many rows, a multiple of `rows`, an operator combines other than by summing all to one; else 0."""
+    """Return how many rows an operator combines, if it is a multiple of `rows`. Return 0 if it combines none, or only
+    sums all of them to a single number."""
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return 0
     size = len(tensor)
@@ -104,7 +115,8 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 
 def taken_together(one: Pairs, rank: Pairs) -> list[Together]:
-    """Return the operators that combine samples on both sides, but different numbers of them, in one device's order."""
+    """Return the operators that combine samples both on one device and on a rank, but a different number of them. They
+    are in the order of one device."""
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)

@@ -1,6 +1,6 @@
 """Report which pass of a check runs, and its progress.
 
-Progress is how many of the pass's steps are done.
+A pass is one run of the checked program. Progress is how many of its steps are done.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from meshwise.workers.join import rank_context
 
 
 class Passes:
-    """Reports which pass of a check runs. notify: called with a line for each pass; progress: with the current step."""
+    """Reports which pass of a check runs. A pass is one run of the checked program.
+
+    notify: called with a line when a pass begins, and for each note of a worker.
+    progress: called with the current pass and step.
+    """
 
     def __init__(
         self, what: Sequence[str], steps: int, notify: Callable[[str], None], progress: Callable[[str], None]
     ) -> None:
-        """what: a name for each pass, in the order in which they run."""
+        """what: what each pass runs, in words, in the order in which the passes begin."""
         self._what, self._steps, self._notify, self._progress = what, steps, notify, progress
         self._begun = 0
 
     def begin(self) -> Callable[[int, Message], None]:
-        """Begin the next pass; return a function that handles the messages of the workers that run it."""
+        """Begin the next pass. Return a function that handles the messages of the workers that run it."""
         now = self._next()
 
         def received(rank: int, message: Message) -> None:
@@ -44,12 +48,12 @@ class Passes:
 
 
 def say_next_pass() -> None:
-    """Tell the main process, from a worker, that the next pass begins."""
+    """Send, from a worker, the message that the next pass of the check begins. Only rank 0 sends it."""
     _send("pass")
 
 
 def say_step(step: int) -> None:
-    """Tell the main process, from a worker, how many steps of the pass are done."""
+    """Send, from a worker, how many steps of the running pass are done. Only rank 0 sends it."""
     _send("checked", step=step)
 
 

@@ -1,7 +1,7 @@
 """Classify outputs of ranks with the same samples.
 
-A program that divides the work of its modules by hand has, on such ranks, equal outputs, slices of the whole output, or
-parts of a sum; the same holds for the gradients that reach the outputs.
+A program may divide the work of its modules by hand. Ranks with the same samples then have equal outputs, slices of the
+whole output, or parts of a sum. The same holds for the gradients that reach the outputs.
 
 Tested in tests/equivalence/test_tensor_by_hand.py.
 """
@@ -26,13 +26,18 @@ from meshwise.equivalence.trace import Output, StepTrace
 
 Ways = list[tuple[Layout, tuple[float, float]]]
 Groups = Sequence[Sequence[Output]]
-"""The outputs of ranks, in one list for each set of ranks that share samples."""
+"""The outputs of all ranks for one call, in one list for each set of ranks that share samples."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How differing outputs of ranks relate to one device's output. whole: the difference if each rank has the whole
-    output of its samples; None if impossible. ways: layouts if they are slices. summed: whether they add up to it."""
+    """How the differing outputs of ranks with the same samples relate to the output of one device.
+
+    whole: the relative and absolute difference if each rank has the whole output of its samples. None if that is
+        impossible.
+    ways: the layouts by which the outputs may be slices, with the difference that each leaves.
+    summed: whether the outputs add up to the output of one device.
+    """
 
     whole: tuple[float, float] | None
     ways: Ways
@@ -40,7 +45,8 @@ class Parts:
 
 
 def peers_in(step: StepTrace) -> dict[Any, Groups]:
-    """Return, for each call's key, the outputs of the ranks that share samples; empty if no ranks do."""
+    """Return the outputs of ranks that share samples, by the key of the call. Return an empty dict if no ranks share
+    samples."""
     sides = [[{output.key: output for output in rank} for rank in ranks] for ranks in step.peers]
     first = sides[0][0] if sides else {}
     return {
@@ -51,7 +57,8 @@ def peers_in(step: StepTrace) -> dict[Any, Groups]:
 
 
 def parts_of(one: Output, groups: Groups) -> Parts | None:
-    """Describe how the outputs of ranks with the same samples differ; None if they are equal."""
+    """Describe how the outputs of ranks with the same samples relate to the output of one device. Return None if the
+    outputs of these ranks are equal."""
     if all(_alike(ranks[0], other) for ranks in groups for other in ranks[1:]):
         return None
     firsts = [ranks[0] for ranks in groups]

@@ -11,9 +11,11 @@ from meshwise.spec.plan import Plan
 
 @dataclass
 class ProgramTrace:
-    """The trace of a program.
+    """The trace of a program that ran under a check.
 
-    plan: that of its models; None if no model was distributed. trace: None without batches. backwards: how many ran.
+    plan: the plan of the program's models. None if no model was given to `mw.distribute`.
+    trace: the trace. None if the program read no batches.
+    backwards: how many backward passes ran.
     """
 
     plan: Plan | None = None
@@ -22,7 +24,7 @@ class ProgramTrace:
 
 
 def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
-    """Return the trace to compare. Raise UsageError, which says what to write, if the script made no steps."""
+    """Return the trace to compare. Raise UsageError, with advice on what to write, if the script made no steps."""
     if found.plan is None:
         raise UsageError(
             f"{script}: mw.distribute was given no model, so there is nothing to check. Write "

@@ -2,7 +2,7 @@
 
 A job runs under a plan, a script on any number of devices.
 
-Nothing here trains: the real `apply`, the real step and the real evaluation do.
+Nothing in this file trains. It calls the same code that applies a plan, makes a step and evaluates in an ordinary run.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ RESUMED = 2  # times: the state that a resumed run saves may lack something
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
-    """Run `script` in this process, as `python script.py` would, for the steps of `spec`. Collective; only rank 0 gets
-    the trace, which covers all ranks.
+    """Run `script` in this process, as `python script.py` would, for the steps of `spec`. Return its trace, for all
+    ranks, on rank 0 and None elsewhere. Collective.
 
-    The script runs unchanged, from the same seeds, in float64 if `spec` says so, with its loops cut short (see
-    short_loops.py), and ends on all ranks together. draws: random draws to repeat; None on one device.
+    The script runs unchanged and from the same seeds, in float64 if `spec` says so. Its loops are cut short (see
+    short_loops.py), and it ends on all ranks together.
+
+    draws: the random draws to repeat. None on one device.
     """
     engine = default_engine()
     watcher = EngineWatcher(engine, spec, seed, draws)
@@ -78,7 +80,8 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
 
 
 def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
-    """Return `leave` for groups that a script has made. Ours stays: the ranks gather in it what they have traced."""
+    """Return `leave` (dist.destroy_process_group) restricted to process groups that the script has made. The default
+    group stays, because the ranks need it to gather their traces."""
 
     def called(group: Any = None) -> None:
         if group is not None or not made_process_group():
@@ -89,8 +92,11 @@ def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
-    """If `spec.perturb`, look for races in the with-body: watch streams in every pass, and delay collectives in one
-    pass. Yields the list of this rank's races, complete after the body."""
+    """Look for races inside the with block if `spec.perturb` is set. Yields the list of this rank's races, complete
+    after the block.
+
+    Streams are watched in every pass. Collectives are delayed only in the pass in float64.
+    """
     found: list[str] = []
     if not spec.perturb:
         yield found
@@ -106,7 +112,7 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
 
 
 def _tell(races: list[str], found: ProgramTrace) -> None:
-    """Write the races of all ranks into the trace. Collective."""
+    """Gather the races of all ranks, and store them in the trace. Collective."""
     if found.trace is not None:
         found.trace.races = sorted({race for own in gather_objects(races, everyone()) for race in own})
 
@@ -130,7 +136,7 @@ class _Run:
     state: RunState
 
     def begin(self) -> None:
-        """Begin to train, under the watcher."""
+        """Attach the watcher, and begin to train."""
         self.engine.watch(self.watcher)
         if self.state.scheduler is not None:
             self.engine.given.add_scheduler(self.state.scheduler)
@@ -138,10 +144,11 @@ class _Run:
 
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it. Collective; only rank 0 gets the trace, of all ranks.
+    """Train `job` under the plan of `spec`, and evaluate it. Return the trace of all ranks on rank 0, and None
+    elsewhere. Collective.
 
-    Before the last step, the run is twice saved and resumed, as with `--resume`, and then evaluated. A check of two
-    steps does not resume, as a resume could hide what a step leaves behind in memory.
+    Before the last step, the run is saved and resumed twice, as with `--resume`, and then evaluated. A check of two
+    steps does not resume, because a resume could hide what a step leaves behind in memory.
     """
     engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)
@@ -186,7 +193,7 @@ def _train(run: _Run) -> None:
 
 
 def _go_on(run: _Run) -> None:
-    """Save the run, and continue with a new run that loads what was saved. Collective."""
+    """Save the run, and continue with a new run that loads the saved state. Collective."""
     written = io.BytesIO()
     torch.save(pack(run.state), written)
     saved: Any = torch.load(io.BytesIO(broadcast_object(written.getvalue(), everyone())), weights_only=True)
@@ -200,7 +207,7 @@ def _go_on(run: _Run) -> None:
 
 
 def _evaluate(run: _Run, data: Data | None) -> None:
-    """Record the metrics of the test set in the trace, in place of those of an earlier evaluation."""
+    """Evaluate the test set, and record its metrics in the trace. They replace the metrics of an earlier evaluation."""
     job, engine = run.job, run.engine
     trace, tracer = run.watcher.found.trace, run.watcher.tracer
     if data is None or trace is None or tracer is None:

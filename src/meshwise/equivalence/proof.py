@@ -1,6 +1,6 @@
 """Prove whether a plan computes what one device computes.
 
-The proof says where they diverge, the likely cause, and each rounding.
+The proof says where the two sides diverge, the likely cause, and how each side rounds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
-"""Kinds of values whose rounding a proof reports."""
+"""The kinds of values with a rounding that a proof reports."""
 
 
 class Verdict(Enum):
-    """The verdict of a check. DOUBTFUL: all values compared in float64 are equal, but another figure differs."""
+    """The verdict of a check. DOUBTFUL: all values compared in float64 are equal, but something else differs."""
 
     EQUAL = "equal"
     DOUBTFUL = "doubtful"
@@ -36,7 +36,8 @@ class Verdict(Enum):
 class Rounding:
     """The rounding of one kind of value in the plan's precision: the largest relative difference from float64.
 
-    kind: one of `compare.KINDS`. one_device, plan: how much each side differs from one device in float64.
+    kind: one of `compare.KINDS`.
+    one_device, plan: the difference of each side from one device in float64.
     """
 
     kind: str
@@ -48,12 +49,18 @@ class Rounding:
 class Proof:
     """The result of `mw.check`: whether the plan computes what one device computes, and if not, where and why.
 
-    job: the name of the job or the script. plan: the plan that was checked. devices: where it ran (`4xcpu`). batches:
-    samples in each step. comparison: all comparisons; `comparison.first` is the first difference in the order of
-    events, None if nothing differs. module: that of the first difference; empty if unknown. cause: the likely cause of
-    that difference. rounding: how each side rounds in the plan's own precision; empty if not asked for. notes: remarks
-    on the plan, and what was not checked. doubts: sentences on figures that differ although all that is compared in
-    float64 is equal. warnings: of a plan that divides little, and of mistakes that one device makes too.
+    job: the name of the job or the script.
+    plan: the plan that was checked.
+    devices: the devices that it ran on (`4xcpu`).
+    batches: the number of samples in each step.
+    comparison: all comparisons. `comparison.first` is the first difference in the order of events, None if nothing
+        differs.
+    module: the module of the first difference. Empty if it is unknown.
+    cause: the likely cause of the first difference.
+    rounding: how each side rounds in the plan's own precision. Empty if it was not asked for.
+    notes: remarks on the plan, and what was not checked.
+    doubts: sentences on other figures that differ, although all values compared in float64 are equal.
+    warnings: sentences on a plan that divides little, and on mistakes that one device makes too.
     """
 
     job: str
@@ -88,8 +95,12 @@ def prove(
     rounded: Sequence[Trace] = (),
     again: Callable[[CheckSpec], Trace] | None = None,
 ) -> Proof:
-    """Compare one device with a plan. rounded: traces of both in the plan's own precision, if asked for. again: runs
-    one device once more, called if a difference may follow from noise (see noise.py)."""
+    """Compare the run under a plan with the run on one device, and return the result as a proof.
+
+    reference, actual: the traces of one device and of the plan.
+    rounded: the traces of both sides in the plan's own precision, if asked for.
+    again: runs one device once more. It is called if a difference may follow from rounding noise (see noise.py).
+    """
     comparison = compare(reference, actual)
     first = comparison.first
     if first is not None and again is not None and (first.step > 1 or first.kind == "evaluation"):
@@ -127,7 +138,10 @@ def prove(
 
 
 def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
-    """Yield the rounding of each kind. rounded: one device and the plan, each compared with float64; or nothing."""
+    """Yield the rounding of each kind of value.
+
+    rounded: two comparisons with float64, of one device and of the plan. Empty if these were not run.
+    """
     if not rounded:
         return
     one, plan = ({c.kind: c.largest.relative for c in side.kinds} for side in rounded)

@@ -1,9 +1,10 @@
 """Solve for the weights by which ranks' gradients add up.
 
-These are the gradients of each rank before any exchange.
+The gradients are those of each rank's own loss, before any exchange between ranks.
 
-plan = sum of w g, one device = sum of v g, over ranks and microbatches: least squares over all parameters, in float64,
-on sketches. A solution counts only if its residual is rounding; else no weights explain that gradient.
+plan = sum of w g, one device = sum of v g, over ranks and microbatches. Both are solved by least squares over all
+parameters, in float64, on random projections of the gradients. A solution counts only if its residual is as small as
+rounding. Otherwise no weights explain the gradient.
 
 Tested in tests/equivalence/test_rank_weights.py.
 """
@@ -26,10 +27,12 @@ ROUNDING = 100 * LIMIT  # of what is wanted: a start that differs by 1e-13 is ma
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights with which the gradients of ranks and microbatches add up to those of one device (`one`) and of the
-    plan (`plan`); None if no weights do.
+    """The weights with which the gradients of ranks and microbatches add up to the gradient of one device and to the
+    gradient of the plan.
 
-    columns: the rank and microbatch of each weight. unique: whether these weights alone fit.
+    columns: the rank and microbatch of each weight.
+    one, plan: the weights for each side. None if no weights fit.
+    unique: whether no other weights fit as well.
     """
 
     columns: list[tuple[int, int]]
@@ -44,8 +47,11 @@ class RankWeights:
 
 
 def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | None = None) -> RankWeights | None:
-    """Return the weights of the ranks' gradients in a step; None if ranks hold no gradients before exchange. names: the
-    parameters to use, by default all whose gradient is above rounding noise."""
+    """Return the weights of the ranks' own gradients in a step. Return None if the ranks hold no gradients from before
+    the exchange.
+
+    names: the parameters to use. By default, all parameters with a gradient above rounding noise.
+    """
     own = {column: g for column, g in sorted(actual.own_gradients.items()) if g}
     most = NOISE * largest(reference.gradients.values())
     wanted = [n for n, g in reference.gradients.items() if largest([g]) > most] if names is None else list(names)
@@ -72,8 +78,8 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
 
 
 def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
-    """Return the weights with which `columns` add up to `wanted`, and whether they are unique; None if no weights do,
-    or if there are so many columns that some always would."""
+    """Return the weights with which `columns` add up to `wanted`, and whether they are unique. Return None if no
+    weights do, or if there are so many columns that some weights always would."""
     if not bool(wanted.isfinite().all() and columns.isfinite().all()) or columns.shape[1] == 0:
         return None
     rank = int(torch.linalg.matrix_rank(columns, rtol=1e-8))

@@ -1,9 +1,10 @@
 """Cut a script's loops short, and make their last batch ragged.
 
-A check then takes little time.
+This keeps a check short.
 
-A training loop ends after the wanted steps, an evaluation after three batches. Each later epoch has the batches of one
-step, so that the check sees an evaluation after it; a script is ended after `AFTER` further backwards.
+A training loop ends after the wanted steps, an evaluation loop after three batches. Each later epoch has the batches of
+one step, so that the check sees an evaluation after the training. A script is ended after `AFTER` further backward
+passes.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ AFTER = 30  # backwards after the steps that are compared
 
 
 class ScriptEnds(BaseException):
-    """Ends a script when the check has seen enough. No `Exception`, so `except Exception` does not catch it."""
+    """Raised inside a script to end it when the check has seen enough. It is no `Exception`, so that `except Exception`
+    in the script does not catch it."""
 
 
 class ShortLoops:
-    """Decides how long loops run. steps: optimizer steps to compare. ragged: the size of a ragged last batch."""
+    """Decides how long the loops of a checked script run.
+
+    steps: the number of optimizer steps to compare.
+    ragged: the size of a ragged last batch.
+    """
 
     def __init__(self, steps: int, ragged: int) -> None:
         self._steps, self._ragged = steps, ragged
         self.made = 0
-        """How many optimizer steps were made so far."""
+        """The number of optimizer steps made so far."""
         self._batches, self._trained = 0, False
         self._since_step = self._a_step = 0  # batches since the last step; batches that made the last step
         self._after = 0  # backwards since the last step that is compared
@@ -37,7 +43,7 @@ class ShortLoops:
         self._since_step += 1
 
     def limit(self, batch_size: int) -> int | None:
-        """Return the largest size that the next batch may have; 0 ends the loop, None means no limit."""
+        """Return the largest size that the next batch may have. 0 ends the loop, None means no limit."""
         ends = not self._since_step or self._batches >= self._a_step  # as a whole epoch does
         if (ends and self.made >= self._steps) if self._trained else (self._batches >= EVALUATED):
             return 0
@@ -48,7 +54,8 @@ class ShortLoops:
         return min(self._ragged, max(batch_size - 1, 1)) if last else None
 
     def backward(self) -> None:
-        """Record a backward. Raise ScriptEnds if there were enough after the last compared step."""
+        """Record a backward pass. Raise ScriptEnds if there were more than `AFTER` of them after the last compared
+        step."""
         self._trained = True
         self._after += self.made >= self._steps
         if self._after > AFTER:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 Shown = Sequence[tuple[str, str]]
-"""Source lines of the script, such as train.py:31, each with a text that it prints, in the order of printing."""
+"""Source lines of the script, such as train.py:31, each with a text that the line prints, in the order of printing."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _WORD = re.compile(r"[a-z]+")
 _CLOSE = Decimal("1e-6")  # of the number's size: both sides compute in float64
@@ -32,9 +32,14 @@ ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(co
 
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
-    """Return sentences on lines that print other numbers on `devices` than on one device: a list for lines that should
-    not differ, and a list for times, memory or devices. again: the lines of one device in another precision; a number
-    that differs greatly between the two runs on one device is in the second list."""
+    """Return sentences on source lines that print other numbers on `devices` than on one device.
+
+    The first list is about lines that should not differ. The second list is about times, memory, devices, and numbers
+    that differ greatly between two runs on one device.
+
+    one, many: what the script printed on one device and on `devices`.
+    again: what one device printed in another precision.
+    """
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
     for line in sorted(ours.keys() & theirs.keys()):
@@ -60,7 +65,8 @@ def _by_line(shown: Shown) -> dict[str, list[str]]:
 
 
 def _apart(text: str, other: str) -> list[int]:
-    """Return positions of numbers that differ by more than their last printed digit; none if counts differ."""
+    """Return the positions of numbers that differ by more than their last printed digit. Return none if one text has
+    more numbers than the other."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     if len(numbers) != len(others):
         return []
@@ -68,8 +74,11 @@ def _apart(text: str, other: str) -> list[int]:
 
 
 def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Decimal]]:
-    """Return the pairs of numbers, in the same position of both texts, that differ and are not measured. again: the
-    text of the same run once more; numbers that differ there are measured too."""
+    """Return the pairs of numbers in the same position of two texts that differ. Times, memory and figures of the
+    devices are left out.
+
+    again: the text of the same run once more. Numbers that differ there are left out too.
+    """
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     measured = _apart(text, again)
     apart = [n for n in _apart(text, other) if n not in measured and not _is_measured(text, n)]
@@ -84,7 +93,7 @@ def _close(a: Decimal, b: Decimal) -> bool:
 
 
 def _is_measured(text: str, number: int) -> bool:
-    """Return whether the words around a number mark it as a time, memory or a figure of the devices."""
+    """Return whether the words around a number mark it as a time, an amount of memory, or a figure of the devices."""
     found = list(_NUMBER.finditer(text))
     before = text[found[number - 1].end() if number else 0 : found[number].start()]
     clock = before == ":" and len(found[number][0]) == 2
@@ -94,7 +103,7 @@ def _is_measured(text: str, number: int) -> bool:
 
 
 def _is_of_the_moment(text: str, again: str, number: int) -> bool:
-    """Return whether a number differs greatly when one device runs again, and so depends on the moment of the run."""
+    """Return whether a number differs greatly when one device runs again. It then depends on the moment of the run."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(again)
     if len(numbers) != len(others):
         return False

@@ -2,8 +2,8 @@
 
 Such projections keep distances (Johnson and Lindenstrauss, 1984).
 
-The norm of a sketch is about the norm of its row, the distance of two sketches is about the distance of the rows, and
-the sketch of a sum is the sum of the sketches. Sketches take a thousandth of the memory.
+The norm of a sketch is about the norm of its row. The distance of two sketches is about the distance of their rows. The
+sketch of a sum is the sum of the sketches. Sketches take a thousandth of the memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST = 4096  # values that are projected together; a longer row has a sketch 
 
 
 def sketch(value: Tensor) -> Tensor:
-    """Return the sketch of a whole tensor, as one row."""
+    """Return a sketch of a whole tensor, as one row. A sketch is a projection on a few fixed random directions."""
     return _projected(as_real(value).reshape(1, -1))
 
 
@@ -37,9 +37,16 @@ def pieces(value: Tensor) -> Tensor:
 
 
 def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
-    """Return sketches of a tensor in each layout that it may have: `0` and `1` if that dim is the batch, `each` for the
-    positions of each sample, `along D` for slices along dim D, `whole` for one row, and `unordered` for rows in any
-    order, whose sum over the ranks equals that of one device."""
+    """Return sketches (random projections) of a tensor in each layout that it may have, by the name of the layout.
+
+    - `0`, `1`: one row for each sample, if that dimension is the batch
+    - `each`: one row for each position of each sample
+    - `along D`: one row for each slice along dimension D
+    - `whole`: one row for the whole tensor
+    - `unordered`: a sum over rows in any order, which adds up over the ranks to that of one device
+
+    rows: the number of samples of this rank.
+    """
     value = as_real(value)
     found = {"whole": sketch(value)}
     for dim in {0, min(1, value.dim() - 1), value.dim() - 1} if value.dim() else ():
@@ -59,7 +66,7 @@ def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
 
 
 def row_sketches(value: Tensor) -> Tensor:
-    """Return a sketch of each row along dim 0."""
+    """Return a sketch of each row along dimension 0. A sketch is a projection on a few fixed random directions."""
     return _projected(as_real(value).flatten(1) if value.dim() > 1 else value[:, None])
 
 

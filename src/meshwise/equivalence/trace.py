@@ -1,6 +1,6 @@
 """Define what a check compares, and the trace of one side.
 
-These are plain data and CPU tensors; nothing here computes.
+The sides are one device and the plan. A trace is plain data and CPU tensors.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from meshwise.spec.plan import Plan, at_precision
 
 Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
-"""Maps (kind of a value, its name) to how much ranks differ from each other in it, relative to its size."""
+"""Maps (kind of a value, name of the value) to how much ranks differ in it, relative to its size."""
 Noise = Mapping[str, tuple[Tensor, Tensor]]
-"""Maps a parameter to a mask of its noise elements (see noise.py), and a tensor with their values."""
+"""Maps a parameter to a mask of its noise elements (see noise.py), and to a tensor with the values of these
+elements."""
 Draws = Mapping[int, Sequence[Draw]]
-"""Maps the number of a forward, from 0, to its random draws."""
+"""Maps the number of a forward pass, from 0, to the random draws in it."""
 
 
 @dataclass(frozen=True)
 class CheckSpec:
     """The settings of a check.
 
-    plan: that of the other side; for a script that chooses its plan, one with as many replicas as devices. steps:
-    optimizer steps that both sides take. in_float64: whether both compute everything in float64; else in the plan's own
-    precision, to see its rounding. perturb: whether to delay the plan's ranks at random, and keep exchanged values NaN
-    until awaited (compat/perturbed.py). noise: parameter elements that one device takes over from the plan.
+    plan: the plan to compare with one device. For a script that chooses its own plan, a plan with as many replicas as
+        devices.
+    steps: how many optimizer steps both sides make.
+    in_float64: whether both sides compute everything in float64. Otherwise they use the plan's own precision, to see
+        its rounding.
+    perturb: whether to delay the plan's ranks at random, and to keep exchanged values NaN until awaited
+        (compat/perturbed.py).
+    noise: parameter elements that one device takes over from the plan.
     """
 
     plan: Plan
@@ -60,11 +65,13 @@ class CheckSpec:
 
 @dataclass(frozen=True)
 class Output:
-    """A module's output in one call on one rank, as sketches (see sketches.py). rows: how many samples the rank has.
+    """A module's output in one call on one rank, as random projections (see sketches.py).
 
-    sketches: layout -> sketches. `0` and `1`: a row for each sample, if that dim can hold the batch; `each`: a row for
-    each position of each sample; `whole`: one row. gradient: sketches of the gradient that reached the output in the
-    very first backward; else empty.
+    number: how many calls of the module in this microbatch were before it.
+    rows: how many samples the rank has.
+    sketches: the projections by layout. `0` and `1` have a row for each sample, if that dimension can hold the batch.
+        `each` has a row for each position of each sample, `whole` is one row.
+    gradient: projections of the gradient that reached the output in the very first backward pass. Empty in all others.
     """
 
     microbatch: int
@@ -85,9 +92,12 @@ class Output:
 class Contents:
     """A rank's part of a microbatch, as the program got it.
 
-    place: the user's source line that reads it. source: the data set. draws: the name of the data set's random
-    generator. collate: the user's function that makes a batch of samples. fields: for each tensor with a row per
-    sample, by name in the batch, the shape of a row and the rows' sketches.
+    place: the user's source line that reads it.
+    source: the data set.
+    draws: the name of the data set's random generator.
+    collate: the user's function that makes a batch of samples.
+    fields: the tensors with a row for each sample, by their name in the batch: the shape of a row and the sketches of
+        the rows.
     """
 
     microbatch: int
@@ -102,22 +112,30 @@ class Contents:
 class StepTrace:
     """The trace of one optimizer step on one side of a check.
 
-    samples: microbatch -> rank -> the indices that counted. outputs, contents: of all ranks with samples, in rank
-    order. peers: for each set of ranks with the same samples, the outputs of each rank; empty if none share samples.
-    alike: rank 0 and the ranks with the same samples, by their global rank. ready_order: parameters in the order in
-    which their gradients became ready in the last backward. clipped_gradients: the gradients that the optimizer got, if
-    they are clipped. learning_rates: of each parameter group in this step. optimizer_state: `PARAMETER KEY` -> tensor,
-    after the step. scheduler: numbers in its state after the step. own_gradients: rank and microbatch -> under the
-    plan, the gradients of that rank's loss alone, before any exchange (see `sketches.pieces`). own_boxes: rank and
-    parameter -> the range of nonzero elements of the gradient in each dim. modified_between_backwards: (rank,
-    microbatch, norm before, norm after, whether all changed by one factor) for gradients changed between backwards.
-    standing: microbatch -> the norm of the gradients that the next backward adds to. rng_mismatch: whether a backward
-    drew numbers that its forward did not. low_precision: parameters whose values on some rank fit a lower precision,
-    and which one. pairs: operators that may combine pairs of samples (see pairs.py), on rank 0. numbers: the numbers
-    behind the loss of the first microbatch (see loss_numbers.py), for each rank with samples. evaluating: modules in
-    evaluation mode in a forward of the step. nan_while_open: sentences on what became NaN during an exchange, if
-    exchanges are perturbed. changed_behind: parameters and buffers that changed between the optimizer's step and the
-    next batch; loaded: whether a model loaded a state in that time.
+    samples: microbatch -> rank -> the indices of the samples that counted.
+    outputs, contents: of all ranks with samples, in rank order.
+    peers: for each set of ranks with the same samples, the outputs of each rank. Empty if no ranks share samples.
+    alike: rank 0 and the ranks with the same samples as rank 0, by their global rank.
+    ready_order: parameters in the order in which their gradients became ready in the last backward pass.
+    clipped_gradients: the gradients that the optimizer got, if they are clipped.
+    learning_rates: the learning rate of each parameter group in this step.
+    optimizer_state: `PARAMETER KEY` -> tensor, after the step.
+    scheduler: the numbers in the scheduler's state after the step.
+    own_gradients: rank and microbatch -> the gradients of that rank's loss alone under the plan, before any exchange
+        (see `sketches.pieces`).
+    own_boxes: rank and parameter -> the range of nonzero elements of the gradient in each dimension.
+    modified_between_backwards: (rank, microbatch, norm before, norm after, whether all changed by one factor) for
+        gradients that were changed between two backward passes.
+    standing: microbatch -> the norm of the gradients that the next backward pass adds to.
+    rng_mismatch: whether a backward pass drew random numbers that its forward pass did not draw.
+    low_precision: parameters with values that fit a lower precision on some rank, and that precision.
+    pairs: operators on rank 0 that may combine samples (see pairs.py).
+    numbers: the scalars that the loss of the first microbatch is computed from (see loss_numbers.py), for each rank
+        with samples.
+    evaluating: modules in evaluation mode in a forward pass of the step.
+    nan_while_open: sentences on what became NaN during an exchange, if exchanges are perturbed.
+    changed_behind: parameters and buffers that changed between the optimizer's step and the next batch.
+    loaded: whether a model loaded a state dict between the optimizer's step and the next batch.
     """
 
     samples: list[list[list[int]]] = field(default_factory=list)
@@ -151,21 +169,29 @@ class StepTrace:
 
 @dataclass
 class Trace:
-    """The trace of one side.
+    """The trace of one side of a check.
 
-    modules: name -> class. places: name -> line of its forward, if the user wrote it. tied: groups of names that share
-    one parameter. draws: the random draws of all forwards. evaluated: indices of the test set that counted.
-    rank_divergence: how ranks differ before the first step and in the evaluation. unkeyed: random operators that could
-    not be keyed, so that ranks draw different numbers. drawn_alike: draws for a rank's own rows that are the same on
-    every rank in a run. numpy_draws: whether a forward drew from NumPy's own generator. random_modules: modules that
-    draw, without those that contain them. recomputed_modules: modules that run again in the backward. evaluation_draws:
-    random draws in the evaluation. metric_sums: sum and weight of each metric. single_sample_metrics: metric -> sample
-    -> its mean and weight alone, for samples at the ends of batches. padding_ranks: first sample of an evaluated batch
-    -> how many ranks had no sample of it. races: faults of exchanges, if they were perturbed. shown: source lines of a
-    script, and what each printed or logged. exchanges, exchanges_backward: collectives that the program itself calls
-    (see exchanges.py), on rank 0. counted_again: sentences on loops that every rank reads as a whole, so that mw.sum
-    counts them once per rank. resumed: the states that a job's resumes restored. hints: sentences on mistakes that one
-    device makes too (see hints.py).
+    modules: name -> class.
+    places: name of a module -> the source line of its forward, if the user wrote it.
+    tied: groups of names that share one parameter.
+    draws: the random draws of all forward passes.
+    evaluated: the indices of the test set that counted.
+    rank_divergence: how ranks differ before the first step and in the evaluation.
+    unkeyed: random operators that could not be keyed, so that ranks draw different numbers.
+    drawn_alike: draws for a rank's own rows that are the same on every rank in an ordinary run.
+    numpy_draws: whether a forward pass drew from NumPy's global generator.
+    random_modules: modules that draw random numbers themselves.
+    recomputed_modules: modules that run again in the backward pass.
+    evaluation_draws: the number of random draws in the evaluation.
+    metric_sums: metric -> its sum and its weight.
+    single_sample_metrics: metric -> sample -> mean and weight of that sample alone, for samples at the ends of batches.
+    padding_ranks: the first sample of an evaluated batch -> how many ranks had no sample of that batch.
+    races: faulty exchanges between ranks or streams, if they were perturbed.
+    shown: source lines of a script, and what each printed or logged.
+    exchanges, exchanges_backward: collectives that the program itself calls on rank 0 (see exchanges.py).
+    counted_again: sentences on loops that every rank reads as a whole, so that mw.sum counts them once per rank.
+    resumed: the states that a job's resumes restored.
+    hints: sentences on mistakes that one device makes too (see hints.py).
     """
 
     modules: dict[str, str]
@@ -199,7 +225,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Batches:
-    """The samples that the steps of a check read: whole batches, then a ragged one, from the start of another epoch."""
+    """The samples that each step of a check reads. They are whole batches, and then, from the start of another epoch, a
+    ragged one."""
 
     seed: int
     samples: int
@@ -207,7 +234,11 @@ class Batches:
     spec: CheckSpec
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
-        """Return the epoch, the position in it after step `step` (from 0), and the indices that the step reads."""
+        """Return the indices that step `step` (from 0) reads, and the epoch and the position in the epoch after the
+        step. They come in the order epoch, position, indices.
+
+        epoch, index: the epoch and the position before the step.
+        """
         last = 0 < step == self.spec.steps - 1
         if index >= self.samples or (last and index):
             epoch, index = epoch + 1, 0
@@ -230,5 +261,6 @@ def microbatches(batch: Tensor, accumulate: int) -> list[BatchSlice]:
 
 
 def test_samples(count: int, batch_size: int) -> int:
-    """Return how many test samples are evaluated: at most two batches and one sample, so that some ranks get none."""
+    """Return how many test samples are evaluated: at most two batches and one more sample, so that some ranks get no
+    sample of the last batch."""
     return min(count, 2 * batch_size + 1)

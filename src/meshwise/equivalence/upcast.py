@@ -1,13 +1,13 @@
 """Turn casts to low precision inside a model into float64.
 
-Casts to float32 and below become casts to float64; those to complex64 become casts to complex128.
+Casts to float32 and below become casts to float64. Casts to complex64 become casts to complex128.
 
 A float64 model that calls `.float()` in its attention still rounds to 1e-7, which hides smaller differences. With such
 casts changed, two sides that compute the same agree to 1e-13, so that a difference of 1e-9 is a fault.
 
-Casts are changed in the dispatch of operators, so that a forward, its recomputation and selective recomputation, which
-counts operators, see the same ones. Tensors made earlier, or by no operator (a teacher made at import, a file, a NumPy
-array), are in float32: operators read them as float64, and modules become float64 when called.
+Casts are changed in the dispatch of operators. So a forward pass, its recomputation, and selective recomputation, which
+counts operators, all see the same casts. Tensors made earlier, or by no operator (a teacher made at import, a file, a
+NumPy array), are in float32: operators read them as float64, and modules become float64 when they are called.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_
 
 @contextlib.contextmanager
 def upcast(active: bool = True) -> Iterator[None]:
-    """Compute in float64 in the with-body and its backward: casts to float32, float16 or bfloat16 become casts to
-    float64, and new tensors without a dtype are in float64."""
+    """Compute in float64 inside the with block, also in its backward pass.
+
+    Casts to float32, float16 or bfloat16 become casts to float64, and new tensors without a dtype are in float64.
+
+    active: if False, the context manager does nothing.
+    """
     if not active:
         yield
         return
@@ -50,8 +54,8 @@ def upcast(active: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Keep `nn.TransformerEncoder` in the with-body from packing padded batches into nested tensors, whose sizes cannot
-    be read, so that evaluation computes what training computes."""
+    """Disable the fast path of `nn.TransformerEncoder` inside the with block, so that evaluation computes what training
+    computes. The fast path packs padded batches into nested tensors, and the sizes of these cannot be read."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -62,8 +66,11 @@ def plain_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_in_float64(active: bool = True) -> Iterator[None]:
-    """Convert modules that are called inside `upcast` to float64 in the with-body; afterwards restore the dtypes of
-    their parameters and buffers."""
+    """Convert every module that is called inside `upcast` to float64, in the with block. Afterwards its parameters and
+    buffers get their dtypes back.
+
+    active: if False, the context manager does nothing.
+    """
     before: dict[Tensor, torch.dtype] = {}
 
     def widen(module: nn.Module, inputs: Any) -> None:
@@ -102,8 +109,8 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Convert arguments in float32 and below that an operator only reads to float64, if its result is a new tensor. If
-    the operator writes to a float32 tensor, convert what it reads to float32."""
+    """Convert arguments in float32 and below to float64, if the operator only reads them and returns a new tensor. If
+    the operator writes to a float32 tensor, convert what it reads to float32 instead."""
     given = [*args, *kwargs.values()]
     tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
     if operator.namespace != "aten" or all(tensor.dtype not in WIDE for tensor in tensors):
@@ -126,7 +133,7 @@ def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
-    """Run a GradScaler's operators in float32, the only dtype in which they accept the loss scale."""
+    """Run the operators of a GradScaler in float32, the only dtype in which they accept the loss scale."""
     narrow = [a.float() if isinstance(a, Tensor) and a.dtype == torch.float64 else a for a in args]
     result = operator(*narrow)
     for wide, its in zip(args, narrow, strict=True):
@@ -136,7 +143,7 @@ def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers in float32, so that start values and random data are those of the user's program."""
+    """Draw random numbers in float32, so that initial values and random data are the same as in the user's program."""
     name, first = operator_name(operator), args[0] if args else None
     if name.endswith("_") and isinstance(first, torch.Tensor) and first.dtype in (torch.float64, torch.complex128):
         return first.copy_(operator(first.to(_NARROW[first.dtype]), *args[1:], **kwargs))
@@ -151,11 +158,14 @@ def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Compute what `aten._grouped_mm` returns for these arguments: torch's own does not support float64. `offs` holds
-    the end of each group; rows after the last group are zero.
+    """Compute what `aten._grouped_mm` returns for these arguments, in any dtype. torch's own operator does not support
+    float64.
+
+    `offs` holds the end of each group. Rows after the last group are zero. Without `offs`, this is an ordinary batched
+    product.
 
     Shapes: (rows, k) x (groups, k, n) -> (rows, n) groups rows; (m, k) x (k, n) -> (groups, m, n) groups k; (groups, m,
-    k) x (k, columns) -> (m, columns) groups columns. Without `offs`: an ordinary batched product.
+    k) x (k, columns) -> (m, columns) groups columns.
     """
     if offs is None:
         product = left @ right

@@ -25,20 +25,24 @@ TWICE = "samples counted twice in the evaluation"
 
 
 def _by_pass(ranks: Sequence[Record]) -> Iterator[list[Pass]]:
-    """Yield the same pass of all ranks that make it."""
+    """Yield each pass over a loader, as the list of that pass on all ranks that make it."""
     keys = dict.fromkeys((p.loader, p.number) for record in ranks for p in record.passes if p.samples is not None)
     for key in keys:
         yield [p for record in ranks for p in record.passes if (p.loader, p.number) == key]
 
 
 def has_own_data(ranks: Sequence[Record]) -> bool:
-    """Return whether ranks read data sets of their own, in which an index means another sample."""
+    """Return whether ranks read different data sets, so that the same index means different samples."""
     return any(len({p.content for p in passes}) > 1 for passes in _by_pass(ranks))
 
 
 def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Finding]:
-    """Judge whether each sample is read once an epoch, in a new order each time. agrees: an evaluation prints what one
-    device prints."""
+    """Judge whether each sample is read once in an epoch, in a new order each time.
+
+    ranks: the records of all ranks.
+    one: the record of one process.
+    agrees: whether the evaluation prints the same numbers as one process.
+    """
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
         alone = [p for p in one.passes if (p.loader, p.number) == (first.loader, first.number)]
@@ -60,7 +64,10 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
 
 
 def _shares(passes: Sequence[Pass], trained: bool, agrees: bool, once: str) -> Iterator[Finding]:
-    """Judge how the samples are shared among ranks. once: how an evaluation counts each sample once."""
+    """Judge how the samples are shared among ranks.
+
+    once: advice on how an evaluation counts each sample once.
+    """
     first, ranks = passes[0], len(passes)
     every = frozenset[int]().union(*(p.samples or () for p in passes))
     counts = Counter(index for p in passes for index in p.read)
@@ -91,7 +98,7 @@ def _shares(passes: Sequence[Pass], trained: bool, agrees: bool, once: str) -> I
 
 
 def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding]:
-    """Judge ranks that each read all samples."""
+    """Report ranks that each read all samples."""
     first, ranks = passes[0], len(passes)
     if trained:
         evidence = f"each of {ranks} ranks reads all {size} samples of an epoch."
@@ -103,7 +110,10 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
 
 
 def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
-    """Judge the batch size. alone: the same pass of one process."""
+    """Report a global batch that has another size than the batch of one process.
+
+    alone: the same pass of one process.
+    """
     if not alone or not all(p.batches for p in (*alone, *passes)):
         return
     ours, own = sum(len(p.batches[0]) for p in passes), len(alone[0].batches[0])
@@ -113,7 +123,10 @@ def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    """Judge whether the schedule runs to its end at the same pace as on one device."""
+    """Judge whether the learning rate schedule runs to its end at the same pace as on one device.
+
+    pairs: the steps of rank 0 and of one process, in pairs.
+    """
     many = ranks[0]
     ticks = [statistics.median([step.ticks for step in side.steps[1:]] or [0]) for side in (many, one)]
     lengths = [_steps_of_pass(record) for record in (many, one)]
@@ -138,14 +151,17 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
 
 
 def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
-    """Report a scheduler at another pace. wrong: false if its length is a number of steps on any number of devices."""
+    """Report a scheduler that runs at another pace than on one device.
+
+    wrong: False if the length of the schedule is a fixed number of steps on any number of devices.
+    """
     where = tuple(dict.fromkeys(place for place in many.ticked_at if place))
     instead = "Count its length in the ticks that this number of devices makes."
     return Finding("scheduler ticks at another pace", wrong, where, evidence, instead)
 
 
 def _steps_of_pass(record: Record) -> float:
-    """Return the number of steps in a whole epoch."""
+    """Return the number of optimizer steps in a whole epoch."""
     trained = [p for p in record.passes if p.trained]
     if not trained or not record.steps:
         return 0.0
@@ -153,14 +169,15 @@ def _steps_of_pass(record: Record) -> float:
 
 
 def _whole_steps(steps: float, horizon: float) -> float:
-    """Return the steps of an epoch, of which the last accumulation may be left out or made of fewer batches: whichever
-    a schedule of `horizon` steps ends with."""
+    """Round the steps of an epoch to a whole number. The last accumulation of an epoch may be left out or consist of
+    fewer batches, so round down or up to what divides `horizon`, the number of steps of the schedule."""
     whole = (each for each in (math.floor(steps), math.ceil(steps)) if each and horizon % each == 0)
     return next(whole, steps)
 
 
 def rates(ranks: Sequence[Record]) -> Iterator[Finding]:
-    """Judge whether the ranks have the same learning rates, and will have them."""
+    """Report learning rates that differ between ranks, and metrics that differ between ranks when they are given to a
+    scheduler."""
     instead = "Give the schedule a number that is alike on all ranks: all_reduce sums and counts before dividing."
     told = [(each[0][0], [n for _, n in each]) for each in zip(*(record.told for record in ranks), strict=False)]
     for steps in zip(*(record.steps for record in ranks), strict=False):
@@ -172,7 +189,7 @@ def rates(ranks: Sequence[Record]) -> Iterator[Finding]:
 
 
 def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
-    """Report layers that normalize each rank's samples separately."""
+    """Report batch norms that normalize the samples of each rank separately."""
     if ranks[0].norms and len(ranks) > 1:
         where = tuple(step.places[0] for step in ranks[0].steps[:1])
         evidence = f"{', '.join(ranks[0].norms)} normalizes each rank's samples by themselves."
@@ -181,7 +198,8 @@ def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
 
 
 def left_over(first: Record) -> Iterator[Finding]:
-    """Report an epoch whose last batches make no step, so that their gradients are in the next epoch's first step."""
+    """Report an epoch with last batches that make no step, so that their gradients are added to the first step of the
+    next epoch."""
     usual = first.microbatches
     late = next((step for step in first.steps[1:] if len(step.scales) > usual), None)
     if late is not None and sum(each.trained for each in first.passes) > 1:
@@ -191,14 +209,20 @@ def left_over(first: Record) -> Iterator[Finding]:
 
 
 def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
-    """Return whether evaluations print numbers, all equal to those of one device. apart: lines that print others."""
+    """Return whether the evaluations print numbers, and all of them equal the numbers of one process.
+
+    apart: findings on lines that print other numbers.
+    """
     told = [[text for _, text, after in record.shown if not after] for record in (first, one)]
     numbers = all(any(character.isdigit() for text in side for character in text) for side in told)
     return numbers and not any(finding.wrong for finding in apart)
 
 
 def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> Iterator[Finding]:
-    """Report lines that print other numbers than one process does. again: that process once more."""
+    """Report lines that print other numbers than one process does.
+
+    again: the record of one process that ran once more. Numbers that differ there are ignored.
+    """
     first, used = ranks[0], list(zip(*(record.evaluated for record in ranks), strict=False))
     own = any(max(each) - min(each) > LIMIT * max(each) for each in used)
     for trains, wrong in ((False, True), (True, False)):
@@ -222,13 +246,16 @@ def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> 
 
 
 def _are_rates(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
-    """Return whether both numbers are learning rates. `rates` judges these: one process takes its own from rank 0."""
+    """Return whether both numbers are learning rates, which `rates` judges. One process takes its learning rates from
+    rank 0."""
     return all(any(_shows(n, rate) for rate in side.rates) for n, side in zip(pair, (one, first), strict=True))
 
 
 def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
-    """Return whether two numbers are the same losses of a training on both sides, added or averaged: of a few steps or
-    of one microbatch, divided by how many a step has or not, or by len(loader)."""
+    """Return whether two numbers are the same losses of a training on both sides, added up or averaged.
+
+    The losses may be of a few steps or of one microbatch, and divided by the microbatches of a step or by len(loader).
+    """
     losses, micro = [one.losses, first.losses], float(one.microbatches)
     lengths = {float(len(read.batches)) for read in first.passes if read.trained}
     for begin, end in itertools.combinations(range(1 + min(map(len, losses))), 2):
@@ -241,6 +268,6 @@ def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -
 
 
 def _shows(printed: Decimal, value: float) -> bool:
-    """Return whether a printed number is the value, up to its last digit."""
+    """Return whether a printed number equals the value, up to its last printed digit."""
     exponent = int(printed.as_tuple().exponent)
     return exponent < 0 and abs(printed - Decimal(value)) <= Decimal(1).scaleb(exponent)

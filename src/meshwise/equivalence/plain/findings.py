@@ -12,8 +12,14 @@ from meshwise.equivalence.proof import Verdict
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check of a plain script found. kind: in the field's words. wrong: false for a difference by design, or a
-    note. places: the user's lines. evidence, instead: a sentence each."""
+    """One thing that a check of a script without meshwise found.
+
+    kind: a short name.
+    wrong: False for a difference by design, or a note.
+    places: the source lines of the script.
+    evidence: a sentence on what was seen.
+    instead: a sentence on what to write instead. Empty if there is nothing to change.
+    """
 
     kind: str
     wrong: bool
@@ -24,10 +30,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class PlainProof:
-    """Whether a script's ranks compute what one process computes on the same samples, and what the counts show.
+    """The result of checking a script that does not use meshwise: whether its ranks compute what one process computes
+    on the same samples, and what the counts of samples and steps show.
 
-    steps: how many were compared, of so many epochs; largest: the largest difference of a gradient, relative to the
-    largest. not_judged: sentences.
+    steps: how many steps were compared.
+    epochs: how many epochs the steps belong to.
+    largest: the largest difference of a gradient, relative to the largest gradient.
+    not_judged: sentences on what could not be judged.
     """
 
     script: str
@@ -40,12 +49,12 @@ class PlainProof:
 
     @property
     def verdict(self) -> Verdict:
-        """Different if something is wrong; doubtful if not all is judged. A difference by design is neither."""
+        """The verdict: different if a finding is wrong, doubtful if not everything could be judged, else equal."""
         if any(finding.wrong for finding in self.findings):
             return Verdict.DIFFERENT
         return Verdict.DOUBTFUL if self.not_judged else Verdict.EQUAL
 
     @property
     def equal(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing is wrong, and everything could be judged."""
         return self.verdict is Verdict.EQUAL

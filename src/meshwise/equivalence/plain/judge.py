@@ -28,8 +28,12 @@ OF_TRAINER = (
 
 
 def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repeat: Any = list) -> PlainProof:
-    """Compare ranks with one process. ranks: what each did; one: a process that repeated it, or why it could not;
-    repeat: runs that once more, and returns a list of its record."""
+    """Compare the ranks of a script with one process, and return the findings.
+
+    ranks: what each rank did.
+    one: what one process did that repeated the ranks' reads, or the reason why it could not.
+    repeat: a function that runs the one process once more, and returns a list of its record.
+    """
     not_judged = list(_not_judged(ranks, one))
     pairs = [(a, b) for a, b in zip(ranks[0].steps, one.steps, strict=False) if a.optimizer == b.optimizer]
     clipped = [(a.before_clipping, b.before_clipping) for a, b in pairs if a.clips]
@@ -55,7 +59,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
 
 
 def _reads_others(ranks: Sequence[Record]) -> bool:
-    """Return whether one process cannot read what the ranks read."""
+    """Return whether one process cannot read the samples that the ranks read."""
     return counts.has_own_data(ranks) or any(p.samples is None for record in ranks for p in record.passes)
 
 
@@ -75,8 +79,8 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
 
 
 def _apart(first: Step, other: Step) -> tuple[float, str]:
-    """Return the largest difference of a gradient, relative to the largest gradient, and its name; only for parameters
-    that both optimizers hold."""
+    """Return the largest difference of a gradient, relative to the largest gradient, and the name of its parameter.
+    Only parameters that both optimizers hold are compared."""
     held = first.parameters.keys() & other.parameters.keys()  # of a ZeroRedundancyOptimizer each rank's are others
     one, many = ({n: g for n, g in step.gradients.items() if n in held} for step in (first, other))
     names = [name for name in one if name in many and one[name].shape == many[name].shape]
@@ -118,7 +122,8 @@ def _clips(ranks: Sequence[Record]) -> Iterator[Finding]:
 
 
 def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    """Yield why gradients differ in the first step in which they do; those that are clipped, as they were before it."""
+    """Yield the reason why gradients differ in the first step in which they do. If the script clips gradients, they are
+    compared as they were before clipping too."""
     for number, (many, one) in enumerate(pairs):
         sides = [(many.before_clipping, one.before_clipping)] if many.clips else []
         for pair in [*sides, (many, one)]:
@@ -151,7 +156,7 @@ def _of_gradients(number: int, ranks: Sequence[Sequence[Step]], many: Step, one:
 
 
 def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
-    """Return the factor between all gradients of both sides, if there is one."""
+    """Return the factor between all gradients of both sides. Return None if there is no single factor."""
     if one.keys() != many.keys() or not one:
         return None
     a, b = (torch.cat([grads[name].flatten() for name in sorted(one)]) for grads in (one, many))

@@ -1,7 +1,7 @@
 """Take dropout and compiled code out of a plain script.
 
-Batch norm normalizes each rank's samples by themselves, which one process repeats by parts of its batch. Tested in
-tests/equivalence/test_plain_scripts.py.
+On the ranks, batch norm normalizes the samples of each rank separately. One process repeats this with parts of its
+batch. Tested in tests/equivalence/test_plain_scripts.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class _NoDropout(TorchFunctionMode):
-    """Makes dropout functions return their input."""
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in DROPOUTS:
             return args[0] if args else kwargs["input"]
@@ -38,7 +36,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 def _still(module: nn.Module, inputs: Any) -> None:
-    """Switch off dropout in modules that pass it to a C++ function of torch."""
+    """Switch off dropout in modules that pass their dropout rate to a C++ function of torch."""
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         module.dropout = 0.0
     elif isinstance(module, MODULES):
@@ -47,7 +45,11 @@ def _still(module: nn.Module, inputs: Any) -> None:
 
 @contextlib.contextmanager
 def neutral(rows: Mapping[int, list[int]]) -> Iterator[None]:
-    """Disable dropout and compiling in the with-body; batch norm sees a batch in parts. rows: these, by batch size."""
+    """Disable dropout and torch.compile inside the with block. Batch norm normalizes parts of a batch separately, as
+    the ranks do.
+
+    rows: the sizes of the parts, by the size of the batch.
+    """
     ends = [
         register_module_forward_pre_hook(_still).remove,
         put([torch], "compile", lambda plain: _uncompiled),

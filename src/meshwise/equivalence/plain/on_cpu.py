@@ -1,6 +1,6 @@
 """Run a script that names GPUs on CPU workers.
 
-`.to(rank)`, `.cuda()`, `device_ids=[rank]` and nccl mean the CPU and gloo. Where torch has GPUs nothing is changed.
+`.to(rank)`, `.cuda()`, `device_ids=[rank]` and nccl mean the CPU and gloo. If torch finds a GPU, nothing is changed.
 Tested in tests/equivalence/test_plain_scripts.py.
 """
 
@@ -26,7 +26,7 @@ OF_GPUS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_se
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Use the CPU for every GPU that the script names in the with-body, if there is none."""
+    """Replace every GPU that the script names by the CPU, inside the with block. Does nothing if torch finds a GPU."""
     if torch.get_device_module(GPU).is_available():
         yield
         return
@@ -50,7 +50,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class _Moving(TorchFunctionMode):
-    """Replaces GPUs in the device arguments of torch's functions."""
+    """Replaces GPUs by the CPU in the device arguments of torch's functions."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is getattr(Tensor, GPU):
@@ -62,7 +62,7 @@ class _Moving(TorchFunctionMode):
 
 
 def _cpu_for(device: Any) -> Any:
-    """Return the CPU if this names a GPU; else the value unchanged."""
+    """Return the CPU if the argument names a GPU, else the argument unchanged."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     named = isinstance(device, str) and device.startswith(GPU)
     return "cpu" if is_number or named or (isinstance(device, torch.device) and device.type == GPU) else device

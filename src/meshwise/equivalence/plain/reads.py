@@ -1,7 +1,8 @@
 """Choose what one rank of a plain script reads, and record it.
 
-A loop that trains makes a few steps and then reads its last batches; one that does not reads three batches and its
-last. The third pass over a loader that trains ends the script. Tested in tests/equivalence/test_plain_scripts.py.
+A loop that trains makes a few steps, and then reads its last batches. A loop that does not train reads three batches
+and its last one. The third pass over a loader that trains ends the script. Tested in
+tests/equivalence/test_plain_scripts.py.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ MOST_BATCHES = 2_000
 """The most batches to read from a sampler without a length, which may never end."""
 PASSES = 2
 WHOLE = 8
-"""Evaluations of up to so many batches are read whole: a script may look for the last one."""
+"""Evaluations of up to this many batches are read whole, because a script may look for the last batch."""
 LATER_STEPS = 2
 
 
 @dataclass
 class _Loop:
-    """A loop over a loader. batches: the samples of each rank in each batch. at: the number of the next batch."""
+    """A running loop over a loader.
+
+    batches: the samples of each rank in each batch.
+    made_before: how many optimizer steps were made before the loop.
+    at: the number of the next batch.
+    """
 
     iterator: Any  # kept, so that no other has its id
     read: Pass
@@ -43,12 +49,16 @@ class _Loop:
 
 
 class Reads:
-    """What one run of the script reads. steps: how many the first pass of a loop makes. follow: the reads of all ranks,
-    for one process that repeats them. passes: gets each pass."""
+    """Chooses and records what one run of the script reads.
+
+    steps: how many optimizer steps the first pass over a loader makes.
+    follow: the reads of all ranks, for one process that repeats them.
+    passes: the list to which each pass is appended.
+    """
 
     def __init__(self, steps: int, seed: int, follow: Follow | None, passes: list[Pass]) -> None:
         self.rows: dict[int, list[int]] = {}
-        """Samples of each rank in a batch, by the size of the batch."""
+        """The number of samples of each rank in a batch, by the size of the batch."""
         self.now: Pass | None = None
         self.has_cut = False
         """Whether a loop was ended early."""
@@ -74,13 +84,13 @@ class Reads:
             end()
 
     def backward(self) -> bool:
-        """Note a backward; return whether random numbers were drawn since its batch came."""
+        """Record a backward pass. Return whether random numbers were drawn since its batch was read."""
         if self.now is not None:
             self.now.trained = True
         return self._drawn is not None and self._drawn != _generators()
 
     def step_made(self) -> None:
-        """Note that an optimizer has made its step."""
+        """Record that an optimizer has made its step."""
         self._made += 1
         self._batches_of_step, self._batches_since = self._batches_since, 0
 
@@ -89,7 +99,7 @@ class Reads:
             self._made_at[id(loader.batch_sampler)] = user_place()
 
     def _choose(self, iterator: Any) -> Any:
-        """Return the indices of the next batch."""
+        """Return the sample indices of the next batch. Raise StopIteration if the loop ends."""
         loop = self._loops.get(id(iterator)) or self._begin(iterator)
         now = self.now = loop.read
         if now.samples is None and self._enough(loop):
@@ -143,20 +153,21 @@ class Reads:
         return loop
 
     def _enough(self, loop: _Loop) -> bool:
-        """Return whether a loop has made its steps, or read enough."""
+        """Return whether a loop has made its steps or, if it does not train, read enough batches."""
         made, now = self._made - loop.made_before, loop.read
         wanted = self._steps if now.number == 0 else min(self._steps, LATER_STEPS)
         return made >= wanted - 1 if now.trained else len(now.given) >= EVALUATED and len(loop.batches) > WHOLE
 
     def _next(self, loop: _Loop) -> int:
-        """Return the number of the next batch: the following one, or one of the last batches, once enough were read."""
+        """Return the number of the next batch. It is the following one or, once enough batches were read, one of the
+        last."""
         tail = max(self._batches_of_step, 1) if loop.read.trained else 1
         chosen = max(loop.at, len(loop.batches) - tail) if self._enough(loop) else loop.at
         self.has_cut |= chosen > loop.at
         return chosen
 
     def _see_accelerate(self) -> None:
-        """Note calls of accelerate's `gather_for_metrics`, which removes repeated samples."""
+        """Record calls of accelerate's `gather_for_metrics`, which removes repeated samples."""
         accelerate: Any = sys.modules.get("accelerate")
         if accelerate is None or self._sees_accelerate:
             return
@@ -176,12 +187,12 @@ class Reads:
         self._ends.append(program_calls.put([accelerate.Accelerator], "gather_for_metrics", gathering))
 
     def _content(self, data: Any, picked: Sequence[int]) -> str:
-        """Return the text of its first sample, without addresses."""
+        """Return the text of the data set's first sample, without memory addresses. It tells data sets apart."""
         readable = bool(picked) and is_read_singly(data)
         return ADDRESS.sub("", repr(self._drawn_alike(data.__getitem__, 0, 0))) if readable else ""
 
     def _read(self, get: Callable[[int], Any], index: int) -> Any:
-        """Read a sample; the random numbers it draws depend only on its index and the pass."""
+        """Read a sample. The random numbers drawn for it depend only on its index and the pass."""
         assert self.now is not None
         return self._drawn_alike(get, int(index), self.now.loader, self.now.number)
 

@@ -16,12 +16,20 @@ from torch import Tensor
 class Pass:
     """One pass over a DataLoader.
 
-    loader: its number, in the order of first use. number: of this pass over it. places: the user's lines that read it
-    and that made it. samples: the indices of its data set; None if it has no indices. content: text of one sample, to
-    tell data sets apart. batches: the indices of every batch of its sampler; given: which of them the script got.
-    trained: whether a backward followed a batch. padded_away: whether `gather_for_metrics` removed repeated samples.
-    over: whether the loop has ended. endless: whether its sampler may give more. counted: how many batches its loader
-    has in one process that reads as the ranks do; 0 for its own number.
+    loader: the number of the loader, in the order of first use.
+    number: how many passes over this loader were before.
+    places: the user's source lines that read it and that made it.
+    samples: the indices of its data set. None if it has no indices.
+    batches: the indices of every batch of its sampler.
+    shuffles: whether the indices are not in ascending order.
+    content: the text of one sample, to tell data sets apart.
+    given: which of the batches the script got.
+    trained: whether a backward pass followed a batch.
+    padded_away: whether `gather_for_metrics` removed repeated samples.
+    over: whether the loop has ended.
+    endless: whether its sampler may give more batches.
+    counted: how many batches its loader reports in one process that reads as the ranks do. 0 is the loader's own
+        number.
     """
 
     loader: int
@@ -48,13 +56,21 @@ class Pass:
 class Step:
     """One step of an optimizer.
 
-    places: the lines of the last forward, its backward, and the step. settings: numbers of each group, before the step.
-    gradients: by parameter, before the step. parameters: after it. losses: of its backwards. scales: the final factor
-    of each. ticks: scheduler steps since the last optimizer step. unreduced: why its gradients may not be those of all
-    ranks. hooks: lines of hooks on the gradients. clips: lines that clip, and the norm before.
-    unclipped: gradients before they were clipped. by_trainer: whether transformers' Trainer called its last backward.
-    draws: whether random numbers were drawn between a batch and its backward. start: the sum of the parameters' norms
-    before the step.
+    optimizer: the number of the optimizer, in the order of first use.
+    places: the source lines of the last forward pass, its backward pass, and the step.
+    settings: the numbers of each parameter group, before the step.
+    gradients: the gradients by parameter, before the step.
+    parameters: the parameters after the step.
+    losses: the losses of the backward passes.
+    scales: the factor by which each loss was finally multiplied.
+    ticks: scheduler steps since the last optimizer step.
+    unreduced: why its gradients may not be summed over all ranks. Empty if nothing speaks for that.
+    hooks: the source lines of hooks on the gradients.
+    clips: the source lines that clip gradients, each with the norm before clipping.
+    unclipped: the gradients before they were clipped.
+    by_trainer: whether transformers' Trainer called the last backward pass.
+    draws: whether random numbers were drawn between a batch and its backward pass.
+    start: the sum of the parameters' norms before the step.
     """
 
     optimizer: int
@@ -75,7 +91,7 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The sum of its losses."""
+        """The sum of the step's losses."""
         return sum(self.losses)
 
     @property
@@ -86,12 +102,25 @@ class Step:
 
 @dataclass
 class Record:
-    """What one rank did. norms: kinds of batch norm that ran in training. horizon: the number of ticks until the
-    schedule ends, and the lines that make and tick it. shown: lines that print, what they print, and whether it is from
-    a training or inside an evaluation. rates: the learning rates where a line prints. ticks: since the last step.
-    told: lines that give a schedule a metric, and it. length: steps of the whole training; 0: not known. schedules:
-    lines that make one. refused: why none of it can be compared. left: losses after the last step.
-    evaluated: of the statistics of batch norm that evaluations use, a number each time it is another."""
+    """What one rank did.
+
+    passes, steps: the passes over loaders, and the optimizer steps.
+    shown: the lines that print, what they print, and whether it is printed in a training rather than inside an
+        evaluation.
+    norms: the kinds of batch norm that ran in training.
+    horizon: the number of scheduler steps until the schedule ends. None if it is unknown.
+    length: the optimizer steps of the whole training. 0 if it is unknown.
+    ticked_at: the source lines that step the scheduler and that make it.
+    ticks: scheduler steps since the last optimizer step.
+    told: the source lines that give a metric to a scheduler, and the metric.
+    rates: the learning rates at the moments when a line prints.
+    schedules: the source lines that make a scheduler.
+    wrapped: whether the script made a DistributedDataParallel.
+    accelerate: whether the script imported accelerate.
+    refused: why the run cannot be compared. Empty if it can.
+    left: the losses after the last optimizer step.
+    evaluated: norms of the running means that batch norms use in evaluations, one each time it changes.
+    """
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
@@ -113,24 +142,30 @@ class Record:
 
     @property
     def losses(self) -> list[float]:
-        """Those of all backwards."""
+        """The losses of all backward passes."""
         return [*(loss for step in self.steps for loss in step.losses), *self.left]
 
     @property
     def microbatches(self) -> int:
-        """How many a step has: more where an epoch's last batches made no step, fewer where its last step is short."""
+        """The usual number of backward passes in a step. A step may have more if the last batches of an epoch made no
+        step, and the last step of an epoch may have fewer."""
         return statistics.mode([len(step.scales) for step in self.steps] or [1]) or 1
 
 
 @dataclass(frozen=True)
 class Follow:
-    """What one process repeats: all ranks' reads, and rank 0's settings and parameters."""
+    """What one process repeats: the reads of all ranks, and the settings and parameters of rank 0."""
 
     ranks: Sequence[Record]
 
     def unions(self, own: Pass) -> list[list[list[int]]] | None:
-        """Return the batches of a pass, each as the samples of every rank; None if no rank made the pass. An evaluation
-        that was not read whole reads what one process does, or each sample once. own: what one process would read."""
+        """Return the batches of a pass, each as the samples of every rank. Return None if no rank made the pass.
+
+        An evaluation that every rank read whole gets the batches that one process would read. One that was cut short
+        reads each sample once.
+
+        own: the pass that one process would make.
+        """
         passes = [p for record in self.ranks for p in record.passes if (p.loader, p.number) == (own.loader, own.number)]
         if not passes:
             return None

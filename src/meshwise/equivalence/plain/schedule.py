@@ -21,7 +21,7 @@ TRAINER = "transformers/trainer.py"
 
 
 def watch_ticks(record: Record) -> list[Callable[[], None]]:
-    """Record in `record` what schedulers are told, until the returned functions are called."""
+    """Record the steps of learning rate schedulers in `record`, until the returned functions are called."""
     inside, made_at = False, dict[int, tuple[Any, str]]()
 
     def counting(plain: Any) -> Any:
@@ -51,13 +51,14 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
 
 
 def steps_of_trainer() -> int:
-    """Return how many steps the Trainer that calls makes in all; 0 if none calls."""
+    """Return how many optimizer steps the transformers Trainer makes in all, if it is the caller. Return 0 if it is
+    not."""
     trainer = getattr(frame_in(TRAINER), "f_locals", {}).get("self")
     return getattr(getattr(trainer, "state", None), "max_steps", 0)
 
 
 def horizon_of(scheduler: Any) -> int | None:
-    """Return the number of ticks after which a schedule ends, if it has one."""
+    """Return the number of scheduler steps after which a schedule ends. Return None if it is unknown."""
     for name in HORIZONS:
         if isinstance(value := getattr(scheduler, name, None), int):
             return value

@@ -40,14 +40,17 @@ from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import frame_in, place_of, user_place
 
 MOST_BACKWARDS = 40
-"""The most backwards in a compared step; a script that makes more is ended."""
+"""The most backward passes in a compared step. A script that makes more is ended."""
 NOT_REPLICAS = "the parameters are sharded (FSDP, DTensor), and check compares only replicas, as of DDP"
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
 def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Follow | None, rank: int) -> Record:
-    """Run `script` in this process as `python script.py` would, for so many steps of its first pass. follow: what all
-    ranks did, for one process that repeats it."""
+    """Run `script` in this process as `python script.py` would, and return a record of what it did.
+
+    steps: how many optimizer steps to make in the first pass over the data.
+    follow: what all ranks did, for one process that repeats it. None on a rank.
+    """
     watcher = _Watcher(steps, seed, follow, rank)
     seed_all(seed + rank)
     with (
@@ -71,7 +74,7 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
 
 
 class _Watcher:
-    """Watches one run of the script."""
+    """Records one run of the script."""
 
     def __init__(self, steps: int, seed: int, follow: Follow | None, rank: int) -> None:
         self.record = Record(rank)
@@ -107,7 +110,7 @@ class _Watcher:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the script in the with-body."""
+        """Record what the script computes and prints inside the with block."""
         put = program_calls.put
         self._ends += [
             put([DistributedDataParallel], "__init__", self._wrap),
@@ -261,7 +264,7 @@ class _Watcher:
         self._fresh()
 
     def _followed(self, number: int) -> Step | None:
-        """Return the step of rank 0 that this one repeats."""
+        """Return the step of rank 0 that the current step of this optimizer repeats. Return None if there is none."""
         steps = [] if self._follow is None else self._follow.ranks[0].steps
         return dict(enumerate(step for step in steps if step.optimizer == number)).get(self._made.get(number, 0))
 

@@ -27,7 +27,8 @@ OF_BAND = ("loss", "parameters", "evaluation")
 
 
 def check_text(proof: Proof | PlainProof, width: int | None = None) -> RenderableType:
-    """Show the proof, at most `width` characters wide (None: as wide as the console)."""
+    """Return the proof as text that rich can print, at most `width` characters wide. None is the width of the
+    console."""
     if isinstance(proof, PlainProof):
         return Drawn(lambda screen: _plain_lines(proof, screen), width)
     return Drawn(lambda screen: _lines(proof, screen), width)
@@ -49,7 +50,8 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
 
 
 def _not_compared(left_out: Sequence[str]) -> list[str]:
-    """Return one line on what was not compared; for several things, their number and the first."""
+    """Return at most one line on what was not compared. If there are several things, the line has their number and the
+    first one."""
     if len(left_out) < 2:
         return [f"not compared: {text}" for text in left_out]
     return [f"not compared: {len(left_out)} things, which --json names; the first: {left_out[0]}"]
@@ -84,7 +86,8 @@ def verdict(proof: Proof) -> list[Text]:
 
 
 def _band(proof: Proof) -> list[Text]:
-    """Say how far rounding alone moves this program on one device; a run under the plan may differ by as much."""
+    """Return a line that says how far rounding alone moves this program on one device. A run under the plan may differ
+    by as much."""
     sizes = [f"{each.kind} {_size(each.one_device)}" for each in proof.rounding if each.kind in OF_BAND]
     if not sizes:
         return []
@@ -98,7 +101,8 @@ def _limit() -> str:
 
 
 def _row(compared: Compared) -> list[str | Text]:
-    """Return a table row: kind, number of comparisons, number of faults, the largest difference and its location."""
+    """Return a table row: the kind, the number of comparisons, the number of faults, the largest difference and its
+    location."""
     largest = compared.largest
     style = "red" if compared.faults else ""
     return [
