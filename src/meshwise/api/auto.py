@@ -32,15 +32,17 @@ from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.workers.environment import started_by_launcher
 
 SECONDS = 20.0
-"""How long to search for a plan."""
+"""How many seconds to search for a plan."""
 MEASURE = 4.0
-"""How long to measure the links between CPU workers, for which the catalog has no figures."""
+"""How many seconds to measure the links between CPU workers, for which the catalog has no figures."""
 
 
 def with_plan(options: RunOptions, console: Console) -> RunOptions:
-    """Search for a plan; print it, and why it was chosen; return the options with it.
+    """Search for a plan for `--plan auto`. Print the plan and why it was chosen, and return the options with the plan
+    filled in.
 
-    Raises UsageError for a script, and if not all devices of the run are in this machine; PlanError if no plan fits.
+    Raises UsageError for a script, and if not all devices of the run are in this machine. Raises PlanError if no plan
+    fits.
     """
     if str(options.job).endswith(".py"):
         raise UsageError(AUTO_OF_A_SCRIPT)
@@ -80,13 +82,14 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
 
 
 def _measured(machine: Machine, slots: Sequence[WorkerSlot]) -> Machine:
-    """Return the machine with briefly measured collectives and links between as many CPU workers."""
+    """Return the machine with briefly measured links and collectives between as many CPU workers as `slots`."""
     found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
     return replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
 
 
 def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
-    """Return the fastest plan that fits, or the simplest one on all devices if times are unknown; also return why."""
+    """Return the fastest plan that fits, and why it was chosen. If times are unknown, the plan is the simplest one on
+    all devices."""
     best = plans.best
     if best is None:
         nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory

@@ -1,6 +1,6 @@
 """Measure a machine's devices and paths, and judge each.
 
-The verdict says whether each is as good as its parts.
+The verdict says whether a device or path is as good as its parts allow.
 
 Tested in tests/cli/test_bench.py.
 """
@@ -36,15 +36,17 @@ from meshwise.terminal.notebook import shown_by
 shown_by(Bench, bench_text)
 WHAT = ("compute", "links", "collectives")
 SECONDS_ON_CPU, SECONDS = 40.0, 90.0
-"""How long to measure by default. Starting workers and checking bytes takes additional time."""
+"""How many seconds to measure by default, on CPU workers and on accelerators. Starting workers and checking bytes takes
+additional time."""
 MOST_WORKERS = 4
 BUFFERS = 4
-"""How many buffers of a message's size a rank holds at once: sent, received, the pattern, one of the backend."""
+"""How many buffers of a message's size a rank holds at once: one that is sent, one received, the pattern to compare
+with, and one of the backend."""
 
 
 @dataclass
 class Measured:
-    """Collects the results of a running bench, and passes each on to `reported`."""
+    """Collects the results of a running bench. Each result is also passed on to the callbacks of `reported`."""
 
     reported: Progress
     began: float = field(default_factory=time.perf_counter)
@@ -65,7 +67,10 @@ class Measured:
         self.reported.done(result)
 
     def bench(self, machine: Machine, stopped: Stop | None) -> Bench:
-        """Return the bench with all results so far, judged. stopped: why it ended early."""
+        """Return a bench with all results so far, judged.
+
+        stopped: why the bench ended early. None if it did not.
+        """
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         when = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC" + (f", {versions}" if versions else "")
         seconds = time.perf_counter() - self.began
@@ -82,12 +87,18 @@ def bench(
     tell: Callable[[str], None] | None = None,
     done: Callable[[PathResult | DeviceResult], None] | None = None,
 ) -> Bench:
-    """Measure devices and the paths between them, check every byte, and judge.
+    """Measure devices and the paths between them, check every byte, and judge the results.
 
-    devices: as for `meshwise run`; default: all accelerators, else CPU workers on the cores of this process. what:
-    which of `compute`, `links`, `collectives`. sizes: of messages, `1K:1G`. seconds: to measure, in all. progress:
-    callbacks for what is measured now and for each result. tell, done: deprecated, use progress. A Ctrl-C ends the
-    bench early: results so far are kept, and `stopped` says why. Raises UsageError for sizes that exceed the memory.
+    devices: the devices, as for `meshwise run`. By default all accelerators, or else CPU workers on the cores of this
+        process.
+    what: what to measure, any of `compute`, `links`, `collectives`.
+    sizes: the sizes of messages, such as `1K:1G`.
+    seconds: how long to measure, in all.
+    progress: callbacks for what is measured now and for each result.
+    tell, done: deprecated, use progress.
+
+    A Ctrl-C ends the bench early. Results so far are kept, and `stopped` says why it ended. Raises UsageError for sizes
+    that exceed the memory.
     """
     if tell or done:
         warnings.warn("bench(tell=…, done=…) is deprecated. Use bench(progress=…).", DeprecationWarning, stacklevel=2)
@@ -105,7 +116,8 @@ def bench(
 
 
 def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
-    """Return why a bench stopped: by Ctrl-C, by another signal (KeyboardInterrupt(number)), or by a failed worker."""
+    """Return why a bench stopped, with the exit code: by Ctrl-C, by another signal (KeyboardInterrupt(number)), or by a
+    failed worker."""
     if isinstance(error, WorkerFailed):
         return Stop(str(error), error.exit_code)
     number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
@@ -114,12 +126,14 @@ def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
 
 
 def default_devices() -> str:
-    """Return `all` if there is an accelerator, else as many CPU workers as cores, but at least two, at most four."""
+    """Return `all` if there is an accelerator. Otherwise return as many CPU workers as cores, but at least two and at
+    most four."""
     return "all" if accelerators()[1] else f"{min(max(len(allowed_cores()), 2), MOST_WORKERS)}xcpu"
 
 
 def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]:
-    """Return the message sizes in `words`; None: the default ones that fit. Raises UsageError if one does not fit."""
+    """Return the message sizes that `words` names. None means the default sizes that fit in memory. Raises UsageError
+    if a named size does not fit."""
     sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
     if slots[0].device == "cpu":
         return fitting(sizes, host // len(slots), BUFFERS, asked)
@@ -131,7 +145,7 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
 def _parts(
     slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, measured: Measured
 ) -> Iterator[Callable[[], object]]:
-    """Yield a function for each part of the bench, in order. The parts share the time equally."""
+    """Yield a function that runs each part of the bench, in order. The parts share the time equally."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
     on_cpu = slots[0].device == "cpu"
     copies = "links" in what and not on_cpu

@@ -1,6 +1,6 @@
 """Measure the links between the hosts of a cluster.
 
-Any launcher will do that starts one rank a host.
+Any launcher works that starts one rank on each host.
 
 Tested in tests/cli/test_bench_hosts.py.
 """
@@ -34,10 +34,17 @@ def bench_hosts(
     nodes: NodeOptions | None = None,
     progress: Progress = SILENT,
 ) -> Bench | None:
-    """Measure the paths between hosts, check every byte, and judge. Return the bench on the first host, else None.
+    """Measure the paths between hosts, check every byte, and judge the results. Return the bench on the first host, and
+    None on all others.
 
-    Every host must call this: under torchrun, srun or mpirun, or with `nodes`, which says how hosts meet. Raises
-    UsageError if there is only one host, or for sizes that do not fit in memory.
+    Every host must call this function, under torchrun, srun or mpirun, or with `nodes`. Raises UsageError if there is
+    only one host, or for sizes that do not fit in memory.
+
+    what: what to measure.
+    sizes: the sizes of messages, such as `1K:1G`.
+    seconds: how long to measure, in all.
+    nodes: how the hosts meet, if no launcher started this process.
+    progress: callbacks for what is measured now and for each result.
     """
     # One worker on the first accelerator of this host, or on all its cores.
     kind, _ = accelerators()

@@ -1,6 +1,6 @@
 """Check a plan against one device, in float64.
 
-A job and a script are both a `CheckedProgram`: they differ in what each worker calls.
+A job and a script are both a `CheckedProgram`. They differ in what each worker calls.
 """
 
 from __future__ import annotations
@@ -78,16 +78,14 @@ NOT_KEPT = (
 )
 NOISY = "one device again, with the plan's values of parameters whose gradients are only rounding"
 _kept = ExitStack()
-"""Holds the redirection of a script's writes until its process ends, as the script may write until then."""
+"""Redirects what a script writes, until the end of its process, because the script may write until then."""
 
 
 @dataclass(frozen=True)
 class CheckedProgram:
-    """A program to check.
-
-    trace: runs the program in a worker and records it: on one device, or, given the random draws of that pass, under
-    the plan. alone: whether each pass needs new processes, because a script may leave anything behind.
-    """
+    """A program to check. `trace` runs it in a worker and returns its trace: on one device, or under the plan if random
+    draws are given. `alone` says whether each pass needs new processes, because a script may change anything in its
+    process."""
 
     name: str
     trace: Callable[[CheckSpec, Draws | None], ProgramTrace | None]
@@ -98,20 +96,21 @@ class CheckedProgram:
 def check(options: CheckOptions) -> Proof | PlainProof:
     """Prove that a plan computes what one device computes, or name the first module that does not, and why.
 
-    Both sides train in float64 (casts inside the model too), from the same start values on the same samples; the last
-    step has a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
+    Both sides train in float64, also where the model casts to a lower precision, from the same initial values on the
+    same samples. The last step has a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
 
-    The job is a Job, a word as on the command line, or a script.py, which is run with `arguments`. A script of DDP or
-    accelerate that does not use meshwise is checked too; its result is a PlainProof. The script's writes go to a folder
-    of the check: your files stay as they are. The plan is a Plan or a plan file. With `rounding`, the result also says
-    how far each side is from float64 in the plan's own precision.
-    Raises UsageError for what cannot be checked, WorkerFailed if a worker fails.
+    The job is a Job, a word as on the command line, or a script.py, which runs with `arguments`. A script of DDP or
+    accelerate that does not use meshwise is checked too, and its result is a PlainProof. What a script writes goes to a
+    folder of the check, so your files stay as they are. The plan is a Plan or a plan file. With `rounding`, the result
+    also says how far each side is from float64 in the plan's own precision. Raises UsageError for what cannot be
+    checked, WorkerFailed if a worker fails.
     """
     return check_options(options)
 
 
 def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | PlainProof:
-    """Run a check. forks: the fork server that makes the workers, if it was started before; closed at the end."""
+    """Run a check with these options. A fork server that is running already may be given as `forks`. It is closed at
+    the end."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
     script = options.job if isinstance(options.job, str) and options.job.endswith(".py") else ""
@@ -155,7 +154,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
 def _plain(
     script: Path, options: CheckOptions, slots: Sequence[WorkerSlot], devices: str, forks: Forks | None
 ) -> PlainProof | None:
-    """Check a script that does not use meshwise. Return None where it proves to use our verbs."""
+    """Check a script that does not use meshwise. Return None if it turns out to call functions of meshwise."""
     check_script(str(script), options)
     each = f"{plural(options.steps, 'step')} of its first epoch, {min(options.steps, LATER_STEPS)} of its second"
     says = partial(Passes, steps=options.steps, notify=options.notify, progress=options.progress)
@@ -186,7 +185,7 @@ def _plain(
 
 
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
-    """Call the script, and redirect what it writes to a folder of the check, until this process ends."""
+    """Call the script. What it writes is redirected to a folder of the check until this process ends."""
     os.environ["WANDB_MODE"] = "disabled"
     torch.set_num_threads(1)  # the same sums in the same order on both sides
     if can_lock():
@@ -202,14 +201,12 @@ def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
 
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
-    """Return what each pass runs, in words."""
     words = ["in float64" if spec.in_float64 else "in the plan's own precision" for spec in specs]
     sides = ["one device", f"{plan or 'the plan of the script'} on {devices}"]
     return [f"{side}, {precision}" for side in sides for precision in words]
 
 
 def _plan(options: CheckOptions) -> Plan:
-    """Return the plan of the options, by default replicas on all devices, changed by their settings."""
     if isinstance(options.plan, Plan):
         return plan_from_settings(options.settings, options.plan)
     count = len(find_devices(parse_devices(options.devices or DEFAULT_DEVICES)))
@@ -221,7 +218,7 @@ def _plan(options: CheckOptions) -> Plan:
 
 
 def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
-    """Return the plan with compile=False, and notify the user: compiled code fuses the modules that are compared."""
+    """Return the plan with compile=False, and tell the user. Compiled code fuses the modules that are compared."""
     if plan.compile:
         notify("compile is left out: the modules are compared as they are written")
     return replace(plan, compile=False)
@@ -234,8 +231,8 @@ def _traces(
     places: Sequence[Sequence[WorkerSlot]],
     passes: Passes,
 ) -> list[ProgramTrace]:
-    """Return the program's trace for each pass. wanted: for each pass, what is checked, and the random draws to repeat.
-    places: sets of devices; with several sets, as many passes run in parallel."""
+    """Run the program once for each pass, and return the traces. `wanted` says what each pass checks, and which random
+    draws it repeats. `places` are sets of devices. With several sets, as many passes run in parallel."""
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()
@@ -272,7 +269,6 @@ def _in_worker(
 
 
 def _in_this_process(program: CheckedProgram, spec: CheckSpec, passes: Passes) -> ProgramTrace:
-    """Run the pass of one device in this process. Raises WorkerFailed, as a worker would, if the program raises."""
     passes.begin()
     try:
         found = program.trace(spec, None)
@@ -334,7 +330,7 @@ def _script(
 def _trace_script(
     run: Callable[[], object], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
 ) -> ProgramTrace | None:
-    """Trace the script, with its writes redirected to a folder of the check. seed: for a script that sets none."""
+    """Trace a script, and redirect what it writes to a folder of the check. `seed` is for a script that sets none."""
     if (folder / "plan.toml").exists():
         os.environ[PLAN_FILE] = str(folder / "plan.toml")
     found: ProgramTrace | None = _in_scratch(
@@ -344,6 +340,6 @@ def _trace_script(
 
 
 def _own_folder(folder: Path, spec: CheckSpec, draws: Draws | None) -> Path:
-    """Return a folder for the writes of one pass, so that every pass begins with the user's files unchanged."""
+    """Return a folder for what one pass writes, so that every pass starts from the user's unchanged files."""
     side = "again" if spec.noise else "one" if draws is None else "many"
     return folder / f"{side}{64 if spec.in_float64 else ''}"

@@ -1,7 +1,6 @@
 """List and verify the checkpoints of a run.
 
-No torch.
-Tested in tests/cli/test_checkpoints.py.
+This file imports no torch. Tested in tests/cli/test_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -20,8 +19,12 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint in a list. saved: when, in seconds since 1970. wrong: the damage that was found, "" for none.
-    verified: whether every byte was read and compared with its checksum."""
+    """One checkpoint in the list of a run's checkpoints.
+
+    saved: when it was saved, in seconds since 1970.
+    verified: whether every byte was read and compared with its checksum.
+    wrong: the damage that was found. Empty if there is none.
+    """
 
     name: str
     step: int
@@ -36,16 +39,21 @@ class CheckpointEntry:
 
 
 def run_folder(word: str | None) -> Path:
-    """Find the folder of a run. word: the folder, or the run's name in runs/ or a part of the name; None: the newest
-    run. The word may also be a folder to which a loop saved checkpoints itself."""
+    """Find the folder of a run.
+
+    word: the folder, the run's name in runs/, or a part of the name. It may also be a folder to which a training loop
+        saved checkpoints itself. None is the newest run.
+    """
     if word is not None and files.checkpoints_in(Path(word)):
         return Path(word)
     return newest_run(RUNS) if word is None else find_run(RUNS, word)
 
 
 def checkpoints(folder: Path, *, verify: bool = False) -> list[CheckpointEntry]:
-    """List the checkpoints of a run, or of `mw.checkpoint(folder)`, oldest first. verify: read and verify every byte
-    of them."""
+    """List the checkpoints of a run, or of `mw.checkpoint(folder)`, oldest first.
+
+    verify: whether to read every byte and compare it with its checksum.
+    """
     found = files.checkpoints_in(folder / CHECKPOINTS) or files.checkpoints_in(folder)
     return [_entry(saved, verify) for saved in found]
 

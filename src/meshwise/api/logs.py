@@ -26,7 +26,11 @@ LAST = 15  # lines of what a batch script printed
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line that a rank printed. attempt: number of the run's attempt, from 1. host: "" if unknown."""
+    """A line that a rank printed.
+
+    attempt: the number of the run's attempt, from 1.
+    host: the host of the rank. Empty if it is unknown.
+    """
 
     rank: int
     host: str
@@ -36,7 +40,11 @@ class LogLine:
 
 @dataclass
 class _Log:
-    """A rank's log file, which is read while it grows. at: bytes read so far. rest: the beginning of the next line."""
+    """The log file of one rank, which is read while it grows.
+
+    at: how many bytes were read so far.
+    rest: the beginning of a line whose end is not yet written.
+    """
 
     path: Path
     rank: int
@@ -46,7 +54,10 @@ class _Log:
     rest: bytes = field(default=b"", repr=False)
 
     def lines(self, began: Sequence[float]) -> Iterator[LogLine]:
-        """Yield the lines written since the last call. began: when each attempt of the run began."""
+        """Yield the lines written since the last call.
+
+        began: when each attempt of the run began, in seconds since 1970.
+        """
         with self.path.open("rb") as file:
             file.seek(self.at)
             read = file.read()
@@ -64,8 +75,12 @@ class _Log:
 def log_lines(
     folder: Path, ranks: Sequence[int] = (), *, follow: bool = False, look: Callable[[], object] = lambda: None
 ) -> Iterator[LogLine]:
-    """Yield the lines of these ranks (by default of all), sorted by attempt and rank; with `follow`, then new lines
-    until the run is over. look: called whenever there is no new line. Raises UsageError for a rank without a log."""
+    """Yield the lines that ranks printed, sorted by attempt and rank. Raises UsageError for a rank without a log.
+
+    ranks: the ranks. By default, all.
+    follow: whether to continue with new lines until the run is over.
+    look: called whenever there is no new line.
+    """
     logs: dict[Path, _Log] = {}
     first = list(_new_lines(folder, logs, ranks))
     yield from sorted(first, key=lambda line: (line.attempt, line.rank))
@@ -82,13 +97,14 @@ def log_lines(
 
 
 class RunProgress:
-    """Reads how far a run is from the losses that it has written."""
+    """Reads the progress of a run from the losses that it has written."""
 
     def __init__(self, folder: Path) -> None:
         self._metrics, self._before, self._shown = Metrics(folder), (0, 0.0), ""
 
     def line(self) -> str:
-        """Return `step 1,200  loss 0.2345  31 steps/s` for the newest step; "" if there is none yet."""
+        """Return `step 1,200  loss 0.2345  31 steps/s` for the newest step. Return an empty string if there is no step
+        yet."""
         self._metrics.read_on()
         if not self._metrics.losses:
             return ""
@@ -102,7 +118,8 @@ class RunProgress:
 
 
 def batch_output(folder: Path) -> list[tuple[str, str]]:
-    """Return the newest output file of a run's batch script, with its last lines; an empty list without a scheduler."""
+    """Return the newest output file of a run's batch script, with its last lines. Return an empty list if the run has
+    none."""
     files = sorted(folder.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)[-1:]
     return [(str(path), "\n".join(_last_lines(path))) for path in files]
 

@@ -1,6 +1,6 @@
 """Find a machine: this one, one in words, or a file.
 
-Nothing waits for torch unless its facts are asked.
+Importing torch takes time, so a caller that does not need torch's facts can leave them out.
 
 Tested in tests/cli/test_bench.py.
 """
@@ -22,10 +22,14 @@ shown_by(Machine, devices_text)
 
 
 def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Machine:
-    """Find a machine. words: None for this one, words such as `8xH100` or `2x8xA100-80GB@200Gb`, or a machine file.
+    """Find a machine. It is this one by default, or one that words such as `8xH100` or `2x8xA100-80GB@200Gb` describe,
+    or that of a machine file.
 
+    words: None for this machine, a description in words, or the path of a machine file.
     torch: whether to ask torch about this machine too, besides NVML and the system's files.
-    Raises UsageError for a part that is not in the catalog, naming the nearest, and for an invalid machine file.
+
+    Raises UsageError for a part that is not in the catalog, and names the nearest one. Also raises UsageError for an
+    invalid machine file.
     """
     if words is None:
         found = discover()

@@ -45,13 +45,15 @@ from meshwise.terminal.notebook import Page, shown_by
 from meshwise.workers.scratch import scratch_folder
 
 ROOMY = 0.5
-"""Share of a device: for a plan that needs less, memory savings are not rehearsed unless --memory asks for them."""
+"""A share of a device's memory. If the best plan needs less, variants of it that save memory are not rehearsed, unless
+--memory asks for them. To rehearse a plan is to estimate its time and memory without running it."""
 LARGE = 10**9
-"""Parameters from which nobody would train in float32: it gathers sixteen bytes for each, and computes slowly."""
+"""A model with at least this many parameters is planned in bfloat16. In float32 each parameter takes sixteen bytes, and
+computing is slow."""
 SLACK = 1.1
-"""How many times a device's memory a rough guess may need."""
+"""Plans are rehearsed first if a rough guess of their memory is at most this many times a device's memory."""
 EDITS = 10.0
-"""At most this many seconds for variants of the one plan that was asked about."""
+"""The most seconds to spend on variants of the plan that the user asked about."""
 _NOTHING = Search((), (), (), 0.0)
 
 
@@ -59,10 +61,14 @@ _NOTHING = Search((), (), (), 0.0)
 class Plans:
     """The plans of a job on a machine, the best first.
 
-    one: the first plan is the one asked about, and the others change one thing in it.
-    explained: what the step of one plan consists of; memory: what its memory is used for; both only on request. steps:
-    of the whole training; price: of a device hour. said: what was assumed. first: the parts from which the first plan
-    was estimated.
+    found: the result of the search, with an estimate for each plan.
+    one: whether the first plan is the one that the user asked about, and the others change one thing in it.
+    explained: what a step of one plan consists of. None unless it was requested.
+    memory: what the memory of one plan is used for. None unless it was requested.
+    steps: the number of optimizer steps of the whole training.
+    said: sentences on what was assumed.
+    price: the price of one device for an hour.
+    first: the parts from which the first plan was estimated.
     """
 
     job: str
@@ -82,17 +88,18 @@ class Plans:
 
     @property
     def best(self) -> Estimate | None:
-        """The fastest plan that fits, or may fit; None where none does."""
+        """The fastest plan that fits, or may fit. None if there is none."""
         first = next(iter(self.found.estimates), None)
         return first if first is not None and first.memory.verdict in (FITS, UNKNOWN) else None
 
     @property
     def predicted(self) -> Prediction | None:
-        """The prediction to compare with a run of the first plan; `prediction_to_toml` writes it into a plan file."""
+        """The prediction to compare with a run of the first plan. `prediction_to_toml` writes it into a plan file."""
         return None if self.first is None else prediction(self.first, self.job)
 
     def device_hours(self, estimate: Estimate) -> float | None:
-        """Return the device hours of training under a plan, without evaluation and saving; None where unknown."""
+        """Return the device hours of the training under a plan, without evaluation and saving. Return None if they are
+        unknown."""
         if self.steps is None or estimate.seconds is None:
             return None
         return self.steps * estimate.seconds.value * estimate.plan.devices / 3600
@@ -100,17 +107,17 @@ class Plans:
 
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> Plans:
-    """Rehearse a job under the plans that a machine could run, without running any: seconds of a step and memory of
-    each, the best first. No device and no network are needed.
+    """Estimate a job's time and memory under every plan that a machine could run. The best plan comes first.
 
-    Raises UsageError for an unknown job or machine, PlanError where no plan can run.
+    No plan is run, and neither a device nor a network is needed. The result has the seconds of a step and the memory of
+    each plan. Raises UsageError for an unknown job or machine, PlanError if no plan can run.
     """
     return plan_options(options)
 
 
 def page(plans: Plans) -> Page:
-    """Return the plans, and the first one's predicted step and memory, as a page that works offline. Raises UsageError
-    where no plan fits."""
+    """Return a page, which works offline, with the plans and with the predicted step and memory of the first one.
+    Raises UsageError if no plan fits."""
     if plans.first is None:
         raise UsageError("--page shows the best plan, and none fits. Use more devices, or a smaller --batch-size.")
     return Page(plan_page(plans, plans.first))
@@ -120,7 +127,7 @@ setattr(Plans, "figure", page)  # noqa: B010  # as of a report
 
 
 def plan_options(options: PlanOptions) -> Plans:
-    """Run the search with these options."""
+    """Run the search for plans with these options."""
     with ExitStack() as stack:
         machine = options.machine if isinstance(options.machine, Machine) else find_machine(options.machine)
         return _planned(options, machine, _job_of(options, machine, stack))
@@ -142,7 +149,8 @@ def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans
 
 
 class _Kept:
-    """Rehearses plans, and keeps the best one for further questions."""
+    """Estimates plans by rehearsing them, which runs no plan, and keeps the rehearsal of the best plan for later
+    questions."""
 
     def __init__(self, rehearse: Callable[[Plan], Rehearsed]) -> None:
         self._rehearse = rehearse
@@ -157,12 +165,13 @@ class _Kept:
         return found
 
     def kept(self, plan: Plan) -> Rehearsed | None:
-        """Return the rehearsal of this plan, if it is the best."""
+        """Return the rehearsal of this plan if it is the best one so far. Return None otherwise."""
         return self._best if self._best is not None and self._best.estimate.plan == plan else None
 
 
 def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
-    """Plan a model too large for float32 in bfloat16, unless a dtype is given; also return a note about that."""
+    """Set the precision of a model that is too large for float32 to bfloat16, unless a dtype is given. Also return a
+    note that says so."""
     given = {setting.partition("=")[0].strip() for setting in options.settings}
     if options.fits is not None or given & {"precision", *OWN_DTYPES} or program.model.wide < LARGE:
         return options, ()
@@ -248,7 +257,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
 
 
 def _steps(job: Job | Script) -> int | None:
-    """Return the optimizer steps of the whole training; None for a script, whose loop is its own."""
+    """Return the optimizer steps of the whole training. Return None for a script, because its loop is its own."""
     if isinstance(job, Script):
         return None
     return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs
@@ -257,8 +266,8 @@ def _steps(job: Job | Script) -> int | None:
 def _judged(
     machine: Machine, options: PlanOptions, estimate: Callable[[Plan], Estimate], space: Callable[[], Space]
 ) -> Search:
-    """Return the plan that was asked about; if it does not fit, or its memory was asked for, followed by variants with
-    one thing changed."""
+    """Return the plan that the user asked about. If it does not fit, or its memory was asked for, variants with one
+    change follow."""
     given = Plan() if options.fits is None else options.fits
     over = settings_values(options.settings)
     asked = read_plan(given, len(machine.devices), over) if isinstance(given, str | Path) else replace(given, **over)
@@ -275,7 +284,7 @@ def _judged(
 
 
 def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | Script:
-    """Return the job; or the script, which writes into a folder of the stack's."""
+    """Return the job or the script. A script writes into a temporary folder that `stack` removes."""
     if isinstance(options.job, str) and options.job.endswith(".py"):
         check_script(options.job, options)
         script, folder = Path(options.job), stack.enter_context(scratch_folder("plan"))

@@ -1,6 +1,6 @@
 """Declare the options of a plan search, each once.
 
-The command line and `mw.plan` are made from them. No torch.
+The command line and `mw.plan` are made from these options. This file imports no torch.
 
 Tested in tests/cli/test_plan.py.
 """
@@ -23,12 +23,16 @@ from meshwise.spec.quantity import read_quantity
 
 SECONDS = 45.0
 ALLOW = {"precision": "a narrower dtype", "microbatch": "another microbatch under batch norms"}
-"""Changes that may affect a job's numbers."""
+"""Changes of a plan that may change the numbers that a job computes, with a description of each."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of a search. arguments: of a script. show: repeatedly takes what is known so far."""
+    """The options of a search for plans.
+
+    arguments: the arguments of a script.
+    show: called repeatedly with the plans found so far.
+    """
 
     job: Annotated[Job | str, JOB]
     _: KW_ONLY
@@ -70,11 +74,11 @@ class PlanOptions:
 
     @property
     def cap(self) -> int | None:
-        """`within` in bytes."""
+        """The memory that a step may take of a device, in bytes. None if `within` is not given."""
         return None if self.within is None else int(read_quantity(self.within, "bytes", "--within"))
 
     def counts(self, all_of_them: int) -> list[int]:
-        """Return the numbers of devices to search, up to this many."""
+        """Return the numbers of devices to search. Raises UsageError if one is larger than `all_of_them`."""
         if self.devices is None:
             return sorted({1, all_of_them})
         first, dots, last = self.devices.partition("..")

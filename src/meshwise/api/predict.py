@@ -53,9 +53,10 @@ QUIET_SECONDS = 10
 class Predictions:
     """What `mw.predict` returns.
 
-    outputs: one row per sample, in the data's order: a tensor, or a list if rows cannot form a tensor; a dict or tuple
+    outputs: one row per sample, in the data's order: a tensor, or a list if rows cannot form a tensor. A dict or tuple
         of these if the model returns a dict or tuple. None if the outputs went to a file.
-    samples, computed: the number of all samples, and of those that this call computed: an earlier call did the others.
+    samples: the number of all samples.
+    computed: the number of samples that this call computed. An earlier call computed the others.
     nan: indices of samples computed by this call whose output contains NaN.
     """
 
@@ -73,11 +74,11 @@ def predict(options: PredictOptions) -> Predictions:
     """Run a model over every sample of a data set once, in order, without gradients, on the devices of a plan.
 
     The job is a Job, a word as on the command line (`train.py:job`), a model, or a function that builds a model. The
-    data is a map-style dataset, or a tuple or dict of equally long tensors; by default the job's test set. A function
-    `predict(model, batch)` returns a row for each sample; by default, the model's output is taken.
+    data is a map-style dataset, or a tuple or dict of equally long tensors. By default it is the job's test set. A
+    function `predict(model, batch)` may return a row for each sample. By default, the model's output is used.
 
-    With `out`, rows are written to a file as they are computed, and a stopped call can be repeated to continue; without
-    it they are returned. Raises UsageError for what cannot be predicted, WorkerFailed if a worker fails, and
+    With `out`, rows are written to a file as they are computed, and a stopped call can be repeated to continue. Without
+    `out`, the rows are returned. Raises UsageError for what cannot be predicted, WorkerFailed if a worker fails, and
     KeyboardInterrupt if the call was stopped.
     """
     found, code = predict_with(options, Console(stderr=True))
@@ -87,7 +88,8 @@ def predict(options: PredictOptions) -> Predictions:
 
 
 def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions, int]:
-    """Predict, and show progress on the console. Return the predictions and the exit code: 0, or that of a stop."""
+    """Predict, and show the progress on the console. Return the predictions and the exit code, which is 0 or the code
+    of the signal that stopped the call."""
     _check_files(options)
     options = replace(options, data=_data_of(options))
     place = place_in(os.environ)
@@ -118,7 +120,8 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
 
 
 def summary(found: Predictions) -> str:
-    """Return `10,003 samples in 12.3 s, 813 samples/s: predictions.jsonl`, and which samples have NaN outputs."""
+    """Return a summary such as `10,003 samples in 12.3 s, 813 samples/s: predictions.jsonl`. If outputs have NaN, it
+    names their samples."""
     rate = f" in {seconds_text(found.seconds)}, {rate_text(found.computed / max(found.seconds, 1e-9))} samples/s"
     earlier = found.samples - found.computed
     where = "" if found.path is None else f": {found.path}"
@@ -155,7 +158,8 @@ def _check_files(options: PredictOptions) -> None:
 
 
 def _data_of(options: PredictOptions) -> Any:
-    """Return the data set that `file.py:name` names. Return other data unchanged, such as a folder for the job."""
+    """Return the data set that `file.py:name` names. Return other data unchanged, such as the path of a folder for the
+    job."""
     file, _, name = str(options.data).rpartition(":")
     if isinstance(options.data, str) and file.endswith(".py"):
         return find_in_file(Path(file), name)
@@ -197,7 +201,8 @@ def _no_loss(*_: Any) -> Any:
 
 
 def _origin(options: PredictOptions) -> dict[str, str]:
-    """Return facts on which the outputs depend and which a worker cannot find: the source or the model's digest."""
+    """Return facts on which the outputs depend and that a worker cannot find: the source of a job, or the digest of a
+    model."""
     if isinstance(options.job, str):
         return {"source": source_of(options.job)}
     if isinstance(options.job, nn.Module):
@@ -224,7 +229,7 @@ def _in_worker(options: PredictOptions, origin: dict[str, str]) -> dict[str, Any
 
 
 def _joined(options: PredictOptions) -> dict[str, Any]:
-    """Predict in this process, which torchrun, srun, mpirun or mw.launch started as one of several. Collective."""
+    """Predict in this process, one of several that torchrun, srun, mpirun or mw.launch started. Collective."""
     check_kind(options.devices, join().world)
     first = join().world.rank == 0
     facts = run_predict(_job_of(options), options, _origin(options), _said if first else None)
@@ -238,7 +243,8 @@ def _said(kind: str, **facts: Any) -> None:
 
 @contextlib.contextmanager
 def _progress(console: Console, view: LiveView) -> Iterator[Callable[[int, Message], None]]:
-    """Yield a function that shows the workers' messages; on a terminal, their progress as a line that changes."""
+    """Yield a function that shows the workers' messages. On a terminal, the progress is a line that is updated in
+    place."""
     began, last = time.monotonic(), time.monotonic()
     samples = 1
 

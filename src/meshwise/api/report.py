@@ -29,7 +29,7 @@ shown_by(RunComparison, run_comparison_text)
 
 
 def figure(report: Report) -> Page:
-    """Return the page of a run that `meshwise report --html` writes, to be shown in a notebook."""
+    """Return the page of a run to show in a notebook. It is the page that `meshwise report --html` writes."""
     page = VIEWS["html"].render(report, read_timeline(Path(report.folder)))
     return Page(str(page))
 
@@ -38,17 +38,24 @@ setattr(Report, "figure", figure)  # noqa: B010  # a report does not know its vi
 
 
 def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int] | None = None) -> Report:
-    """Report what a run did: where its time and memory went, which rank is a straggler, what limited the run.
+    """Report what a run did: where its time and memory went, which rank is a straggler, and what limited the run.
 
-    run: a run's folder, or what `mw.run` returned; None for the newest run in `runs`. steps: the first and last step to
-    show span by span. Raises UsageError if there is no such run.
+    run: the folder of a run, or what `mw.run` returned. None is the newest run in `runs`.
+    steps: the first and the last step to show span by span.
+
+    Raises UsageError if there is no such run.
     """
     folder = run_folder(run.folder if isinstance(run, RunSummary) else run)
     return report_of(read_timeline(folder), str(folder), steps)
 
 
 def compare(first: str | Path, second: str | Path) -> RunComparison:
-    """Compare two runs by each kind of time. first, second: their folders. Raises UsageError if one is not a run."""
+    """Compare two runs by each kind of time.
+
+    first, second: the folders of the runs.
+
+    Raises UsageError if one of the folders is not a run's.
+    """
     runs = []
     for run in (first, second):
         folder = run_folder(run)
@@ -61,9 +68,12 @@ def compare(first: str | Path, second: str | Path) -> RunComparison:
 def report_views(
     folder: Path, wanted: Iterable[str], to: Path, steps: tuple[int, int] | None = None
 ) -> tuple[Report, list[str], list[Path]]:
-    """Make views of a run. Return its report, the texts of views to print, and the files of views written to `to`.
+    """Make views of a run. Return the run's report, the texts of the views to print, and the files of the views written
+    to `to`.
 
-    wanted: names of VIEWS. Raises UsageError if a view needs a library that is missing, or `to` cannot be written.
+    wanted: names of VIEWS.
+
+    Raises UsageError if a view needs a library that is missing, or if `to` cannot be written.
     """
     timeline = read_timeline(folder)
     found = report_of(timeline, str(folder), steps)
@@ -84,19 +94,23 @@ def report_views(
 
 
 def replay(folder: Path, what: str) -> str:
-    """Return the text of a script that repeats one collective of a run: `collective:1`. Raises UsageError."""
+    """Return the text of a script that repeats one collective of a run.
+
+    what: the collective, such as `collective:1`. Raises UsageError if the run has none of this name.
+    """
     return replay_script(report_of(read_timeline(folder), str(folder)), what)
 
 
 def run_folder(run: str | Path | None) -> Path:
-    """Return the folder of a run; None means the newest in `runs`. Raises UsageError if the folder is not a run's."""
+    """Return the folder of a run. None is the newest run in `runs`. Raises UsageError if the folder is not a run's."""
     folder = names.newest_run(RUNS) if run is None else Path(run)
     names.read_run(folder)
     return folder
 
 
 def step_range(text: str | None) -> tuple[int, int] | None:
-    """Parse `--steps 100:110` as the first and the last step; `100` is a single step. Raises UsageError."""
+    """Parse `--steps 100:110` as the first and the last step. `100` is a single step. Raises UsageError for other
+    texts."""
     if text is None:
         return None
     first, _, last = text.partition(":")

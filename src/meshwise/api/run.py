@@ -57,10 +57,12 @@ shown_by(RunSummary, summary_text)
 def launch(
     function: Callable[..., Any], *arguments: Any, devices: str = "all", out: str | Path | None = None
 ) -> list[Any]:
-    """Call `function(*arguments)` in one process per device, all in one process group; return the results by rank.
+    """Call `function(*arguments)` in one process per device, all in one process group, and return the results by rank.
 
-    The function is sent by value, so it may be defined in a notebook cell. Rank 0's output is shown. out: where to make
-    a run folder, which `mw.report(FOLDER)` reads; None keeps no records.
+    The function is sent by value, so it may be defined in a notebook cell. The output of rank 0 is shown.
+
+    out: where to make a run folder, which `mw.report(FOLDER)` reads. None keeps no records.
+
     Raises WorkerFailed if a worker fails, with the traceback of the worker that failed first.
     """
     slots, listeners = find_devices(parse_devices(devices)), Listeners(_note, _show)
@@ -97,9 +99,10 @@ def start_job(
 ) -> tuple[RunSummary, int]:
     """Run the job of the options in workers, or in this process if another launcher (torchrun) started it.
 
-    began: when the user asked for the run (seconds since 1970), if that was before now. starts: called with the options
-    when they are known to be valid, before workers start.
-    Return the summary and the exit code: 0, or that of the signal or time limit that stopped the run.
+    Returns the summary and the exit code, which is 0 or the code of the signal or time limit that stopped the run.
+
+    began: when the user asked for the run, in seconds since 1970. None is now.
+    starts: called with the options when they are known to be valid, before workers start.
     """
     if options.resume is not None:
         options = options.resumed(names.read_run(run_and_checkpoint(Path(options.resume))[0]))
@@ -129,14 +132,14 @@ def start_job(
 
 @dataclass(frozen=True)
 class Named:
-    """What the launcher needs to know of a job: its name and global batch size."""
+    """What the launcher needs to know about a job: its name and its global batch size."""
 
     name: str
     batch_size: int
 
 
 def _read(options: RunOptions, forks: Forks) -> Named:
-    """Return the job's name and batch size. If this process has not imported torch, a forked one reads the job."""
+    """Return the job's name and batch size. If this process has not imported torch, a forked process reads the job."""
     slot = worker_slots(options)[0]  # asks torch where there are accelerators
     alone = isinstance(options.job, Job) or "torch" in sys.modules
     server = None if alone else forks.server(os.environ | loaded_with(slot))
@@ -159,7 +162,8 @@ def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgr
 
 
 def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
-    """Return what run.json keeps of the prediction in a plan file: the prediction, or why it does not fit this run."""
+    """Return what run.json keeps of the prediction in a plan file. It is the prediction, or a sentence on why it does
+    not belong to this run. The dict is empty if there is no prediction."""
     predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
     if predicted is None or not isinstance(options.plan, PlanText):
         return {}
@@ -179,7 +183,10 @@ def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
 
 
 def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> dict[str, Any]:
-    """Run the job from the newest saved state if `resumes`, else from the start. plan: a new plan as TOML, or empty."""
+    """Run the job from the newest saved state if `resumes` is set, otherwise from the start.
+
+    plan: a new plan as TOML. Empty to keep the plan.
+    """
     if plan:
         options = replace(options, plan=PlanText(plan), settings=(), accumulate=None, precision=None)
     return _job_in_worker(replace(options, resume=folder if resumes else None), folder)
@@ -191,7 +198,10 @@ def _job_of(options: RunOptions) -> Job:
 
 
 def _finish(started: Started, results: Sequence[dict[str, Any]], console: Console, *, keep: bool) -> RunSummary:
-    """Summarise a job's run and show the summary; write it to the run folder if `keep`."""
+    """Summarize a job's run, and show the summary.
+
+    keep: whether to write the summary to the run folder.
+    """
     folder = started.folder
     plan, slots = started.restarts.plan_now or started.program.plan, started.slots[: len(results)]
     summary = summarise(results, repr(plan), slots, folder)
@@ -203,7 +213,7 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
 
 
 def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[RunSummary, int]:
-    """Run the job in this process, which torchrun, srun or mpirun started as one of several."""
+    """Run the job in this process, one of several that torchrun, srun or mpirun started."""
     job = _job_of(options)
     program = partial(_job_program, Named(job.name, job.batch_size), options)
     with launcher.joined.joined_run(program, options, began) as run:

@@ -1,7 +1,6 @@
 """List runs of a folder, remove them, and open their pages.
 
-No torch.
-Tested in tests/cli/test_runs.py.
+This file imports no torch. Tested in tests/cli/test_runs.py.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ STATUSES = ("queued", "running", "finished", "stopped", "failed", "unreadable")
 
 
 def runs(parent: Path, *, status: str | None = None, name: str | None = None, job: str | None = None) -> list[RunEntry]:
-    """List the runs in `parent`, oldest first; only those with this status, and with these words in name and job.
+    """List the runs in `parent`, oldest first.
 
-    Raises UsageError for a status that no run has.
+    status: only runs with this status.
+    name, job: only runs that have these words in their name or job.
+
+    Raises UsageError for a status that no run can have.
     """
     if status is not None and status not in STATUSES:
         raise UsageError(f"--status {status}: no such status.{nearest(status, STATUSES)} Use {', '.join(STATUSES)}.")
@@ -35,7 +37,7 @@ def runs(parent: Path, *, status: str | None = None, name: str | None = None, jo
 
 
 def with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
-    """Return the runs, with the state in the cluster's queue of those that were submitted to it."""
+    """Return the entries with the state in the cluster's queue filled in for runs that were submitted to it."""
     jobs = [entry.scheduler_job for entry in entries if entry.scheduler_job]
     known = slurm.queue(jobs)
     return [_with_queue(entry, known) for entry in entries]
@@ -57,7 +59,8 @@ def _with_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
 
 
 def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunEntry]:
-    """Return the runs named by `words`. Raises UsageError for queued ones, for running ones unless `running`."""
+    """Return the runs that `words` name. Raises UsageError for a run in the queue, for a running one unless `running`
+    is set, and for a link."""
     found = with_queue([run_entry(find_run(parent, word)) for word in words])
     entries = {entry.folder: entry for entry in found}
     for entry in entries.values():
@@ -73,7 +76,7 @@ def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunE
 
 
 def remove(entry: RunEntry) -> None:
-    """Remove a run's folder with its contents. Raises UsageError if the system does not allow that."""
+    """Remove a run's folder with its contents. Raises UsageError if the system does not allow it."""
     try:
         shutil.rmtree(entry.folder)
     except OSError as error:
@@ -83,7 +86,10 @@ def remove(entry: RunEntry) -> None:
 
 
 def open_page(parent: Path, word: str, *, browser: bool) -> tuple[Path, bool]:
-    """Write a run's page, and open it if `browser`; return the page's path, and whether a browser opened it."""
+    """Write a run's page. Return its path, and whether a browser opened it.
+
+    browser: whether to open the page in a browser.
+    """
     folder = find_run(parent, word)
     _, _, (page,) = report_views(folder, ["html"], folder)
     return page, browser and webbrowser.open(page.resolve().as_uri())

@@ -48,7 +48,10 @@ def start_script(
 ) -> int:
     """Run a script on every device, as `python script.py` runs it on one. Returns the exit code.
 
-    arguments: of the script. starts: called with the options when these are valid. Raises WorkerFailed.
+    arguments: the arguments of the script.
+    starts: called with the options when they are known to be valid, before workers start.
+
+    Raises UsageError for what cannot be run, WorkerFailed if a worker fails.
     """
     script = Path(str(options.job))
     if options.resume is not None:

@@ -23,9 +23,14 @@ ROUND = 1.0  # seconds between two looks
 
 
 def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) -> None:
-    """Ask a run to save and to end, and prevent further starts. word: names the run. wait: seconds to wait for its end.
+    """Ask a run to save and to end, and prevent further starts of it.
+
+    word: the name of the run in `parent`, a part of the name, or its folder.
     say: called with lines for the user.
-    Raises UsageError for a run that is over, or that cannot be reached from this host."""
+    wait: how many seconds to wait for its end.
+
+    Raises UsageError for a run that has ended, or that cannot be reached from this host.
+    """
     folder = find_run(parent, word)
     facts = names.read_run(folder)
     jobs = jobs_of(facts)

@@ -30,7 +30,8 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
 
 NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "time_limit")
-"""Options of `meshwise run` that `meshwise submit` does not have: the cluster or the batch script decides them."""
+"""Options of `meshwise run` that `meshwise submit` does not have, because the cluster or the batch script decides
+them."""
 DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
 DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")
 """Options of sbatch that the user may not give, since the batch script decides them, and why."""
@@ -60,7 +61,8 @@ class SubmitOptions:
             self.seconds()
 
     def seconds(self) -> float | None:
-        """Return the time limit of an attempt in seconds; None for the partition's. Raises UsageError."""
+        """Return the time limit of an attempt in seconds, or None for the limit of the partition. Raises UsageError if
+        the limit cannot be read."""
         if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds elsewhere
             raise UsageError(f"--time {self.time}: write the unit, {self.time}min or {self.time}s.")
         return None if self.time is None else seconds_of(self.time, "--time")
@@ -68,7 +70,13 @@ class SubmitOptions:
 
 @dataclass(frozen=True)
 class Submission:
-    """A run to submit. word: the program, `train.py:job`. script: the batch script. arguments: of a user's script."""
+    """A run to submit to a cluster.
+
+    word: the program, such as `train.py:job`.
+    job: what the batch script needs to know.
+    script: the text of the batch script.
+    arguments: the arguments of a user's script.
+    """
 
     word: str
     job: BatchJob
@@ -77,7 +85,11 @@ class Submission:
 
 
 def site_of(options: SubmitOptions, beside: Path) -> Site:
-    """Find the cluster's defaults (site.toml); the options may name another machine. beside: the job's folder."""
+    """Find the cluster's defaults, which are in a file site.toml. If the options name a machine, it replaces the one of
+    the file.
+
+    beside: the folder of the job, where the file may be.
+    """
     site = find_site(options.site, beside=beside)
     return site if options.machine is None else replace(site, machine=options.machine)
 
@@ -85,8 +97,12 @@ def site_of(options: SubmitOptions, beside: Path) -> Site:
 def prepare(
     options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
 ) -> Submission:
-    """Make a submission with the batch script of a new run. typed: the run's options as the user wrote them. arguments:
-    of a user's script. sbatch: options for sbatch. Raises UsageError for what cannot be submitted.
+    """Make a submission with the batch script of a new run. Raises UsageError for what cannot be submitted.
+
+    run: the options of the run.
+    typed: the options of the run as the user wrote them.
+    arguments: the arguments of a user's script.
+    sbatch: options for sbatch.
     """
     for name in NOT_SENT:
         if typed.get(name) not in (None, "", 1, 0):
@@ -125,7 +141,8 @@ def prepare(
 
 
 def send(submission: Submission) -> tuple[Path, str | None]:
-    """Make the run folder and submit the batch script. Return its path and the job number, None without a scheduler."""
+    """Make the run folder and submit the batch script. Return the path of the script and the number of the job in the
+    queue, or None as number if there is no scheduler."""
     job = submission.job
     _refuse_missing(job.site.secrets, job.site.file)
     try:
@@ -155,8 +172,12 @@ def send(submission: Submission) -> tuple[Path, str | None]:
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
-    """Submit a run's batch script again, with the current program; the run resumes where it stopped. For an array,
-    submit all tasks, or only the task `run`. Options given here override those in the script."""
+    """Submit a run's batch script again, with the current program. The run resumes where it stopped.
+
+    If the run is an array, all tasks are submitted. If it is one task of an array, only that task is. Options given
+    here override the options in the script. Raises UsageError for a run that was not submitted before, is still queued
+    or running, or is finished.
+    """
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run} was not sent by meshwise submit. Continue it here: meshwise run --resume {run}")
@@ -181,8 +202,10 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
 
 
 def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
-    """Return the options of sbatch for a run that is submitted again; they override those in the batch script. task:
-    the number of an array's task, if only that one is submitted."""
+    """Return the options of sbatch for a run that is submitted again. They override the options in the batch script.
+
+    task: the number of the task in an array, if only that task is submitted.
+    """
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine:
         raise UsageError(
@@ -197,7 +220,8 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
 
 
 def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[str]) -> None:
-    """Raise UsageError for an option of sbatch that contradicts --nodes or --time, or that the batch script sets."""
+    """Raise UsageError for an option of sbatch that contradicts --nodes or --time, or that the batch script sets
+    itself."""
     for word in joined_options(sbatch):
         name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
@@ -211,7 +235,11 @@ def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[
 
 
 def _refuse_missing(secrets: Sequence[str], file: str) -> None:
-    """Raise UsageError if an environment variable is missing that the job needs. file: the site file that says so."""
+    """Raise UsageError if an environment variable that the job needs is not set.
+
+    secrets: the names of the variables.
+    file: the site file that lists them.
+    """
     if missing := [name for name in secrets if not os.environ.get(name)]:
         raise UsageError(
             f"{', '.join(missing)}: not set, and {file} lists it under secrets. Set it in the environment."
@@ -219,7 +247,8 @@ def _refuse_missing(secrets: Sequence[str], file: str) -> None:
 
 
 def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
-    """Raise UsageError for options of `meshwise run` when a run is submitted again, as it keeps the options it had."""
+    """Raise UsageError if options of `meshwise run` are given when a run is submitted again, because it keeps its own
+    options."""
     if given := _words(typed):
         raise UsageError(f"{given[0]}: meshwise submit RUN keeps the run's own options. Leave this option out.")
 
@@ -236,7 +265,7 @@ def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
 
 
 def is_run(word: str) -> bool:
-    """Return whether a word names an existing run, not a program."""
+    """Return whether a word names an existing run, and not a program."""
     if word.endswith(".py") or ":" in word:
         return False
     try:
@@ -247,7 +276,7 @@ def is_run(word: str) -> bool:
 
 
 def _words(typed: Mapping[str, Any]) -> list[str]:
-    """Return the run's options as command line words; the path of a plan file is made absolute."""
+    """Return the options of a run as words of a command line. The path of a plan file is made absolute."""
     words: list[str] = []
     for name, _, option in options_of(RunOptions):
         value = typed.get(name)
@@ -280,7 +309,7 @@ def _gpus(site: Site, devices: str | None) -> int:
 
 
 def _command(site: Site) -> list[str]:
-    """Return the command that calls meshwise on the nodes: the site's, else the one that is running here."""
+    """Return the command that calls meshwise on the nodes: the site's command, or else the one that is running here."""
     if site.command:
         return shlex.split(site.command)
     if site.container or site.setup:

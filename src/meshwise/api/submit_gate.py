@@ -23,7 +23,8 @@ from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.workers.deadline import least_limit
 
 SECONDS = 45.0
-"""How long to rehearse a run on one number of nodes, at most."""
+"""The most seconds that the rehearsal of a run on one number of nodes takes. A rehearsal estimates time and memory
+without running the job."""
 
 
 def verdict(
@@ -34,9 +35,16 @@ def verdict(
     limit: float | None,
     say: Callable[[str], object],
 ) -> str:
-    """Rehearse the run on the least and on the most nodes, and say the outcome for each. limit: seconds of an attempt.
-    Return why the run should not be submitted; "" if nothing speaks against it. Raises UsageError for a program that
-    can never run."""
+    """Estimate a run on the smallest and on the largest number of nodes, without running it, and show the outcome for
+    each.
+
+    Returns why the run should not be submitted, or an empty string if nothing speaks against it. Raises UsageError for
+    a program that can never run.
+
+    nodes: the smallest and the largest number of nodes.
+    limit: the time limit of an attempt in seconds. None if there is none.
+    say: called with lines for the user.
+    """
     _check_program(options)
     if not site.machine:
         say(f'not rehearsed: {site.file or "site.toml"} names no machine. Write machine = "8xH100" for one node there.')
@@ -97,7 +105,7 @@ def _of_size(
 
 
 def machine_words(site: Site, nodes: int) -> str:
-    """Return the site's machine with this many nodes, as words for `--machine`: `2x8xH100@400Gb`."""
+    """Return the machine that this many nodes of the site form, as words for `--machine`, such as `2x8xH100@400Gb`."""
     if nodes == 1:
         return site.machine
     if site.machine.endswith(".toml"):
@@ -126,7 +134,8 @@ def _told(plans: Plans, first: Estimate, where: str, options: RunOptions, limit:
 
 
 def too_short(step: float, limit: float | None) -> str:
-    """Return why no attempt within `limit` seconds can complete and save a step of `step` seconds; "" if it can."""
+    """Return why no attempt of `limit` seconds can complete and save a step of `step` seconds. Return an empty string
+    if it can."""
     if limit is None or (needs := least_limit(step, limit)) <= limit:
         return ""
     return (
@@ -136,7 +145,8 @@ def too_short(step: float, limit: float | None) -> str:
 
 
 def _to_the_end(plans: Plans, first: Estimate, options: RunOptions, limit: float | None) -> str | None:
-    """Return a sentence on how long the whole training takes, in device hours and attempts; None if unknown."""
+    """Return a sentence on how long the whole training takes, in device hours and attempts. Return None if it is
+    unknown."""
     if plans.steps is None or first.seconds is None:
         return None
     steps = plans.steps if options.epochs is None else _with_epochs(plans, options)

@@ -1,6 +1,6 @@
 """Import what a rank trains with, for the API's files.
 
-The launcher of a job does without these imports.
+The launcher of a job does not import these modules.
 
 Tested in tests/cli/test_start_up.py.
 """

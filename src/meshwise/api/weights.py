@@ -18,10 +18,14 @@ FOLDER = "weights"
 
 
 def weights(word: str | None, out: Path | None, only: str | None, say: Callable[[str], None]) -> tuple[Path, Written]:
-    """Write the model's weights from a run's newest complete checkpoint, or from the one named `only`, to a folder.
+    """Write the model's weights from a run's newest complete checkpoint to a folder.
 
-    out: the folder; None: `weights` in the run's folder. say: called with lines about damaged or skipped files. Raises
-    UsageError if the folder is not empty.
+    word: the run, as its folder or its name. None is the newest run.
+    out: the folder to write to. None is `weights` in the run's folder.
+    only: the name of the checkpoint to read instead of the newest.
+    say: called with lines about damaged or skipped files.
+
+    Raises UsageError if the folder is not empty.
     """
     folder = run_folder(word)
     out = out or folder / FOLDER

@@ -212,8 +212,8 @@ GRADIENT_RULES: tuple[Rule, ...] = (
 
 
 def _below(evidence: Evidence) -> list[Difference]:
-    """Return the gradients from the first wrong one on, in the order of the backward pass. Return none if the very
-    first gradient is wrong."""
+    """Return the gradients from the first wrong one on, in the order of the backward pass. Return an empty list if the
+    very first gradient is wrong."""
     gradients = evidence.gradients()
     return gradients[gradients.index(evidence.first) :] if evidence.first in gradients[1:] else []
 

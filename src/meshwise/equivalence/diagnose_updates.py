@@ -1,6 +1,6 @@
 """Diagnose differing updates when gradients agree.
 
-A step was skipped, a resume lost something, or the update itself is wrong.
+The causes are a skipped step, state that a resume lost, and a wrong update.
 
 Tested in tests/equivalence/test_kinds.py.
 """

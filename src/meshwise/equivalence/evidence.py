@@ -49,7 +49,7 @@ class Evidence:
         return self.reference.steps[self.first.step - 1], self.actual.steps[self.first.step - 1]
 
     def of_kind(self, kind: str) -> list[Difference]:
-        """Return the comparisons of one kind in the step of the first difference."""
+        """Return all comparisons of one kind, also of equal values, in the step of the first difference."""
         return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
 
     def faults(self, kind: str) -> list[Difference]:
@@ -160,7 +160,7 @@ class Evidence:
         return "ranks apart" in self.first.facts
 
     def other_samples(self) -> bool:
-        """Return whether a sample counts more often than on one device, or less often."""
+        """Return whether some sample counts more often or less often than on one device."""
         return bool(self.first.facts.get("repeated") or self.first.facts.get("missing"))
 
     def how_many(self) -> str:

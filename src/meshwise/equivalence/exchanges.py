@@ -1,6 +1,6 @@
 """Note which lines of a program call torch.distributed collectives.
 
-Collectives that meshwise calls in the program's forward or backward do not count.
+Collectives that meshwise itself calls while the program runs do not count.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _function(frame: FrameType | None) -> str:
 
 
 def _ranks() -> tuple[int, ...]:
-    """Return the ranks of the process group given to the running torch.distributed call. Return none if they are
-    unknown."""
+    """Return the ranks of the process group given to the running torch.distributed call. Return an empty tuple if they
+    are unknown."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
         frame = frame.f_back

@@ -24,7 +24,8 @@ from meshwise.equivalence.sketches import DIRECTIONS, row_sketches
 from meshwise.spec.user_code import user_place
 
 Key = tuple[str, str, int]
-"""The source line, the operator, and how many times the operator was called there so far."""
+"""The source line, the operator, and how many times the operator was called in that line so far. It identifies a
+scalar."""
 MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
 """Losses that return, as a second result, the number of elements that their mean is over."""
@@ -32,12 +33,12 @@ COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of one of torch's losses, as random projections that add up over the ranks to those of one device, in
-    any order of the rows.
+    """The inputs of one of torch's losses, as sums over the random projections of their rows. The sums of all ranks add
+    up to the sum of one device, whatever the order of the rows.
 
     rows: the number of rows.
-    outputs, targets: a projection of the outputs, and one of the targets.
-    both: a projection of outputs plus targets, which shows whether they belong together.
+    outputs, targets: the sum for the outputs, and the sum for the targets.
+    both: the sum for outputs and targets added row by row, which shows whether the right rows meet.
     """
 
     rows: int
@@ -90,8 +91,8 @@ class NotedNumbers:
         return result
 
     def of(self, loss: Tensor) -> Numbers:
-        """Return the scalars that `loss` is computed from, and `loss` itself as the last. Return none if `loss` was not
-        recorded."""
+        """Return the scalars that `loss` is computed from, and `loss` itself as the last. Return an empty dict if
+        `loss` was not recorded."""
         wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()
         for key in reversed(self._numbers):
             if key in wanted:
@@ -163,7 +164,7 @@ class Joined:
         return f"{self.one.value:.6g} on one device and {ranks} on the ranks"
 
     def weighed(self, weights: Sequence[float]) -> float:
-        """Return the weighted sum of the ranks' numbers."""
+        """Return the sum of the ranks' numbers, each multiplied by its weight."""
         return sum(weight * number.value for weight, number in zip(weights, self.ranks, strict=False))
 
 

@@ -1,8 +1,7 @@
 """Copy a model's, optimizer's and scheduler's state to the CPU.
 
-Names are those that the user wrote.
-
-The functions are collective if a plan has divided what they copy.
+Parameters and modules have the names that they have in the user's model. The functions are collective if a plan has
+divided what they copy.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameters_of(model: nn.Module) -> Named:
-    """Copy the parameters to the CPU, by name, each once."""
+    """Copy the parameters to the CPU, by name. A parameter with several names is copied once."""
     return {name: copied(p) for name, p in named_parameters(model)}
 
 
@@ -70,7 +69,7 @@ def buffers_of(model: nn.Module) -> Named:
 
 
 def gradients_of(model: nn.Module) -> Named:
-    """Copy the gradients that exist to the CPU, by parameter."""
+    """Copy all gradients that are not None to the CPU, by the name of the parameter."""
     return {name: copied(p.grad) for name, p in named_parameters(model) if p.grad is not None}
 
 
@@ -96,7 +95,7 @@ def local_sums(model: nn.Module) -> dict[str, float]:
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return groups of names that refer to the same parameter."""
+    """Return groups of names in the model that refer to the same parameter."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(clean(name))
@@ -122,6 +121,7 @@ def learning_rates_of(optimizer: Optimizer) -> dict[str, float]:
 
 
 def scheduler_numbers(scheduler: Any) -> dict[str, float]:
-    """Return the numbers in the state dict of a learning rate scheduler. Return none if the scheduler is None."""
+    """Return the numbers in the state dict of a learning rate scheduler. Return an empty dict if the scheduler is
+    None."""
     state = {} if scheduler is None else scheduler.state_dict()
     return {k: float(v) for k, v in state.items() if isinstance(v, int | float) and not isinstance(v, bool)}

@@ -80,8 +80,8 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
 
 
 def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
-    """Return `leave` (dist.destroy_process_group) restricted to process groups that the script has made. The default
-    group stays, because the ranks need it to gather their traces."""
+    """Wrap `leave`, which is dist.destroy_process_group, so that it spares a default group that meshwise made. The
+    ranks need that group to gather their traces. Groups that the script made are destroyed."""
 
     def called(group: Any = None) -> None:
         if group is not None or not made_process_group():
@@ -95,7 +95,8 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
     """Look for races inside the with block if `spec.perturb` is set. Yields the list of this rank's races, complete
     after the block.
 
-    Streams are watched in every pass. Collectives are delayed only in the pass in float64.
+    CUDA streams are watched in every pass. Collectives are delayed only in float64, and only if there are several
+    ranks.
     """
     found: list[str] = []
     if not spec.perturb:

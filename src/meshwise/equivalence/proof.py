@@ -25,7 +25,8 @@ ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evalu
 
 
 class Verdict(Enum):
-    """The verdict of a check. DOUBTFUL: all values compared in float64 are equal, but something else differs."""
+    """The verdict of a check. DOUBTFUL means that all values compared in float64 are equal, but another figure
+    differs."""
 
     EQUAL = "equal"
     DOUBTFUL = "doubtful"

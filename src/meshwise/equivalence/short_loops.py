@@ -38,7 +38,7 @@ class ShortLoops:
         self._batches, self._trained = 0, False
 
     def batch_given(self) -> None:
-        """Record that a loop has its next batch."""
+        """Record that a loop received its next batch."""
         self._batches += 1
         self._since_step += 1
 

@@ -65,8 +65,8 @@ def _by_line(shown: Shown) -> dict[str, list[str]]:
 
 
 def _apart(text: str, other: str) -> list[int]:
-    """Return the positions of numbers that differ by more than their last printed digit. Return none if one text has
-    more numbers than the other."""
+    """Return the positions of numbers that differ by more than their last printed digit. Return an empty list if one
+    text has more numbers than the other."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     if len(numbers) != len(others):
         return []

@@ -59,7 +59,7 @@ class CheckSpec:
 
     @property
     def ragged(self) -> int:
-        """The number of samples of a ragged batch, of which ranks have slices of unequal sizes."""
+        """The number of samples in a ragged batch, which the ranks cannot divide evenly."""
         return 2 * self.plan.devices * self.plan.accumulate + 1
 
 
@@ -67,11 +67,11 @@ class CheckSpec:
 class Output:
     """A module's output in one call on one rank, as random projections (see sketches.py).
 
-    number: how many calls of the module in this microbatch were before it.
+    number: the number of this output among all outputs of the module in this microbatch, from 0.
     rows: how many samples the rank has.
     sketches: the projections by layout. `0` and `1` have a row for each sample, if that dimension can hold the batch.
         `each` has a row for each position of each sample, `whole` is one row.
-    gradient: projections of the gradient that reached the output in the very first backward pass. Empty in all others.
+    gradient: projections of the gradient that reached the output in the very first backward pass. Empty for later ones.
     """
 
     microbatch: int
@@ -234,8 +234,8 @@ class Batches:
     spec: CheckSpec
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
-        """Return the indices that step `step` (from 0) reads, and the epoch and the position in the epoch after the
-        step. They come in the order epoch, position, indices.
+        """Return (epoch, position, indices) of step `step`, counted from 0. The indices are those that the step reads.
+        The epoch and the position in it are those after the step.
 
         epoch, index: the epoch and the position before the step.
         """

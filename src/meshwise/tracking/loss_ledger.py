@@ -28,7 +28,7 @@ def ledger_path(folder: Path, rank: int) -> Path:
 
 
 class LossLedger:
-    """The file of one rank, for writing. Rows of an earlier attempt stay until they are overwritten."""
+    """Writes the losses of one rank to its file. Rows of an earlier attempt stay until they are overwritten."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         path, size = ledger_path(folder, rank), ROWS * WIDTH * 8
@@ -38,7 +38,7 @@ class LossLedger:
             self._rows = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
 
     def note(self, epoch: int, step: int, losses: Losses) -> None:
-        """Write the losses of a step, which must lie on the CPU."""
+        """Write the losses of a step, which must be on the CPU."""
         at, rows = step % ROWS * WIDTH, self._rows
         rows[at] = 0.0
         (loss, weight), *more = losses
@@ -50,7 +50,11 @@ class LossLedger:
 
 
 def noted(folder: Path, ranks: int, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield epoch, step and sums (ranks, 2) of each step from `first` to `last` that every rank has written."""
+    """Yield the epoch, the step and the sums of each step from `first` to `last` that every rank has written.
+
+    The sums are a tensor of shape (ranks, 2): per rank, the sum of the losses times their weights, and the sum of the
+    weights.
+    """
     tables = []
     for rank in range(ranks):
         path = ledger_path(folder, rank)

@@ -2,7 +2,8 @@
 
 Losses and metrics are sent as they become known.
 
-Losses stay on the device until a step that logs. `sync` then gathers, from all ranks, the losses since the last `sync`.
+The losses of steps stay on the device until a step that logs. Then `sync` gathers, from all ranks, the losses since the
+last `sync`.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from meshwise.transfer import collectives
 from meshwise.workers.environment import attempt
 
 Send = Callable[..., None]
-"""`send(kind, **facts)`: sends a message about the run to the launcher's display."""
+"""A function `send(kind, **facts)` that sends a message about the run to the launcher's display."""
 LIVE_EVERY = 0.2  # seconds between messages to the live view
 
 
 class MetricsLog:
-    """Records the run's losses and metrics. Rank 0 writes them for all ranks."""
+    """Records the losses and metrics of a run. Rank 0 writes them for all ranks."""
 
     def __init__(
         self,
@@ -46,27 +47,35 @@ class MetricsLog:
         *,
         scaled: bool,
     ) -> None:
-        """folder: the run folder; None writes no file. A folder also gets TensorBoard events if tensorboard is
-        installed. scaled: whether a loss scaler skips steps with non-finite gradients."""
+        """folder: the run folder. None writes no file. A folder also gets TensorBoard events if tensorboard is
+        installed.
+        send: sends a message to the display of the run. None sends nothing.
+        trackers: further trackers, by name or as functions.
+        scaled: whether a loss scaler skips steps with non-finite gradients.
+        """
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self.pending: list[tuple[int, int, Losses]] = []
-        """Epoch, step and losses of each step since the last `sync`; the losses are still on their device."""
+        """The epoch, the step and the losses of each step since the last `sync`. The losses are still on their
+        device."""
         self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """Writes a step's losses to a file before the optimizer step, as the step may finish without this rank."""
+        """Writes the losses of a step to a file before the optimizer step, because the other ranks may finish the step
+        without this one. None if there is no such file."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
-        """When the next message to the live view is due (`time.monotonic`)."""
+        """When the next message to the live view is due, on the clock `time.monotonic`."""
         self.last_loss: float | None = None
         self.losses: list[float] = []
         self.evaluated = -1
-        """The newest step whose evaluation was written; -1 before the first."""
+        """The newest step for which evaluation metrics were written. -1 before the first."""
         usual = ["tensorboard"] if folder is not None and find_spec("tensorboard") else []
         first = world.rank == 0
         self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
 
     def begin(self, step: int) -> None:
-        """Open the trackers of a run that has finished `step`, and remove the records of later steps.
-        Collective."""
+        """Open the trackers, and remove the records of steps after `step`, which the run will repeat. Collective.
+
+        step: the last step that the run has finished.
+        """
         if self._folder is not None and self._world.rank == 0:
             names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
         self.tracking.open(step)
@@ -78,8 +87,8 @@ class MetricsLog:
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
     def keep_pending(self) -> bool:
-        """Keep the losses that wait for `sync` in a file that outlives this process, for a run that resumes. Return
-        False if there is no run folder, or no room on the disk."""
+        """Also keep the losses that wait for `sync` in a file that outlives this process, for a run that resumes.
+        Return False if there is no run folder, or no room on the disk."""
         if self._folder is None:
             return False
         try:
@@ -91,7 +100,8 @@ class MetricsLog:
         return True
 
     def _write_noted(self, folder: Path, step: int) -> None:
-        """Write to metrics.jsonl the losses up to `step` that an earlier attempt left only in its ledgers."""
+        """Write to metrics.jsonl the losses up to `step` that an earlier attempt left only in the loss files of its
+        ranks."""
         lines = read_lines(folder / names.METRICS)
         first = max([line["step"] for line in lines if "loss" in line and "step" in line], default=0) + 1
         found = list(noted(folder, self._world.size, first, step))
@@ -99,7 +109,7 @@ class MetricsLog:
             self._write([(epoch, number) for epoch, number, _ in found], [of_ranks for _, _, of_ranks in found])
 
     def sync(self) -> None:
-        """Gather the losses since the last call from all ranks; check and write them. Collective.
+        """Gather the losses since the last call from all ranks, check that they are finite, and write them. Collective.
 
         Raises LossError for a non-finite loss, with the step and the ranks that had it.
         """
@@ -111,7 +121,11 @@ class MetricsLog:
         self.last_loss = self.losses[-1]
 
     def _write(self, steps: Sequence[tuple[int, int]], totals: Sequence[Tensor]) -> list[float]:
-        """Write and return the losses of these steps (epoch, step). totals: per step, each rank's sums, (ranks, 2)."""
+        """Write and return the losses of these steps.
+
+        steps: the epoch and number of each step.
+        totals: for each step, the sums of each rank, as a tensor of shape (ranks, 2).
+        """
         records: list[Record] = []
         points: list[Point] = []
         found: list[float] = []
@@ -128,7 +142,13 @@ class MetricsLog:
     def add_evaluation(
         self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False, inside: bool = False
     ) -> None:
-        """Write and send the metrics of an evaluation. inside: whether it was in the middle of the epoch."""
+        """Write and send the metrics of an evaluation.
+
+        epoch: the epoch of the evaluation, from 0.
+        epochs: how many epochs the run has.
+        best: whether these are the best metrics so far.
+        inside: whether the evaluation was in the middle of the epoch.
+        """
         point = {f"test/{name}": value for name, value in metrics.items()}, step
         self.evaluated = step
         self.tracking.write([{"epoch": epoch + 1, "step": step, "test": metrics}], [point])
@@ -142,16 +162,16 @@ class MetricsLog:
             self._send(kind, **facts)
 
     def note(self, text: str) -> None:
-        """Send a line to show to the user."""
+        """Send a line to the display of the run, to show to the user."""
         self.send("note", text=text)
 
     def tell(self, text: str) -> None:
-        """Send a line, from rank 0 only, to show to the user and to keep in the run's record and report."""
+        """Send a line, from rank 0 only, that is shown to the user and kept in the run's record and report."""
         if self._world.rank == 0:
             self.send("told", text=text)
 
     def live_is_due(self) -> bool:
-        """Check whether another message to the live view is due; if so, set when the next one is."""
+        """Return whether another message to the live view is due. If it is, schedule the one after it."""
         now = time.monotonic()
         if now < self.live_due:
             return False
@@ -183,5 +203,6 @@ class MetricsLog:
 
 
 def _gather(losses: list[Losses]) -> list[Tensor]:
-    """For each step, return each rank's sum of losses times loss weights, and sum of loss weights: (ranks, 2)."""
+    """Return, for each step, the sum of losses times loss weights and the sum of loss weights on each rank, as a tensor
+    of shape (ranks, 2)."""
     return list(collectives.all_gather(totals_of(losses), of="losses").cpu().unbind(1))

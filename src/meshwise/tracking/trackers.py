@@ -2,8 +2,9 @@
 
 By default, each tracker keeps its files on this machine.
 
-A tracker is a function of values by name, and a step. Its library is imported when it is opened, on rank 0. Nothing is
-sent over the network unless the user's environment says so: WANDB_MODE=online, MLFLOW_TRACKING_URI=http://...
+A tracker is a function that takes values by name, and a step. Its library is imported when the tracker is opened, on
+rank 0. Nothing is sent over the network unless the user's environment says so: WANDB_MODE=online,
+MLFLOW_TRACKING_URI=http://...
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from meshwise.spec.errors import UsageError, check_known
 from meshwise.workers.environment import attempt
 
 Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]
-"""`tracker(values, step)`: records numbers of a run, by name."""
+"""A function `tracker(values, step)` that records numbers of a run, by name."""
 
 
 @dataclass(frozen=True)
 class OpenTracker:
-    """An open tracker. name: as shown in messages."""
+    """A tracker that is open.
+
+    name: its name in messages.
+    track: the function that records values.
+    close: the function that closes it.
+    """
 
     name: str
     track: Tracker
@@ -37,7 +43,7 @@ class OpenTracker:
 
 
 def check_trackers(wanted: Sequence[str]) -> None:
-    """Raise UsageError if a name is not that of a tracker, or the tracker's library is not installed."""
+    """Raise UsageError if a name is not the name of a tracker, or if the tracker's library is not installed."""
     for name in wanted:
         check_known("log", name, TRACKERS)
         if find_spec(name) is None:
@@ -46,7 +52,11 @@ def check_trackers(wanted: Sequence[str]) -> None:
 
 
 def open_tracker(wanted: str | Tracker, folder: Path, step: int) -> OpenTracker:
-    """Open a tracker for the run in `folder`, which resumes after `step`."""
+    """Open a tracker for the run in `folder`.
+
+    wanted: the name of a tracker, or a function that records values.
+    step: the last step that the run has finished.
+    """
     if not isinstance(wanted, str):
         return OpenTracker(getattr(wanted, "__name__", type(wanted).__name__), wanted)
     return TRACKERS[wanted](folder, step)
@@ -68,7 +78,8 @@ def _tensorboard(folder: Path, step: int) -> OpenTracker:
 
 
 def _hush(library: str) -> None:
-    """Print no traceback for an error in a thread of this library, which raises the error again at its next call."""
+    """Suppress the traceback that a thread of this library prints when it fails, because the library raises the error
+    again at its next call."""
     told = threading.excepthook
 
     def tell(error: threading.ExceptHookArgs) -> None:
@@ -114,7 +125,7 @@ def _mlflow(folder: Path, step: int) -> OpenTracker:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """Return the facts about the run in `folder` for a tracker: job, arguments, options, commit."""
+    """Return what a tracker is told about the run in `folder`: its job, arguments, options and commit."""
     if not (folder / names.RUN).is_file():
         return {}
     run = names.read_run(folder)
@@ -127,4 +138,4 @@ TRACKERS: Mapping[str, Callable[[Path, int], OpenTracker]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
-"""The function that opens each tracker, by the name of the tracker's package."""
+"""Maps the name of a tracker, which is that of its package, to the function that opens it."""

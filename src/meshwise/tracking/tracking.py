@@ -1,6 +1,6 @@
 """Send a run's numbers to metrics.jsonl and trackers; provide `mw.log`.
 
-Rank 0 sends the numbers.
+Only rank 0 sends the numbers.
 """
 
 from __future__ import annotations
@@ -31,28 +31,37 @@ from meshwise.workers.environment import LOG, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
 
 COMPARED = 3
-"""How many calls from each source line with `mw.log` the launcher compares between ranks."""
+"""How many calls of `mw.log` the launcher compares between ranks, for each source line."""
 Point = tuple[Mapping[str, float], int]
-"""Values by name, and their step."""
+"""Values by name, and the step to which they belong."""
 
 
 class Tracking:
-    """Writes a run's measurements on rank 0. A failing tracker is reported once and then left out."""
+    """Writes the numbers of a run on rank 0, to metrics.jsonl and to trackers. A tracker that fails is reported once
+    and then left out."""
 
     def __init__(self, folder: Path | None, trackers: Iterable[str | Tracker], notify: Callable[[str], None]) -> None:
-        """folder: of the run; None writes no metrics.jsonl, and trackers given by name write to the working folder."""
+        """folder: the folder of the run. None writes no metrics.jsonl, and trackers given by name write to the working
+        folder.
+        trackers: trackers by name or as functions.
+        notify: called with lines for the user.
+        """
         self._folder, self._notify = folder, notify
         self._wanted = list(dict.fromkeys(trackers))
         self._open: list[OpenTracker] = []
         self._unwritten: list[Record] = []
         self.found = self.written = 0
-        """Numbers of lines in metrics.jsonl: found from earlier attempts, and written by this object."""
+        """How many lines of metrics.jsonl come from earlier attempts (`found`), and how many this object has written
+        (`written`)."""
         self._held: BinaryIO | None = None
-        """metrics.jsonl as this attempt opened it. A later attempt, on other machines, replaces the file."""
+        """The file metrics.jsonl as this attempt opened it. A later attempt on other machines replaces the file."""
         self._over = False
 
     def open(self, step: int) -> None:
-        """Open the trackers. step: the last step that the run has finished."""
+        """Open the trackers.
+
+        step: the last step that the run has finished.
+        """
         self._hold()
         self._open_now(self._wanted, step)
 
@@ -70,7 +79,10 @@ class Tracking:
         self._over = claimed and is_over(self._folder, attempt())  # asked last: it may be the file of a later one
 
     def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
-        """Open these trackers too, except those already open."""
+        """Open more trackers, except those that are open already.
+
+        step: the last step that the run has finished.
+        """
         new = [tracker for tracker in dict.fromkeys(trackers) if tracker not in self._wanted]
         self._wanted += new
         self._open_now(new, step)
@@ -90,7 +102,7 @@ class Tracking:
                     tracker.track(values, step)
 
     def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
-        """Append to metrics.jsonl; lines that a full disk refuses are tried again at the next call."""
+        """Append records to metrics.jsonl. Lines that a full disk refuses are tried again at the next call."""
         if folder is None:
             return
         first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
@@ -112,14 +124,15 @@ class Tracking:
             self._unwritten = []
 
     def cut(self, lines: int) -> None:
-        """Remove from metrics.jsonl the lines that earlier attempts wrote after the first `lines` lines."""
+        """Keep only the first `lines` lines that earlier attempts wrote to metrics.jsonl, and remove their later
+        lines."""
         if self._folder is not None and lines < self.found:
             _cut(self._folder, lines, self.found)
             self.found = lines
             self._hold()
 
     def close(self) -> None:
-        """Close the trackers, and write the lines that are still unwritten."""
+        """Close the trackers, and write the lines that could not be written before."""
         if self._unwritten:
             self._write(self._folder, ())
         if self._unwritten:
@@ -144,7 +157,11 @@ class Tracking:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where `mw.log` writes. step: returns the current step, None if unknown. kept: whether anything is written."""
+    """Where `mw.log` writes.
+
+    step: a function that returns the current step, or None if it is unknown.
+    kept: False if nothing is written, so that `mw.log_to` adds no trackers.
+    """
 
     tracking: Tracking
     step: Callable[[], int | None]
@@ -152,13 +169,17 @@ class _Target:
 
 
 _targets: list[_Target] = []
-"""The script's target, if it has logged, then the targets of nested `log_into`."""
+"""The target of the script, if it has logged, and then the target of each `log_into` that is open."""
 _calls: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
 def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool = True) -> Iterator[None]:
-    """Let `mw.log` inside the `with` block write to `tracking`."""
+    """Let `mw.log` write to `tracking` inside the with block.
+
+    step: a function that returns the current step, or None if it is unknown.
+    kept: False if nothing is written, so that `mw.log_to` adds no trackers.
+    """
     target = _Target(tracking, step, kept)
     _targets.append(target)
     try:
@@ -168,25 +189,32 @@ def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool =
 
 
 def nowhere() -> contextlib.AbstractContextManager[None]:
-    """Let `mw.log` inside the `with` block write nothing."""
+    """Let `mw.log` write nothing inside the with block."""
     return log_into(Tracking(None, (), lambda text: None), lambda: None, kept=False)
 
 
 def has_logged() -> bool:
-    """Check whether this process has called `mw.log`."""
+    """Return whether this process has called `mw.log`."""
     return bool(_calls)
 
 
 def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any) -> None:
-    """Log numbers of the program: `mw.log(loss=loss, lr=lr)`. They are written to metrics.jsonl in the run's folder,
-    which reports and `meshwise runs` read, and sent to the trackers of `meshwise run --log wandb`.
+    """Log numbers of the program: `mw.log(loss=loss, lr=lr)`.
 
-    values: numbers whose names are not Python identifiers: `mw.log({"val/accuracy": accuracy})`. A tensor of one number
-    is read, which waits for its device. Only rank 0's values are kept; call it on every rank, or under
-    `if mw.is_main():`. If ranks log different values, a warning says so, once per source line: log what `mw.backward`
-    returns, or `mw.mean(value)`. step: by default, the optimizer step since the process started (a script that resumes
-    from a saved state should pass its own); without mw.distribute, the number of calls from this source line. Without
-    a run folder or tracker (MESHWISE_RUN, MESHWISE_LOG), nothing is kept. Raises UsageError for non-numbers.
+    The numbers are written to metrics.jsonl in the run's folder, which reports and `meshwise runs` read. They are also
+    sent to the trackers of `meshwise run --log wandb`. Without a run folder or tracker (MESHWISE_RUN, MESHWISE_LOG),
+    nothing is kept. A tensor of one number is read, which waits for its device. Only rank 0's values are kept. Call it
+    on every rank, or under `if mw.is_main():`.
+
+    If ranks log different values, a warning says so, once per source line. Log what `mw.backward` returns, or
+    `mw.mean(value)`.
+
+    values: numbers whose names are not Python identifiers: `mw.log({"val/accuracy": accuracy})`.
+    step: the step of the numbers. By default it is the optimizer step since the process started, so a script that
+        resumes from a saved state should pass its own. Without mw.distribute it is the number of calls from this source
+        line.
+
+    Raises UsageError for values that are not numbers.
     """
     numbers = {name: _number(name, value) for name, value in ({**(values or {}), **named}).items()}
     session.show(", ".join(f"{name} {value!r}" for name, value in numbers.items()))
@@ -204,9 +232,11 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
 def log_to(*trackers: str | Tracker) -> None:
     """Send later values of `mw.log` to these trackers too: `mw.log_to(track)`, `mw.log_to("wandb")`.
 
+    Call `mw.log_to` on every rank. A tracker that fails is reported once and dropped. Raises UsageError for an unknown
+    name, or if the tracker's library is not installed.
+
     trackers: your functions `track(values, step)`, called on rank 0 with a dict of numbers by name, or the names
-    `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`. Call `mw.log_to` on every rank. A tracker that fails
-    is reported once and dropped. Raises UsageError for an unknown name, or if the tracker's library is not installed.
+        `tensorboard`, `wandb`, `mlflow`, as with `meshwise run --log`.
     """
     for tracker in trackers:
         if not (isinstance(tracker, str) or callable(tracker)):
@@ -218,7 +248,8 @@ def log_to(*trackers: str | Tracker) -> None:
 
 
 def logged() -> dict[str, Any]:
-    """Return the run's folder and the number of lines in metrics.jsonl, to be kept with a state that is saved now."""
+    """Return the run's folder and the number of lines in metrics.jsonl, to be saved with the state of a training.
+    Return an empty dict if there is no run folder."""
     folder = _folder()
     if folder is None:
         return {}
@@ -227,8 +258,11 @@ def logged() -> dict[str, Any]:
 
 
 def go_on_after(state: Mapping[str, Any]) -> None:
-    """Resume from a saved state. state: what `logged` returned then. Later lines of metrics.jsonl are removed, since
-    their steps are repeated; lines of this process stay."""
+    """Continue metrics.jsonl after a saved state is loaded. Lines that were written after the state was saved are
+    removed, because their steps are repeated. Lines of this process stay.
+
+    state: what `logged` returned when the state was saved.
+    """
     folder = _folder()
     if folder is None or rank_context().world.rank != 0 or state.get("run") != str(folder.resolve()):
         return
@@ -259,7 +293,7 @@ def _target() -> _Target:
 
 
 def _of_script(first: bool) -> _Target:
-    """Return where a script's numbers go, as MESHWISE_RUN and MESHWISE_LOG say."""
+    """Return where a script's numbers go, according to the environment variables MESHWISE_RUN and MESHWISE_LOG."""
     wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
     check_trackers(wanted)
     folder = _folder()

@@ -1,6 +1,6 @@
 """Judge what ranks read, tick and print: batches, samples, schedules, metrics.
 
-Tested in tests/equivalence/test_plain_scripts.py.
+A tick is one step of a learning rate scheduler. Tested in tests/equivalence/test_plain_scripts.py.
 """
 
 from __future__ import annotations

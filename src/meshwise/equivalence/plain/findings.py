@@ -1,6 +1,6 @@
 """Define what a check of a plain script finds.
 
-Tested in tests/equivalence/test_plain_scripts.py.
+A plain script is one that does not use meshwise. Tested in tests/equivalence/test_plain_scripts.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare the ranks of a plain script with one process.
 
-Tested in tests/equivalence/test_plain_scripts.py.
+A plain script is one that does not use meshwise. Tested in tests/equivalence/test_plain_scripts.py.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OF_TRAINER = (
 def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repeat: Any = list) -> PlainProof:
     """Compare the ranks of a script with one process, and return the findings.
 
-    ranks: what each rank did.
-    one: what one process did that repeated the ranks' reads, or the reason why it could not.
+    ranks: the record of each rank.
+    one: the record of one process that repeated what the ranks read. Its field `refused` says why if it could not.
     repeat: a function that runs the one process once more, and returns a list of its record.
     """
     not_judged = list(_not_judged(ranks, one))

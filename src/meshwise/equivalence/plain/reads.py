@@ -79,7 +79,7 @@ class Reads:
         self._see_accelerate()
 
     def close(self) -> None:
-        """Let loaders choose their own batches again."""
+        """Remove all hooks, so that loaders choose their own batches again."""
         for end in reversed(self._ends):
             end()
 

@@ -105,8 +105,8 @@ class Record:
     """What one rank did.
 
     passes, steps: the passes over loaders, and the optimizer steps.
-    shown: the lines that print, what they print, and whether it is printed in a training rather than inside an
-        evaluation.
+    shown: the lines that print, what they print, and whether that is in a training or inside an evaluation. False is
+        after the end of an evaluation.
     norms: the kinds of batch norm that ran in training.
     horizon: the number of scheduler steps until the schedule ends. None if it is unknown.
     length: the optimizer steps of the whole training. 0 if it is unknown.
@@ -159,10 +159,11 @@ class Follow:
     ranks: Sequence[Record]
 
     def unions(self, own: Pass) -> list[list[list[int]]] | None:
-        """Return the batches of a pass, each as the samples of every rank. Return None if no rank made the pass.
+        """Return the batches of a pass, each as the samples of every rank. Return None if no rank made the pass, and an
+        empty list if its samples have no indices.
 
-        An evaluation that every rank read whole gets the batches that one process would read. One that was cut short
-        reads each sample once.
+        An evaluation that every rank read whole gets the batches that one process would read. An evaluation that was
+        cut short reads each sample once.
 
         own: the pass that one process would make.
         """
