@@ -1,4 +1,4 @@
-"""Implement the public functions and commands, in a user's order."""
+"""Implement the public functions and the commands of meshwise."""
 
 from meshwise.spec.lazy import files_of
 

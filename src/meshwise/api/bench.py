@@ -36,12 +36,10 @@ from meshwise.terminal.notebook import shown_by
 shown_by(Bench, bench_text)
 WHAT = ("compute", "links", "collectives")
 SECONDS_ON_CPU, SECONDS = 40.0, 90.0
-"""How many seconds to measure by default, on CPU workers and on accelerators. Starting workers and checking bytes takes
-additional time."""
+"""How many seconds to measure by default. Starting workers and checking bytes takes additional time."""
 MOST_WORKERS = 4
 BUFFERS = 4
-"""How many buffers of a message's size a rank holds at once: one that is sent, one received, the pattern to compare
-with, and one of the backend."""
+"""How many buffers a rank holds at once: one to send, one to receive, the pattern, and one of the backend."""
 
 
 @dataclass

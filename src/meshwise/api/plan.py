@@ -45,13 +45,11 @@ from meshwise.terminal.notebook import Page, shown_by
 from meshwise.workers.scratch import scratch_folder
 
 ROOMY = 0.5
-"""A share of a device's memory. If the best plan needs less, variants of it that save memory are not rehearsed, unless
---memory asks for them. To rehearse a plan is to estimate its time and memory without running it."""
+"""A share of a device's memory. Variants that save memory are not estimated for a plan that needs less."""
 LARGE = 10**9
-"""A model with at least this many parameters is planned in bfloat16. In float32 each parameter takes sixteen bytes, and
-computing is slow."""
+"""Models with this many parameters are planned in bfloat16, as float32 needs sixteen bytes a parameter and is slow."""
 SLACK = 1.1
-"""Plans are rehearsed first if a rough guess of their memory is at most this many times a device's memory."""
+"""Plans are estimated first if a rough guess of their memory is at most this many times a device's memory."""
 EDITS = 10.0
 """The most seconds to spend on variants of the plan that the user asked about."""
 _NOTHING = Search((), (), (), 0.0)

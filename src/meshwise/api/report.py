@@ -50,7 +50,7 @@ def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int]
 
 
 def compare(first: str | Path, second: str | Path) -> RunComparison:
-    """Compare two runs by each kind of time.
+    """Compare two runs by each kind of time that they spent.
 
     first, second: the folders of the runs.
 

@@ -30,11 +30,10 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
 
 NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "time_limit")
-"""Options of `meshwise run` that `meshwise submit` does not have, because the cluster or the batch script decides
-them."""
+"""Options of `meshwise run` that `meshwise submit` lacks, because the cluster or the batch script decides them."""
 DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
 DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")
-"""Options of sbatch that the user may not give, since the batch script decides them, and why."""
+"""Options of sbatch that the user may not give, because the batch script decides them, each with the reason."""
 INSTEAD = {"resume": "meshwise submit RUN sends a run again", "time_limit": "write --time", "folder": "name it --out"}
 
 

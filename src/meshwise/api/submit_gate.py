@@ -23,8 +23,7 @@ from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.workers.deadline import least_limit
 
 SECONDS = 45.0
-"""The most seconds that the rehearsal of a run on one number of nodes takes. A rehearsal estimates time and memory
-without running the job."""
+"""The most seconds that it takes to estimate a run on one number of nodes."""
 
 
 def verdict(

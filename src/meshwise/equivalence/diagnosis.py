@@ -345,5 +345,4 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "steps": (says(K.SKIPPED, fewer_steps),),
     "evaluation": EVALUATION_RULES,
 }
-"""Maps the kind of the first difference to its rules, the most certain rule first. The first rule that finds a cause
-wins."""
+"""Maps the kind of the first difference to rules, the most certain first. The first rule that finds a cause wins."""

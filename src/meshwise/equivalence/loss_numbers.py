@@ -24,8 +24,7 @@ from meshwise.equivalence.sketches import DIRECTIONS, row_sketches
 from meshwise.spec.user_code import user_place
 
 Key = tuple[str, str, int]
-"""The source line, the operator, and how many times the operator was called in that line so far. It identifies a
-scalar."""
+"""The source line, the operator, and how many times the operator was called in that line so far."""
 MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
 """Losses that return, as a second result, the number of elements that their mean is over."""

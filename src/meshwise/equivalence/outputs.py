@@ -54,8 +54,7 @@ class Layout:
 
 
 ORDERS = ("one after the other", "in turn", "from both ends")
-"""How slices are assigned to ranks: contiguous, every n-th slice, or one chunk from each end to balance causal
-attention."""
+"""How slices go to ranks: contiguous, every n-th slice, or one chunk from each end to balance causal attention."""
 
 
 def _order(layout: Layout) -> Tensor:

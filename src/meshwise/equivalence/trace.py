@@ -22,8 +22,7 @@ Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
 """Maps (kind of a value, name of the value) to how much ranks differ in it, relative to its size."""
 Noise = Mapping[str, tuple[Tensor, Tensor]]
-"""Maps a parameter to a mask of its noise elements (see noise.py), and to a tensor with the values of these
-elements."""
+"""Maps a parameter to a mask of its noise elements (see noise.py), and to a tensor with their values."""
 Draws = Mapping[int, Sequence[Draw]]
 """Maps the number of a forward pass, from 0, to the random draws in it."""
 

@@ -55,11 +55,9 @@ class MetricsLog:
         """
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self.pending: list[tuple[int, int, Losses]] = []
-        """The epoch, the step and the losses of each step since the last `sync`. The losses are still on their
-        device."""
+        """Epoch, step and losses of each step since the last `sync`. The losses are still on their device."""
         self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """Writes the losses of a step to a file before the optimizer step, because the other ranks may finish the step
-        without this one. None if there is no such file."""
+        """Writes losses to a file before the optimizer step, as other ranks may finish the step without this rank."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
         """When the next message to the live view is due, on the clock `time.monotonic`."""

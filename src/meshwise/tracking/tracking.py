@@ -51,8 +51,7 @@ class Tracking:
         self._open: list[OpenTracker] = []
         self._unwritten: list[Record] = []
         self.found = self.written = 0
-        """How many lines of metrics.jsonl come from earlier attempts (`found`), and how many this object has written
-        (`written`)."""
+        """Lines of metrics.jsonl: `found` counts those from earlier attempts, `written` those of this object."""
         self._held: BinaryIO | None = None
         """The file metrics.jsonl as this attempt opened it. A later attempt on other machines replaces the file."""
         self._over = False
