@@ -55,7 +55,7 @@ def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
     """Return, for each name that any rank has, the value from the first rank that has it.
 
     This joins state of which a rank may hold only a part, such as the state of a sharded optimizer. Only rank 0 of the
-    group gets the result, other ranks get an empty dict. Collective.
+    group gets the result. All other ranks get an empty dict. Collective.
     """
     names = gather_objects(list(named), group)
     earlier = {name for others in names[: get_rank(group)] for name in others}
@@ -90,7 +90,7 @@ def tensors_diverge(
 
 def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
     """Return how much each number differs from rank 0's number, relative to the size of rank 0's number. Numbers that
-    all ranks have alike are left out. Collective; every rank gets the result."""
+    are equal on all ranks are left out. Collective; every rank gets the result."""
     ranks = gather_objects(dict(named), group)
     found = {}
     for name in {name for numbers in ranks for name in numbers}:

@@ -27,8 +27,7 @@ TIMES = 100.0
 """A plan is doubtful if its rounding is more than this many times the rounding of one device, or of the precision
 (1.2e-5 in fp32). Sums in another order differ by less, a cast to bfloat16 or float16 by more."""
 FIRST_STEP = ("loss", "gradients")
-"""Kinds that are judged in the first step only. Later differences depend on updates, and Adam turns noise into
-updates."""
+"""Kinds that are judged in the first step only: later differences depend on updates, and Adam makes noise larger."""
 SOME = 8  # values
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (

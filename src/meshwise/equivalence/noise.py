@@ -24,8 +24,8 @@ NOISE = 1e-8  # of the largest gradient
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Mark the elements of each parameter that have rounding noise as gradient on both sides of a step. `noise` holds
-    the masks, by parameter, and is updated in place.
+    """Mark, for each parameter, the elements whose gradient is only rounding noise on both sides of a step. The masks
+    in `noise` are updated in place.
 
     mine, others: the gradients of the step on both sides.
     """
@@ -51,8 +51,8 @@ def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
 
 
 def take_noise(model: nn.Module, noise: Sequence[Mapping[str, tuple[Tensor, Tensor]]], step: int) -> None:
-    """Set the elements of `model` that `noise` lists to the values that it gives for step `step`, counted from 0. Call
-    it after the step."""
+    """After step `step`, counted from 0, set the noise elements of the parameters of `model` to the values that `noise`
+    gives for that step."""
     if step < len(noise):
         with torch.no_grad():
             for name, p in named_parameters(model):
