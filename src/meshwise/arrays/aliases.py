@@ -1,8 +1,9 @@
 """Write through views: arrays that share memory, as in NumPy.
 
-The parts of most views are torch's views of the original parts. What torch cannot show (entries in descending order, a
-`reshape` whose elements lie on other devices) is a copy: made anew when it is read after a write to the original, and
-written back after a write to the copy. A view keeps the array alive that it shows.
+The parts of most views are torch views of the parts of the original array. torch cannot express some views: entries in
+descending order, or a `reshape` whose elements are on other devices. Such a view holds a copy. The copy is recomputed
+when it is read after a write to the original array, and a write to the copy is written back to the original array. A
+view keeps its original array alive.
 """
 
 from __future__ import annotations
@@ -22,28 +23,32 @@ from meshwise.arrays.strides import Strides, is_descending, of, of_result
 
 Rule = Callable[[Array], Array]
 FOREIGN = ViewedMemory()
-"""The memory of all arrays from other libraries: any two of these arrays may share memory."""
+"""The shared memory of all arrays that come from other libraries. Any two of these arrays are assumed to share memory.
+"""
 
 
 def is_number(x: Array) -> bool:
-    """Return whether `x` is what NumPy gives as a scalar: a result, or an element that was read, without dims."""
+    """Return whether `x` stands for a NumPy scalar: a result, or an element that was read, without dims."""
     return x.alias is None and not x.shape
 
 
 def as_array_without_dims(x: Array) -> Array:
-    """Mark `x`, if it has no dims, as an array instead of a scalar, so that `+=` changes it in place."""
+    """Return `x`. If `x` has no dims, mark it as a 0-d array instead of a scalar, so that `+=` changes it in place."""
     if is_number(x):
         x.alias = Alias(ViewedMemory())
     return x
 
 
 def strides_of(x: Array) -> Strides:
-    """Return the strides that NumPy would give `x`, in elements; None means row-major order."""
+    """Return the strides that NumPy would give `x`, in elements. None means row-major order."""
     return None if x.alias is None else x.alias.strides
 
 
 def shown(x: Array) -> Alias:
-    """Return the alias of an array that is about to be written or viewed; create it if there is none."""
+    """Return the `Alias` of an array that is about to be written or viewed, and create it if there is none.
+
+    Parts that repeat elements with stride 0 are first copied, so that each element has memory of its own.
+    """
     if x.alias is not None and x.alias.source is not None:
         fetched(x)  # after which it may have what it shows for its own
     if x.alias is None:
@@ -67,8 +72,14 @@ def viewed(
     read_only: bool = False,
     found: Array | None = None,
 ) -> Array:
-    """Return `rule(x)` as a view of `x`. back, moves: as in `Alias`; give `back` where the parts of `rule(x)`
-    are copies. found: `rule(x)`, if already known. The rules must hold no reference to `x`."""
+    """Return `rule(x)` as a view of `x`. For a scalar, the result is a copy.
+
+    `rule` and `back` must not hold a reference to `x`, since `is_last` counts references.
+    strides: the strides that NumPy would give the view, in elements. None means row-major order.
+    back: as in `Alias`. Required if the parts of `rule(x)` are copies.
+    moves: as in `Alias`.
+    found: the result of `rule(x)`, if it is already known.
+    """
     if is_number(x):  # which never changes
         found = rule(copied(x))
         found.alias = Alias(ViewedMemory(), strides, read_only) if found.shape else None
@@ -89,7 +100,10 @@ def copied(x: Array) -> Array:
 
 
 def fetched(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of a view that torch cannot show; compute them anew if the viewed memory was written since."""
+    """Return the parts of a view that torch cannot express. Recompute them if the viewed memory was written since.
+
+    If no other array shares the memory, `x` may become an independent array. Raises AttributeError for any other array.
+    """
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
         raise AttributeError("parts")
@@ -102,7 +116,10 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 
 def is_last(x: Array) -> bool:
-    """Return whether no other array shares the memory of `x`: only `x` refers to the arrays that it is a view of."""
+    """Return whether no other array shares the memory of `x`.
+
+    This is so if nothing but `x` and its own chain of views refers to the arrays that `x` is a view of.
+    """
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:
         if getrefcount(alias.source) > 2:  # the alias, and the call
@@ -118,7 +135,10 @@ def _let_go(x: Array) -> None:
 
 
 def writable(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of `x` for writing; call `written(x)` afterwards. ValueError for a read-only array."""
+    """Return the parts of `x` for writing. The caller must call `written(x)` afterwards.
+
+    Raises ValueError for a read-only array.
+    """
     alias = shown(x)
     if alias.read_only:
         raise ValueError(
@@ -134,7 +154,7 @@ def writable(x: Array) -> tuple[Tensor, ...]:
 
 
 def written(x: Array) -> None:
-    """Make every array that shares memory with `x` show the new values, after the parts of `x` were written."""
+    """Make every array that shares memory with `x` show the new values. Called after the parts of `x` were written."""
     alias = shown(x)
     if alias.source is None:
         alias.memory.writes += 1
@@ -147,7 +167,10 @@ def written(x: Array) -> None:
 
 
 def fill(x: Array, values: Array, operation: str) -> None:
-    """Overwrite the elements of `x` with those of an array of the same shape and dtype."""
+    """Overwrite the elements of `x` with the elements of `values`, an array of the same shape and dtype.
+
+    operation: the name under which moved bytes are logged.
+    """
     there = reshard(values, x.sharding, operation)
     for part, value in zip(writable(x), there.parts, strict=True):
         part.copy_(value)
@@ -155,20 +178,26 @@ def fill(x: Array, values: Array, operation: str) -> None:
 
 
 def entangled(x: Array, other: object) -> bool:
-    """Return whether another array may share memory with `x`."""
+    """Return whether `other` is an array that may share memory with `x`."""
     if not isinstance(other, Array) or other.alias is None:
         return False
     return other.alias.memory is FOREIGN or (x.alias is not None and other.alias.memory is x.alias.memory)
 
 
 def apart(term: Any, target: Tensor) -> Any:
-    """Return `term`, an operand of a result that is written to `target`; a copy if the two partly overlap in memory."""
+    """Return `term`, or a copy of `term` if its memory partly overlaps the memory of `target`.
+
+    term: an operand of an operation whose result is written to `target`.
+    """
     meets = isinstance(term, Tensor) and not EXPLAINED and _meet(term, target) and not _same(term, target)
     return term.clone() if meets else term
 
 
 def put(target: Tensor, value: Tensor) -> None:
-    """Write `value` to `target`; do nothing if both are the same memory, and copy `value` first if they overlap."""
+    """Copy `value` to `target` in place. If their memory partly overlaps, `value` is first copied to a temporary.
+
+    Nothing is done if `value` and `target` are the same view, or while `mw.explain` runs.
+    """
     if EXPLAINED:
         return
     if not _meet(value, target):
@@ -188,14 +217,14 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the memory range of a tensor: (address of its first element, address after its last)."""
+    """Return the memory range of a tensor: (address of its first element, address after its last element)."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return (begin, begin + (last + 1) * tensor.element_size()) if tensor.numel() else (0, 0)
 
 
 def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
-    """Give a result the strides that NumPy would give it, in the memory order of its operands."""
+    """Set the strides of `found` as NumPy would, from the memory order of the operands, and return `found`."""
     first = operands[0]
     if first.shape == found.shape and is_descending(first.shape, strides_of(first)):
         return found
@@ -206,7 +235,10 @@ def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
 
 
 def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool) -> Array:
-    """Give `found`, a reduction of `x` over `axes`, the strides that NumPy would: in the memory order of `x`."""
+    """Set the strides of `found` as NumPy would, from the memory order of `x`, and return `found`.
+
+    found: the result of a reduction of `x` over `axes`.
+    """
     if x.alias is None or x.alias.strides is None:
         return found
     own = [0 if dim in axes else stride for dim, stride in enumerate(x.alias.strides) if keepdims or dim not in axes]
@@ -216,7 +248,7 @@ def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool)
 
 
 def _seen(x: Array, shape: Shape) -> tuple[int, ...]:
-    """Return the strides of an operand broadcast to the result's shape; 0 where it is repeated."""
+    """Return the strides of an operand after broadcasting to the result's shape. Repeated dims have stride 0."""
     strides = of(x.shape, strides_of(x))
     own = tuple(stride if length > 1 else 0 for length, stride in zip(x.shape, strides, strict=True))
     return (0,) * (len(shape) - len(own)) + own

@@ -2,8 +2,8 @@
 
 A plan says which operands move, and to which devices, so that each device has all that it needs.
 
-The result gets the layout of the operand for which the fewest bytes of the other operands move; of equally cheap
-layouts, one that divides the work.
+The result gets the layout of one of the operands: the layout for which the fewest bytes of the other operands have to
+move. If several layouts are equally cheap, a layout that divides the work among devices is chosen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
 Held = tuple[Shape, Sharding, int]
-"""(shape of an operand, its sharding, bytes per element)."""
+"""An operand as (its shape, its sharding, bytes per element)."""
 
 
 def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape that these shapes broadcast to. ValueError if they do not broadcast."""
+    """Return the shape to which these shapes broadcast together. Raises ValueError if they do not broadcast."""
     if len(set(shapes)) < 2:
         return shapes[0] if shapes else ()
     dims = max(map(len, shapes))
@@ -39,7 +39,10 @@ def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
 
 
 def common_space(name: str, arrays: Sequence[Array]) -> Space:
-    """Return the space that all of the arrays share. UsageError if they belong to two namespaces."""
+    """Return the `Space` (the devices) that all of the arrays share.
+
+    Raises UsageError if the arrays belong to different namespaces.
+    """
     space = arrays[0].space
     for other in arrays[1:]:
         if other.space is not space and other.space != space:
@@ -53,9 +56,11 @@ def common_space(name: str, arrays: Sequence[Array]) -> Space:
 def aligned(
     name: str, arrays: Sequence[Array], onto: Sharding | None = None
 ) -> tuple[Shape, Sharding, list[tuple[Tensor, ...]]]:
-    """Return the common shape, the result's sharding, and the local parts of each array, which broadcast, too.
+    """Lay out the operands of an elementwise operation on the same devices.
 
-    onto: the sharding that the result must have; None: the one for which the fewest bytes move.
+    Returns the shape of the result, the sharding of the result, and the local parts of each operand. The parts of
+    different operands broadcast together, as the operands do.
+    onto: the sharding that the result must have. None chooses the sharding for which the fewest bytes move.
     """
     common_space(name, arrays)
     shape, placed, wanted = _planned(name, tuple([(x.shape, x.sharding, x.dtype.itemsize) for x in arrays]), onto)
@@ -69,7 +74,11 @@ def _planned(name: str, held: tuple[Held, ...], onto: Sharding | None) -> tuple[
 
 
 def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> tuple[Sharding, tuple[Sharding, ...]]:
-    """Choose the sharding of a result of this shape, and of each operand, so that the fewest bytes move."""
+    """Choose the sharding of a result, and of each of its operands, so that the fewest bytes move.
+
+    shape: the shape of the result.
+    onto: the sharding that the result must have. None leaves the choice to this function.
+    """
     found = [onto] if onto is not None else [each for each in (_grown(shape, *one) for one in held) if each]
     candidates = found or [evenly(shape[0], held[0][1].places) if shape else held[0][1]]
 
@@ -82,8 +91,8 @@ def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> 
 
 
 def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | None:
-    """Return the result's sharding if this operand stays where it is; None if the operand is broadcast along its
-    divided dim."""
+    """Return the result's sharding if this operand does not move. None if the operand is broadcast along its sharded
+    dim."""
     if lies.dim is None:
         return sharding(lies.places)
     dim = lies.dim + len(shape) - len(own)
@@ -91,7 +100,11 @@ def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | No
 
 
 def lies_for(shape: Shape, own: Shape, placed: Sharding) -> Sharding:
-    """Return the sharding that an operand of shape `own` needs for a result with the sharding `placed`."""
+    """Return the sharding that an operand needs so that the result can have the sharding `placed`.
+
+    shape: the shape of the result.
+    own: the shape of the operand.
+    """
     if placed.dim is not None:
         dim = placed.dim - (len(shape) - len(own))
         if dim >= 0 and own[dim] == shape[placed.dim]:

@@ -24,7 +24,7 @@ INSTEAD = {
     "like": "Leave it out: arrays belong to their namespace.",
     "subok": "Leave it out: there are no subclasses.",
 }
-"""What to write instead of an argument that only NumPy's functions have."""
+"""Argument that only NumPy's functions have -> what to write instead."""
 INSTEAD_OF_NAMES = {
     **{name: f"Write xp.{name[3:]}(x[~xp.isnan(x)])." for name in ("nanmedian", "nanquantile", "nanpercentile")},
     **dict.fromkeys(("vectorize", "frompyfunc", "apply_along_axis"), "Write the function over whole arrays."),
@@ -37,12 +37,17 @@ INSTEAD_OF_NAMES = {
     "put": "Write x[indices] = values.",
     "putmask": "Write x[mask] = values.",
 }
-"""What to write instead of a function that only NumPy has."""
+"""Function that only NumPy has -> what to write instead."""
 _ASKED = re.compile(r"\(\) (got an unexpected keyword argument '(\w+)'|takes .* positional|missing |got multiple)")
 
 
 def missing(where: str, name: str, known: Iterable[str]) -> str:
-    """Return the error message for a name that a namespace or an array (`where`) does not have."""
+    """Return the error message for an attribute that a namespace or an array does not have.
+
+    where: the namespace or the array, in words.
+    name: the missing attribute.
+    known: the attributes that exist. The closest one is suggested.
+    """
     begin, last = f"{where} has no {name!r}", where.rpartition(".")[2]
     if name.startswith("_"):
         return f"{begin}."
@@ -62,8 +67,12 @@ def missing(where: str, name: str, known: Iterable[str]) -> str:
 
 
 def told(error: TypeError, name: str, function: Callable[..., Any], first: int = 0) -> TypeError:
-    """Return a clearer error for a call that does not fit the signature of `function`; any other error unchanged.
-    first: the index of the first parameter that a user gives."""
+    """Return a clearer TypeError for a call that does not fit the signature of `function`.
+
+    Any other TypeError is returned unchanged.
+    name: how the error message names the function.
+    first: the index of the first parameter that users pass. meshwise itself passes the parameters before it.
+    """
     said = str(error)
     match = _ASKED.search(said)
     if match is None or not said.startswith(f"{inspect.unwrap(function).__qualname__}()"):
@@ -79,7 +88,11 @@ def told(error: TypeError, name: str, function: Callable[..., Any], first: int =
 
 
 def checked(name: str, function: Callable[..., Any], space: Any = None) -> Callable[..., Any]:
-    """Wrap a method, or a function that creates arrays on `space`, so that a wrong call gets a helpful error."""
+    """Wrap a function so that a call with wrong arguments raises a TypeError that says what to write instead.
+
+    function: a method of arrays, or a function that creates arrays and takes a `Space` as its first argument.
+    space: the `Space` to pass to a function that creates arrays. None for a method.
+    """
     bound = function if space is None else functools.partial(function, space)
 
     @functools.wraps(function)

@@ -20,8 +20,10 @@ from meshwise.arrays.space import Space
 class Array:
     """An array on the devices of a namespace. Made by the namespace's functions, such as `xp.asarray` and `xp.zeros`.
 
-    parts: the tensors of this process, in the order of `sharding.places`; all parts, unless there are several ranks.
-    alias: how the array shares memory with others; None if it does not, or is what NumPy gives as a scalar.
+    parts: the tensors on the devices of this process, in the order of `sharding.places`. These are all parts of the
+        array, unless the array is spread over several ranks.
+    alias: how the array shares memory with other arrays. None if it shares no memory, or if it stands for a NumPy
+        scalar.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_shape", "alias", "parts", "sharding", "space")
@@ -43,7 +45,7 @@ class Array:
 
     @property
     def shape(self) -> Shape:
-        """The lengths of the dims."""
+        """The length of each dim."""
         return self._shape
 
     @shape.setter
@@ -93,19 +95,27 @@ class Array:
 
 @dataclass(slots=True, eq=False)
 class ViewedMemory:
-    """Memory that several arrays share as views. writes: how often it was written, the same number on all ranks."""
+    """Memory that several arrays share because they are views of each other.
+
+    writes: how many times the memory was written. The number is the same on all ranks.
+    """
 
     writes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Alias:
-    """How an array shares memory with others. strides: NumPy's, in elements; None: row-major order.
+    """How one array shares memory with other arrays.
 
-    If torch cannot express the view, the array has no parts of its own: `kept` holds the parts that `rule` made of
-    `source` when the memory had been written `seen` times. back: turns values of the view into values of `source`; None
-    if the parts of `rule` share memory with `source`. flips: the reversed dims, if the view only reverses dims. moves:
-    the operation that sends written values back to other devices; empty if none does.
+    If torch cannot express the view, the array has no parts of its own, and `rule` computes them from `source`.
+    strides: the strides that NumPy would give the array, in elements. None means row-major order.
+    source: the array from which `rule` computes the view. None if the array's parts show the shared memory themselves.
+    back: converts values of the view to values of `source`. None if the parts that `rule` returns share memory with
+        `source`.
+    flips: the reversed dims, if the view does nothing but reverse dims.
+    moves: the name of the operation that sends written values back to other devices. Empty if no operation does.
+    kept: the parts that `rule` has computed.
+    seen: the value of `memory.writes` when `kept` was computed.
     """
 
     memory: ViewedMemory
@@ -121,5 +131,5 @@ class Alias:
 
 
 def like(x: Array, parts: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Array:
-    """Return an array of these parts with the shape, dtype and sharding of `x`."""
+    """Return an array of these parts with the shape and sharding of `x`, and with its dtype unless `dtype` is given."""
     return Array(tuple(parts), x.sharding, x.shape, dtype or x.dtype, x.space)

@@ -1,8 +1,11 @@
-"""Write `x[key] = value`, only where it belongs.
+"""Write `x[key] = value`, and move as few bytes as possible.
 
-Moved, and that is the lower bound: the elements of the value that lie on other devices than those that they replace; a
-value that is repeated along the divided dim, to each device that is written; for index arrays, also what fetching.py
-says; of a mask, what lies on other devices than the elements that it selects.
+What moves is the lower bound:
+
+- the elements of the value that are on other devices than the elements that they replace
+- a value that is repeated along the sharded dim: to each device that is written
+- for index arrays, also what fetching.py describes
+- the elements of a mask that are on other devices than the elements that they select
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ from meshwise.arrays.views import SIGNED, as_bits, made, undivided
 
 Number = bool | int | float | complex
 Value = Number | Array | Tensor
-"""A number, an array, or a tensor that every process has in host memory."""
+"""A number, an array, or a tensor in host memory that is the same in every process."""
 
 
 def set_item(x: Array, given: Any, value: Any, /) -> None:
-    """Write `x[given] = value`, cast to the array's type; TypeError if that would lose an imaginary part."""
+    """Write `x[given] = value`. The value is cast to the dtype of `x`.
+
+    Raises TypeError if the cast would lose an imaginary part.
+    """
     key = read_key(given, x.shape)
     value = _value(x, value)
     alias = shown(x)
@@ -49,7 +55,7 @@ def set_item(x: Array, given: Any, value: Any, /) -> None:
 
 
 def _of_its_own(x: Array, other: Array | Tensor) -> Array | Tensor:
-    """Copy a value that may share memory with `x`, since the value is read while `x` is written."""
+    """Return a copy of `other` if it may share memory with `x`, since `other` is read while `x` is written."""
     return (
         like(other, [part.clone() for part in other.parts])
         if isinstance(other, Array) and entangled(x, other)
@@ -99,7 +105,10 @@ def _value(x: Array, value: Any) -> Value:
 
 
 def _bits_of(value: Value, dtype: torch.dtype) -> Value:
-    """Convert a value to the bits that `as_bits` gives for `dtype`; unchanged if `as_bits` changes nothing."""
+    """Cast a value to `dtype`, and view it as the signed integer dtype that `as_bits` uses in place of `dtype`.
+
+    Returns the value unchanged if `as_bits` does not change arrays of `dtype`.
+    """
     kind = SIGNED.get(dtype)
     if kind is None:
         return value
@@ -126,9 +135,12 @@ def _number(dtype: torch.dtype, value: Number) -> Number:
 
 
 def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips: Sequence[int]) -> Array | Tensor:
-    """Reorder the dims of the value: those of index arrays first, then the region's; repeated dims have length 1.
+    """Reorder the dims of a value to match the target: first the dims of the index arrays, then the dims of the region.
 
-    common: the shape of the index arrays. shape: the shape of the region without the indexed dims.
+    Dims along which the value is repeated have length 1. Raises ValueError if the value does not broadcast.
+    common: the common shape of the index arrays.
+    shape: the shape of the region without the indexed dims.
+    flips: the dims of the region that the key lists in descending order.
     """
     depth = len(common)
     rest = iter(range(depth, depth + len(shape)))
@@ -161,7 +173,7 @@ def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips:
 
 
 def _laid(x: Array, value: Array | Tensor, shape: Shape, placed: Sharding) -> tuple[Tensor, ...]:
-    """Return the parts of the value, repeated to `shape` and laid out as `placed`."""
+    """Return the local parts of the value, broadcast to `shape` and laid out as `placed`."""
     if isinstance(value, Array):
         if x.dtype.itemsize < value.dtype.itemsize:  # then fewer bytes move
             value = Array(
@@ -177,7 +189,10 @@ def _copy(target: Array, value: Array | Tensor) -> None:
 
 
 def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:
-    """Write where `mask` is true. The mask is divided like the array if it covers the divided dim, else replicated."""
+    """Write the elements at which `mask` is true.
+
+    If the mask covers the sharded dim of the target, the mask is sharded like the target. Otherwise it is replicated.
+    """
     depth, placed = len(mask.shape), target.sharding
     inside = placed.dim is not None and dim <= placed.dim < dim + depth
     lies = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)
@@ -214,7 +229,11 @@ def _put(
     key: Key | None,
     flips: Sequence[int],
 ) -> None:
-    """Write the entries that index arrays select. key: None if the value's dims are in order already."""
+    """Write the entries that index arrays select.
+
+    dims: the indexed dims.
+    key: the parsed key. None if the dims of `value` are already in the order of the target.
+    """
     target = undivided(target)
     rest = [dim for dim in range(len(target.shape)) if dim not in dims]
     tail = tuple(target.shape[dim] for dim in rest)

@@ -30,7 +30,10 @@ from meshwise.arrays.space import ALL, Space
 
 
 def astype(x: Any, dtype: Any, /, *, copy: bool = True, device: Any = None) -> Array:
-    """Cast `x` to another data type. TypeError from complex to real, which would lose the imaginary part."""
+    """Cast `x` to another data type.
+
+    Raises TypeError for a cast from a complex to a real data type, which would lose the imaginary part.
+    """
     x = as_array("astype", x)
     kind = as_dtype(dtype)
     if x.dtype in COMPLEXES and kind not in COMPLEXES and kind is not torch.bool:
@@ -40,7 +43,7 @@ def astype(x: Any, dtype: Any, /, *, copy: bool = True, device: Any = None) -> A
 
 @dataclass(frozen=True)
 class FloatLimits:
-    """The result of `xp.finfo`."""
+    """The limits of a floating-point dtype, as `xp.finfo` returns them."""
 
     bits: int
     eps: float
@@ -56,7 +59,7 @@ class FloatLimits:
 
 @dataclass(frozen=True)
 class IntegerLimits:
-    """The result of `xp.iinfo`."""
+    """The limits of an integer dtype, as `xp.iinfo` returns them."""
 
     bits: int
     max: int
@@ -65,7 +68,10 @@ class IntegerLimits:
 
 
 def finfo(type: Any, /) -> FloatLimits:
-    """Return the limits of a float dtype, or of an array's dtype; for a complex dtype, those of its real dtype."""
+    """Return the limits of a floating-point dtype. For a complex dtype, return the limits of its real dtype.
+
+    type: a dtype, or an array with such a dtype.
+    """
     kind = real_of(type.dtype if isinstance(type, Array) else as_dtype(type))
     if not kind.is_floating_point:
         raise TypeError(f"finfo takes a float dtype, not {kind}. For integers write xp.iinfo.")
@@ -74,7 +80,10 @@ def finfo(type: Any, /) -> FloatLimits:
 
 
 def iinfo(type: Any, /) -> IntegerLimits:
-    """Return the limits of an integer dtype, or of an array's dtype."""
+    """Return the limits of an integer dtype.
+
+    type: a dtype, or an array with such a dtype.
+    """
     kind = type.dtype if isinstance(type, Array) else as_dtype(type)
     if kind not in KINDS["integral"]:
         raise TypeError(f"iinfo takes an integer dtype, not {kind}. For floats write xp.finfo.")
@@ -83,25 +92,28 @@ def iinfo(type: Any, /) -> IntegerLimits:
 
 
 class Info:
-    """The result of `xp.__array_namespace_info__()`: devices, data types and capabilities of the namespace."""
+    """The devices, data types and capabilities of a namespace, as `xp.__array_namespace_info__()` returns them."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what is supported: boolean indexing, shapes that depend on data, and at most 64 dims, as in torch."""
+        """Return what is supported: boolean indexing, data-dependent shapes, and at most 64 dims, as in torch."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:
-        """Return where new arrays lie: on `all` devices, divided along their first dim, or on the only device."""
+        """Return the name of the device on which new arrays are placed.
+
+        With several devices, this is `all`: new arrays are sharded along their first dim.
+        """
         return ALL if len(self._space.names) > 1 else self._space.names[0]
 
     def devices(self) -> tuple[str, ...]:
-        """Return the names of the devices, and `all` if there are several."""
+        """Return the names of the devices. If there are several, `all` is added at the end."""
         return (*self._space.names, *([ALL] if len(self._space.names) > 1 else []))
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, torch.dtype]:
-        """Return the default data type of each kind, such as the one that Python's floats become."""
+        """Return the default data type of each kind, such as the data type to which Python's floats are converted."""
         real = self._space.default_float
         whole = torch.int64
         return {
@@ -112,8 +124,11 @@ class Info:
         }
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, torch.dtype]:
-        """Return the data types of one kind or several, by name; without float16, bfloat16 and unsigned integers of
-        more than 8 bits, for which torch has few operations."""
+        """Return the data types of one kind or of several kinds, as a dict from name to dtype.
+
+        float16, bfloat16 and unsigned integers of more than 8 bits are left out, since torch supports few operations
+        for them.
+        """
         listed = {torch.bool, *SIGNED, UNSIGNED[0], *REAL, *COMPLEX}
         kinds = kind if isinstance(kind, tuple) else (kind,)
         for each in kinds:

@@ -20,8 +20,11 @@ from meshwise.arrays.views import SIGNED, axis_of, by_bits, made
 
 
 def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
-    """Choose from `x1` where the condition is true, else from `x2`: arrays that broadcast, or numbers. Moves bytes as
-    elementwise operations do. With the condition alone, the same as `nonzero`."""
+    """Return the elements of `x1` where the condition is true, and the elements of `x2` elsewhere.
+
+    Moves as many bytes as an elementwise operation.
+    x1, x2: arrays that broadcast with the condition, or numbers. Without both, `nonzero(condition)` is returned.
+    """
     if x1 is None and x2 is None and isinstance(condition, Array):
         return nonzero(condition)
     if not isinstance(condition, Array) or any(not isinstance(x, Array) and not is_python_number(x) for x in (x1, x2)):
@@ -45,7 +48,10 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
 @by_bits
 def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
-    """Take the entries at these indices along `axis`, in the shape of `indices`. Moves what `x[indices]` moves."""
+    """Take the entries at these indices along `axis`. In the result, the dims of `indices` replace `axis`.
+
+    Moves the same bytes as `x[indices]`. `axis` may be left out if `x` has one dim.
+    """
     if axis is None:
         if len(x.shape) != 1:
             raise ValueError(f"take needs an axis for {len(x.shape)} dims: write axis=0, or flatten the array.")
@@ -62,9 +68,10 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
 
 @by_bits
 def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
-    """Take from each row along `axis` the entries at the indices of that row.
+    """For each row along `axis`, take the entries at the indices of that row, as NumPy's `take_along_axis` does.
 
-    Moves the least: indices that lie on other devices than their rows; along the divided dim, what `x[indices]` moves.
+    Moves the lower bound: indices that are on other devices than their rows. If `x` is sharded along `axis`, the same
+    bytes move as for `x[indices]`.
     """
     if not isinstance(indices, Array):
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")
@@ -90,13 +97,13 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
 
 @by_bits
 def tril(x: Array, /, k: int = 0) -> Array:
-    """Return the lower triangles of matrices: zeros above diagonal number `k`. Moves no data."""
+    """Return the lower triangles of matrices: elements above diagonal number `k` are set to zero. Moves no data."""
     return _triangle("tril", x, k)
 
 
 @by_bits
 def triu(x: Array, /, k: int = 0) -> Array:
-    """Return the upper triangles of matrices: zeros below diagonal number `k`. Moves no data."""
+    """Return the upper triangles of matrices: elements below diagonal number `k` are set to zero. Moves no data."""
     return _triangle("triu", x, k)
 
 
@@ -113,8 +120,11 @@ def _triangle(name: str, x: Array, k: int) -> Array:
 
 
 def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
-    """Broadcast arrays to a common shape and layout: read-only views, in which repeated entries take no memory. Moves
-    repeated entries to each device, and arrays that are divided differently from the one whose layout is used."""
+    """Broadcast arrays to a common shape and layout, and return read-only views.
+
+    Repeated entries take no additional memory on a device. Data moves to repeat entries on other devices, and to lay
+    out arrays that are sharded differently from the array whose layout is used.
+    """
     given = list(arrays)
     if len({(x.shape, x.sharding) for x in given}) < 2:
         return tuple(given)
@@ -131,9 +141,10 @@ def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
 
 
 def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
-    """Return the coordinates of each point of a grid, an array per vector; all have one layout, and repeats no memory.
+    """Return the coordinates of each point of a grid, as one array for each given vector.
 
-    The grid is divided along the first dim whose vector is divided; each device gets all of the other vectors.
+    All arrays have the same layout, and repeated entries take no additional memory. The grid is sharded along the first
+    dim whose vector is sharded. Each device gets all of the other vectors.
     """
     given = list(arrays)
     if indexing not in ("xy", "ij"):

@@ -17,13 +17,13 @@ from meshwise.arrays.strides import named, of
 
 
 def real(x: Any, /) -> Array:
-    """Return the real parts; for real numbers the array itself."""
+    """Return a view of the real parts. If `x` is real, return `x` itself."""
     x = as_array("real", x)
     return _part(x, torch.real) if x.dtype.is_complex else x
 
 
 def imag(x: Any, /) -> Array:
-    """Return the imaginary parts; for real numbers read-only zeros, as `x` has no memory for them."""
+    """Return a view of the imaginary parts. If `x` is real, return read-only zeros that share no memory with `x`."""
     x = as_array("imag", x)
     if x.dtype.is_complex:
         return _part(x, torch.imag)
@@ -38,7 +38,7 @@ def _part(x: Array, part_of: Callable[[Tensor], Tensor]) -> Array:
 
 
 def conjugated(x: Array, /) -> Array:
-    """Return the complex conjugates; for real numbers the array itself."""
+    """Return the complex conjugates. If `x` is real, return `x` itself."""
     return ELEMENTWISE["conj"](x) if x.dtype.is_complex else x
 
 

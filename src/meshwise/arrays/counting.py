@@ -15,7 +15,10 @@ from meshwise.arrays.reductions import as_array, together
 def histogram(
     x: Any, /, bins: Any = 10, range: tuple[float, float] | None = None, weights: Any = None, density: bool = False
 ) -> tuple[Array, Array]:
-    """Return the count of elements in each bin (or the sum of their weights), and the edges; the last is included."""
+    """Return the number of elements in each bin, and the edges of the bins. The last edge belongs to the last bin.
+
+    weights: if given, the weights of the elements in each bin are summed instead.
+    """
     x = as_array("histogram", x).reshape(-1)
     xp = x.__array_namespace__()
     if isinstance(bins, int):
@@ -32,7 +35,11 @@ def histogram(
 
 
 def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
-    """Count how often each whole number from 0 on occurs in `x`, or sum its weights. Waits for the largest number."""
+    """Count how often each integer from 0 on occurs in `x`, or sum the weights of each integer.
+
+    Waits until the largest integer is known, since it determines the length of the result. Raises ValueError if `x` has
+    a negative integer.
+    """
     x = as_array("bincount", x)
     xp = x.__array_namespace__()
     if x.size and int(x.min()) < 0:
@@ -44,7 +51,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
 
 
 def counted(x: Array, edges: Array, weights: Array | None) -> Array:
-    """Count the elements of `x` in each bin, or sum their weights: on each device, then over the devices."""
+    """Count the elements of `x` in each bin, or sum their weights: first on each device, then over the devices."""
     from_each, dtype = [], torch.int64 if weights is None else weights.dtype
     bins = edges.shape[0] - 1
     for at, part in enumerate(x.parts):

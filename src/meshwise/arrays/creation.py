@@ -30,7 +30,7 @@ from meshwise.transfer.interop import from_array, is_array
 
 Placement = Layout | Sharding | None
 Make = Callable[[Shape, tuple[slice, ...], torch.device], Tensor]
-"""(shape of the part, its slices in the array, its device) -> the part."""
+"""Makes one part: (shape of the part, its slices in the whole array, its device) -> the part."""
 
 
 def asarray(
@@ -45,8 +45,8 @@ def asarray(
 ) -> Array:
     """Make an array from numbers, nested lists, or an array of this or another library.
 
-    Each device gets its part, copied unless the whole array lies on one device and stays there. An array of this
-    namespace stays where it lies, unless `device` or `sharding` is given.
+    Each device gets a copy of its part. Nothing is copied if the whole array is on one device and stays there. An array
+    of this namespace stays where it is, unless `device` or `sharding` is given.
     """
     wanted = None if dtype is None else as_dtype(dtype)
     if isinstance(obj, Array) and (obj.space is space or obj.space == space):
@@ -86,8 +86,9 @@ def of_user(
 ) -> Array:
     """Make an array from numbers, nested lists, or an array of this or another library.
 
-    An array of this namespace is returned as it is, unless an argument asks for another one. Of another library's
-    array, each device gets a copy of its part; with copy=False memory is shared, or ValueError if that is impossible.
+    An array of this namespace is returned as it is, unless an argument asks for a change. From an array of another
+    library, each device gets a copy of its part. With copy=False, memory is shared instead. ValueError is raised if
+    that is impossible.
     """
     foreign = isinstance(obj, Tensor) or (is_array(obj) and not isinstance(obj, Array))
     own = True if foreign and copy is None else copy  # on one device as on several
@@ -117,7 +118,10 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
 
 
 def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Tensor:
-    """Convert values to a tensor on their device; Python's floats become the default float. wanted: the final dtype."""
+    """Convert values to a tensor on their device. Python's floats get the default float dtype.
+
+    wanted: the dtype to which the caller casts the result.
+    """
     if isinstance(obj, Array):
         raise UsageError(
             f"this array is of another namespace, on {', '.join(obj.space.names)}. Write xp.asarray(x.numpy())."
@@ -159,7 +163,10 @@ def _has_numpy(obj: Any) -> bool:
 
 
 def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Placement], make: Make) -> Array:
-    """Make an array by calling `make` for each part. placement: device and sharding, as users give them."""
+    """Make an array by calling `make` for each local part.
+
+    placement: (device, sharding), as users pass them.
+    """
     whole = as_shape(shape)
     placed = space.placed(whole, *placement)
     parts = tuple(
@@ -170,12 +177,12 @@ def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Pla
 
 
 def _lengths(shape: Any) -> Any:
-    """Return a shape as a sequence: a single length as a tuple of one."""
+    """Return a shape as a sequence. A single length becomes a tuple of one length."""
     return shape if hasattr(shape, "__iter__") and getattr(shape, "shape", True) else (shape,)
 
 
 def as_shape(shape: Any) -> Shape:
-    """Convert a length or a sequence of lengths to a shape. ValueError for a negative length."""
+    """Convert a length or a sequence of lengths to a shape. Raises ValueError for a negative length."""
     try:
         lengths = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else _lengths(shape)))
     except TypeError as error:
@@ -229,7 +236,10 @@ def arange(
     device: Any = None,
     sharding: Placement = None,
 ) -> Array:
-    """Make numbers from `start` up to, not including, `stop`, in steps of `step`; with one number, from 0 up to it."""
+    """Make the numbers from `start` up to, but not including, `stop`, in steps of `step`.
+
+    If only one number is given, it is `stop`, and the numbers begin at 0.
+    """
     start, stop = (0, start) if stop is None else (start, stop)
     start, stop, step = (value.item() if hasattr(value, "item") else value for value in (start, stop, step))
     if step == 0:
@@ -258,7 +268,7 @@ def linspace(
     sharding: Placement = None,
     endpoint: bool = True,
 ) -> Array:
-    """Make `num` evenly spaced numbers from `start` to `stop`; `stop` is included if `endpoint`."""
+    """Make `num` evenly spaced numbers from `start` to `stop`. `stop` is included only if `endpoint` is True."""
     start, stop = (value.item() if hasattr(value, "item") else value for value in (start, stop))
     is_complex = isinstance(start, complex) or isinstance(stop, complex)
     default = dtypes.complex_of(space.default_float) if is_complex else space.default_float
@@ -286,7 +296,7 @@ def eye(
     device: Any = None,
     sharding: Placement = None,
 ) -> Array:
-    """Make a matrix with ones on its diagonal number `k`, and zeros elsewhere."""
+    """Make a matrix with ones on diagonal number `k` and zeros elsewhere."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
     n_cols = n_rows if n_cols is None else n_cols
     k = max(-n_rows, min(k, n_cols))  # torch's integers have 64 bits
@@ -302,14 +312,15 @@ def eye(
 def full_like(
     space: Space, x: Any, /, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """Make an array filled with one value, with the shape, dtype and sharding of `x` unless others are given."""
+    """Make an array of the shape of `x`, filled with one value. By default, its dtype and sharding are those of `x`."""
     x = x if isinstance(x, Array) else asarray(space, x)
     kept = x.sharding if device is None and sharding is None else sharding
     return in_order_of(full(x.space, x.shape, fill_value, dtype or x.dtype, device=device, sharding=kept), [x])
 
 
 def _like(make: Callable[..., Array]) -> Callable[..., Array]:
-    """Make `zeros_like` from `zeros`, and so on; its arrays lie as `x` does, unless `device` or `sharding` is given."""
+    """Make `zeros_like` from `zeros`, and so on. A new array is placed as `x` is, unless `device` or `sharding` is
+    given."""
 
     def made_like(
         space: Space, x: Any, /, dtype: Any = None, *, device: Any = None, sharding: Placement = None
@@ -323,7 +334,7 @@ def _like(make: Callable[..., Array]) -> Callable[..., Array]:
 
 
 CREATION: dict[str, Callable[..., Array]] = {"asarray": of_user, "arange": arange, "linspace": linspace, "eye": eye}
-"""The functions that create arrays, by name. Their first parameter is the `Space`."""
+"""The functions that create arrays, by name. The first parameter of each function is the `Space`."""
 CREATION |= {"full": full, "full_like": full_like}
 for _make in (empty, zeros, ones):
     CREATION |= {_make.__name__: _make, f"{_make.__name__}_like": _like(_make)}

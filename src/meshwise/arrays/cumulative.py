@@ -1,9 +1,9 @@
 """Compute cumulative sums and products.
 
-Along the split dim, each part starts from the total of the parts before it. Each part but the last sends its total, of
-one entry along that dim, to the next part; that is the lower bound, since every later part depends on it. The sums of a
-part are calculated alone and then raised by the total; its products start from the total, since the product of one part
-may overflow where the product of all does not.
+Along the sharded dim, each part starts from the total of the parts before it. Each part but the last sends its total,
+which has one entry along that dim, to the next part. This is the lower bound, since every later part depends on the
+total. The sums of a part are computed alone, and the total is added afterwards. The products of a part start from the
+total, since the product of one part may overflow where the product of all parts does not.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of
 
 Carried = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-"""The total before a part (None: no part before) -> (the part's values, the total for the next part)."""
+"""The total before a part (None for the first part) -> (the part's values, the total for the next part)."""
 
 
 def cumulative_sum(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
-    """Sum the first 1, 2, ... entries along `axis`. include_initial: begin with 0, the sum of no entries."""
+    """Return the cumulative sums of the entries along `axis`.
+
+    include_initial: whether the result begins with 0, the sum of no entries.
+    """
     return _cumulative(x, axis, dtype, include_initial, "cumulative_sum")
 
 
 def cumulative_prod(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
-    """Multiply the first 1, 2, ... entries along `axis`. include_initial: begin with 1, the product of no entries."""
+    """Return the cumulative products of the entries along `axis`.
+
+    include_initial: whether the result begins with 1, the product of no entries.
+    """
     return _cumulative(x, axis, dtype, include_initial, "cumulative_prod")
 
 
@@ -67,7 +73,10 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
 
 
 def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dtype], name: str) -> list[Tensor]:
-    """Scan the parts one after another, each from the total before it. how: (function that scans a part, dtype)."""
+    """Scan the parts one after another. The scan of each part starts from the total of the parts before it.
+
+    how: (the function that scans one part, the dtype of the totals).
+    """
     (scan, dtype), held, space = how, x.sharding, x.space
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
     slab = (*x.shape[:axis], 1, *x.shape[axis + 1 :])

@@ -1,6 +1,6 @@
 """Convert between arrays over ranks and torch's DTensor.
 
-Nothing is copied where their parts are alike.
+Nothing is copied if both divide the elements in the same way.
 
 DTensor is imported only where it is used, since the import takes a second.
 """
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
-    """Convert `x` to a DTensor on a mesh of one axis over all ranks: divided along the same dim, or replicated.
+    """Convert `x` to a DTensor on a device mesh of one axis over all ranks.
 
-    Parts are laid out as `torch.chunk` cuts, which DTensor expects; no data moves if they already lie so.
+    The DTensor is sharded along the same dim as `x`, or replicated if `x` is not sharded. Its shards have the sizes of
+    `torch.chunk`, which DTensor expects. No data moves if the parts of `x` already have these sizes.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -44,7 +45,10 @@ def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
 
 
 def from_dtensor(space: Space, x: Any, /) -> Array:
-    """Convert a DTensor on a mesh of one axis over all ranks to an array that shares its parts."""
+    """Convert a DTensor to an array that shares memory with the DTensor's local tensor.
+
+    x: a DTensor with the placement Shard or Replicate, on a device mesh of one axis over all ranks.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(x, DTensor):
@@ -72,7 +76,7 @@ def _check(space: Space, mesh: DeviceMesh, verb: str) -> None:
 
 
 def _stride(shape: tuple[int, ...]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor of this shape, in elements."""
     strides = [1]
     for length in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(length, 1))

@@ -1,7 +1,8 @@
 """Define data types, their promotion and their casts.
 
-Types of one kind promote as in the array API standard; of two kinds (integers with floats), as in NumPy. Python's
-numbers are weak: they take the array's type. Arrays without dims promote as other arrays do, unlike in torch.
+Two types of the same kind promote as in the array API standard. Two types of different kinds, such as integers and
+floats, promote as in NumPy. A Python number takes the type of the array. Unlike in torch, arrays without dims promote
+as other arrays do.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ KINDS = {
     "numeric": (*SIGNED, *UNSIGNED, *REAL, torch.float16, torch.bfloat16, *COMPLEX),
 }
 WIDE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-"""Unsigned type, for which torch has few kernels -> the signed type in which we calculate instead."""
+"""Unsigned type, for which torch has few kernels -> the signed type in which values are computed instead."""
 _COMPARABLE = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def as_dtype(given: Any) -> torch.dtype:
-    """Convert a torch or NumPy dtype, a Python type or a name to a torch dtype. TypeError for anything else."""
+    """Convert a torch or NumPy dtype, a Python type or a name to a torch dtype. Raises TypeError for anything else."""
     if isinstance(given, torch.dtype):
         return given
     try:
@@ -65,13 +66,13 @@ def _as_dtype(given: Any) -> torch.dtype:
 
 @functools.cache
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return NumPy's dtype of the same name. TypeError if there is none, as for bfloat16."""
+    """Return NumPy's dtype of the same name. Raises TypeError if NumPy has none, as for bfloat16."""
     return np.dtype(str(dtype).removeprefix("torch."))
 
 
 @functools.cache
 def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the type of a result that is calculated from arrays of these two types."""
+    """Return the type of a result that is computed from arrays of these two types."""
     if one is other:
         return one
     try:
@@ -81,7 +82,8 @@ def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast values to `dtype`, or, if torch cannot compare that type, to integers that sort in the same order."""
+    """Cast values to `dtype`. If torch cannot compare values of `dtype`, cast them to integers that sort in the same
+    order."""
     values = values.to(dtype)
     if dtype is torch.uint64:
         return values.view(torch.int64) ^ torch.iinfo(torch.int64).min
@@ -89,18 +91,20 @@ def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def complex_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the complex type whose real and imaginary parts have this real type."""
+    """Return the complex type for a real type: complex64 for float32, and complex128 for any other type."""
     return torch.complex64 if dtype is torch.float32 else torch.complex128
 
 
 def real_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of the real part of a complex type; any other type unchanged."""
+    """Return the type of the real part of a complex type. Any other type is returned unchanged."""
     return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
 
 
 def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_float: torch.dtype) -> torch.dtype:
-    """Return the type of a result that is calculated from an array of `dtype` and a Python number. OverflowError for an
-    integer outside the range of `dtype`."""
+    """Return the type of a result that is computed from an array of `dtype` and a Python number.
+
+    Raises OverflowError for an integer outside the range of `dtype`.
+    """
     if isinstance(value, bool):
         return dtype
     if isinstance(value, int):
@@ -117,20 +121,26 @@ def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_f
 
 @functools.cache
 def limits(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the least and the greatest integer of a type."""
+    """Return the smallest and the largest integer of an integer type."""
     info = torch.iinfo(dtype)
     return int(info.min), int(info.max)
 
 
 def compared(x: Any, dtype: torch.dtype) -> Any:
-    """Replace an integer outside the range of `dtype` by inf or -inf; comparisons with its values stay the same."""
+    """Replace an integer outside the range of `dtype` by inf or -inf. Any other value is returned unchanged.
+
+    Comparisons with values of `dtype` give the same results as with the original integer.
+    """
     if type(x) is not int or dtype not in INTEGERS or limits(dtype)[0] <= x <= limits(dtype)[1]:
         return x
     return math.copysign(math.inf, x)
 
 
 def result_type(*given: Any) -> torch.dtype:
-    """Return the type that these arrays, dtypes and Python numbers promote to."""
+    """Return the type to which these arrays, dtypes and Python numbers promote.
+
+    Raises ValueError if there are only Python numbers.
+    """
     found: torch.dtype | None = None
     default = torch.float64
     numbers = []
@@ -153,13 +163,19 @@ def result_type(*given: Any) -> torch.dtype:
 
 
 def can_cast(given: Any, to: Any, /) -> bool:
-    """Return whether a type can be cast to another by the rules of promotion."""
+    """Return whether the rules of promotion allow a cast to the dtype `to`.
+
+    given: a dtype or an array.
+    """
     dtype = given.dtype if isinstance(given, Array) else as_dtype(given)
     return promoted(dtype, as_dtype(to)) is as_dtype(to)
 
 
 def isdtype(dtype: Any, kind: Any) -> bool:
-    """Return whether a dtype equals another or is of a kind, such as "real floating"; for a tuple, of any of them."""
+    """Return whether a dtype equals `kind` or belongs to that kind.
+
+    kind: a dtype, the name of a kind such as "real floating", or a tuple of these, one of which must match.
+    """
     if isinstance(kind, tuple):
         return any(isdtype(dtype, each) for each in kind)
     if isinstance(kind, str) and kind in KINDS:
@@ -170,6 +186,9 @@ def isdtype(dtype: Any, kind: Any) -> bool:
 
 
 def refuse_gradients(what: str, requires_grad: bool) -> None:
-    """Raise UsageError if a tensor requires grad: arrays have no gradients. what: the operation, for the message."""
+    """Raise UsageError if a tensor requires grad, since arrays have no gradients.
+
+    what: the operation that the message names.
+    """
     if requires_grad:
         raise UsageError(f"{what}: this tensor requires grad, and arrays have no gradients. Pass tensor.detach().")

@@ -2,8 +2,8 @@
 
 Operands that are already placed alike need no alignment.
 
-Integers and booleans become the default float where the function has no integer result. Python's numbers take the
-array's type; NumPy's numbers promote as arrays without dims.
+Integers and booleans are converted to the default float dtype if the function has no integer result. A Python number
+takes the array's dtype. A NumPy number promotes as an array without dims does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwise.arrays.unsigned import of_wide
 Op = Callable[..., Tensor]
 Rule = Callable[..., Array]
 FUNCTIONS: dict[str, Rule] = {}
-"""The namespace's functions that are defined in this file, by name."""
+"""The array functions that are defined in this file, by name."""
 BINARY: list[str] = []
 """The names of the functions that take two arrays."""
 
@@ -50,17 +50,20 @@ HOST = torch.device("cpu")
 
 
 class NoArrayGiven(TypeError):
-    """Raised when a function of arrays gets none; the namespace then converts the arguments to arrays."""
+    """Raised if a function of arrays gets no array, or another type. The namespace then converts its arguments."""
 
 
 def is_python_number(value: Any) -> bool:
-    """Return whether the value is a Python number, which takes the array's type; NumPy's scalars do not."""
+    """Return whether the value is a Python number, which takes the array's dtype. NumPy scalars do not count."""
     return type(value) in PYTHON
 
 
 def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype | None = None) -> Rule:
-    """Make a function of one array from torch's `op`. takes: the dtypes that `op` supports; integers become floats if
-    they are not among these. result: the dtype of the result; None: that of the operand."""
+    """Make a function of one array from the torch function `op`.
+
+    takes: the dtypes that `op` supports. Integers that it does not support are converted to floats.
+    result: the dtype of the result. None keeps the dtype of the operand.
+    """
 
     wide = of_wide(name, op)
 
@@ -87,8 +90,11 @@ def binary(
     numbers: bool = True,
     otherwise: tuple[frozenset[torch.dtype], Op] | None = None,
 ) -> Rule:
-    """Make a function of two arrays, or of an array and a number. numbers: `op` takes a Python number on its right.
-    otherwise: (dtypes for which another torch function is used, that function)."""
+    """Make a function of two arrays, or of an array and a number, from the torch function `op`.
+
+    numbers: whether `op` takes a Python number as its second argument.
+    otherwise: (dtypes for which another torch function is used, that torch function).
+    """
     at_once = (takes - otherwise[0] if otherwise else takes) - WIDE.keys()
     wide = of_wide(name, otherwise[1] if otherwise and otherwise[0] & INTEGERS else op)
 
@@ -136,7 +142,7 @@ _TOGETHER: dict[tuple[torch.dtype, torch.dtype], torch.dtype | None] = {}
 
 
 def _together(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
-    """Return the dtype to which these two promote, if torch's own operators promote them to it, too; else None."""
+    """Return the dtype to which both dtypes promote, if torch promotes them to the same dtype; otherwise None."""
     try:
         return _TOGETHER[one, other]
     except KeyError:
@@ -155,7 +161,10 @@ def _in_general(
     result: torch.dtype | None,
     given: tuple[Any, ...],
 ) -> Array:
-    """Compute a function of operands of any placement and dtype, one at least an array. choose: dtype -> torch's op."""
+    """Compute a function of operands of any placement and dtype. At least one operand must be an array.
+
+    choose: returns the torch function for a dtype.
+    """
     arrays = operands(name, given)
     real = [x for x in arrays if isinstance(x, Array)]
     space = real[0].space
@@ -179,7 +188,7 @@ def _in_general(
 
 
 def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
-    """Return arrays and Python numbers unchanged. NoArrayGiven for any other value, or if none of them is an array."""
+    """Return arrays and Python numbers unchanged. Raises NoArrayGiven for any other type, or if there is no array."""
     some = False
     for value in given:
         if type(value) is Array:
@@ -192,7 +201,7 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
 
 
 def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
-    """Return the dtype in which operation `name` is calculated. TypeError for a dtype that it does not support."""
+    """Return the dtype in which operation `name` is computed. Raises TypeError for a dtype that it does not support."""
     if dtype in takes:
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
@@ -207,7 +216,6 @@ def _named(name: str, rule: Rule) -> Rule:
 
 
 def _rounding(op: Op) -> Op:
-    """Return a function that applies `op` to floats, and copies integers, which need no rounding."""
     return lambda part: op(part) if part.is_floating_point() else part.clone()
 
 
@@ -223,7 +231,7 @@ def _sign(part: Tensor) -> Tensor:
 
 
 def _by_parts(op: Op) -> Op:
-    """Apply `op`, add or sub, to real and imaginary parts apart: torch multiplies by 1, which turns inf into nan."""
+    """Apply `op`, add or sub, to the real and imaginary parts separately, since torch's own turns inf into nan."""
 
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
@@ -234,7 +242,7 @@ def _by_parts(op: Op) -> Op:
 
 
 def _also_infinite(op: Op, other: Op) -> Op:
-    """Use `other` for complex numbers that are not finite: of these, torch's `op` gives nan in both parts."""
+    """Return `op` with `other` in its place for complex numbers that are not finite, for which `op` gives nan."""
 
     def of_part(part: Tensor) -> Tensor:
         return torch.where(torch.isfinite(part), op(part), other(part)) if part.is_complex() else op(part)
@@ -243,12 +251,12 @@ def _also_infinite(op: Op, other: Op) -> Op:
 
 
 def by_no_zero(op: Op) -> Op:
-    """Make integer division by zero give 0, as in NumPy; torch raises on a CPU and is arbitrary on a GPU."""
+    """Make integer division by zero give 0, as in NumPy. torch raises on a CPU, and is arbitrary on a GPU."""
     return lambda a, b: op(a, b + (b == 0)) * (b != 0)
 
 
 def _remainder(a: Tensor, b: Tensor) -> Tensor:
-    """Return the remainder with the sign of the divisor, also for a remainder of zero."""
+    """Return the remainder with the sign of the divisor, even if the remainder is zero."""
     if not a.is_floating_point():
         return by_no_zero(torch.remainder)(a, b)
     rest = torch.remainder(a, b)
@@ -256,12 +264,12 @@ def _remainder(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _power(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a ** b` of complex numbers; anything to the power of 0 is 1, also 0, for which torch gives nan."""
+    """Return `a ** b` of complex numbers. `a ** 0` is 1 for every `a`, even for 0, for which torch gives nan."""
     return torch.where(b == 0, torch.ones((), dtype=a.dtype), torch.pow(a, b)) if b.dim() else torch.pow(a, b)
 
 
 def _absolute(x: Any, /) -> Array:
-    """Return absolute values; those of complex numbers have the type of their real part."""
+    """Return absolute values. For complex numbers, their dtype is the dtype of the real part."""
     if type(x) is not Array:
         raise NoArrayGiven(f"abs needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     parts = [part.clone() if part.dtype in (BOOL, *UNSIGNED) else torch.abs(part) for part in x.parts]
@@ -322,7 +330,7 @@ for _name, _op in {
 
 
 def clip(x: Array, /, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None) -> Array:
-    """Clip the elements of `x` to the range from `min` to `max`: numbers, or arrays that broadcast."""
+    """Clip the elements of `x` to the range from `min` to `max`: numbers, arrays that broadcast, or None."""
     (given, *_) = operands("clip", (x,))
     x = given
     min, max = a_min if min is None else min, a_max if max is None else max

@@ -26,13 +26,17 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.comm_log import CommLog, Transfer, comm_log, table
 
 MOST_ARRAYS = 4
-"""All combinations of other placements are tried if they are at most 4 to the power of this number; else none."""
+"""Combinations of other placements are tried only if there are at most 4 ** MOST_ARRAYS of them."""
 
 
 @dataclass(frozen=True)
 class Placing:
-    """A layout of the arrays that an operation reads. layout: in words, by the array's name. bytes: what the operation
-    moves with this layout. memory: the bytes of these arrays, summed over all devices."""
+    """One layout of the arrays that an operation reads, and what the operation costs with this layout.
+
+    layout: where each array is placed, in words, by the array's name.
+    bytes: how many bytes the operation moves with this layout.
+    memory: how many bytes these arrays take, summed over all devices.
+    """
 
     layout: dict[str, str]
     bytes: int
@@ -41,14 +45,18 @@ class Placing:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `mw.explain`. moves: what would move. better: placements that would move less, best first."""
+    """The result of `mw.explain`.
+
+    moves: the transfers that the operation would make.
+    better: the layouts with which fewer bytes would move, best first.
+    """
 
     moves: Sequence[Transfer]
     better: list[Placing]
 
     @property
     def bytes(self) -> int:
-        """The total of bytes that would move."""
+        """The total number of bytes that would move."""
         return sum(move.bytes for move in self.moves)
 
     def __str__(self) -> str:
@@ -62,7 +70,8 @@ class Explanation:
 def explain(operation: Callable[[], Any]) -> Explanation:
     """Explain what an operation on arrays moves, and which placements would move less: `mw.explain(lambda: x @ y)`.
 
-    It is called on tensors without memory, so nothing is calculated. UsageError if the operation reads values.
+    The operation is called on tensors without memory, so nothing is computed. Raises UsageError if the operation reads
+    the values of an array.
     """
     arrays = _arrays_of(operation)
     if not arrays:
@@ -96,7 +105,10 @@ def _arrays_of(operation: Callable[[], Any]) -> dict[str, Array]:
 
 @contextmanager
 def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
-    """Give the arrays parts without memory inside the block. Yield a function that gives an array another sharding."""
+    """Replace the parts of arrays by tensors without memory inside the `with` block.
+
+    Yields a function that gives an array another sharding.
+    """
     before = [(x, x.parts, x.sharding, x.alias) for x in arrays]
 
     def lay(x: Array, placed: Sharding) -> None:
@@ -136,7 +148,7 @@ def _moved(operation: Callable[[], Any]) -> CommLog:
 
 
 def _choices(arrays: dict[str, Array]) -> Iterator[tuple[Sharding, ...]]:
-    """Yield other placements, in which each array lies as now, is divided along another dim, or is on all devices."""
+    """Yield other placements of the arrays: each array as it is, sharded along another dim, or replicated."""
     options = []
     for x in arrays.values():
         places = x.space.places

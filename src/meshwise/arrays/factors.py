@@ -1,13 +1,15 @@
 """Factor a matrix that no one device holds, in blocks.
 
-LU goes by columns, Cholesky by rows; QR and SVD are those of tall matrices.
+LU factors a matrix that is sharded by columns, Cholesky a matrix that is sharded by rows. QR and SVD factor tall
+matrices.
 
-Moved, in entries, of n x n with n_k columns (rows) on device k of p, which begin at o_k:
+Elements moved, for an n x n matrix on p devices, where device k holds n_k columns (or rows) from index o_k on:
 
-    LU, solve, inv    a transpose to columns, if it is not split so; each panel of (n - o_k) n_k to all devices behind;
-                      a right-hand side of r columns goes from one to the next, r (n - o_k) forth and r o_k back
-    Cholesky          each diagonal block of n_k^2 to the devices after it; block (j, k), of n_j n_k, to those after j
-    QR, SVD (m x n)   each R, of min(m_k, n) n, to the device of the longest part, and as much back
+    LU, solve, inv    a transpose, unless the matrix is sharded by columns; each panel of (n - o_k) n_k elements to all
+                      later devices; a right-hand side of r columns passes from each device to the next, with
+                      r (n - o_k) elements on the way forward and r o_k on the way back
+    Cholesky          each diagonal block of n_k^2 to all later devices; block (j, k), of n_j n_k, to those after j
+    QR, SVD (m x n)   each factor R, of min(m_k, n) n elements, to the device of the longest part, and as much back
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.sharding import evenly, sharding
 
 Own = dict[int, Tensor]
-"""Tensors of the local parts, by the part's number."""
+"""Tensors of the local parts, by the number of the part."""
 
 
 class _Moves:
-    """Sends tensors between the parts of a split matrix, in the name of an operation."""
+    """Sends tensors between the parts of a sharded matrix. They are logged under the name of an operation."""
 
     def __init__(self, x: Array, name: str) -> None:
         self.x, self.held, self.name = x, x.sharding, name
@@ -46,21 +48,27 @@ class _Moves:
         targets: Iterable[int],
         dtype: torch.dtype | None = None,
     ) -> Own:
-        """Send a tensor from part `source` to `targets`; return the copies at local ones. tensor: None if not local."""
+        """Send a tensor from part `source` to the parts `targets`, and return the copies that arrived at local parts.
+
+        tensor: the tensor to send. None if part `source` is not local.
+        """
         places = self.held.places
         pieces = [Move(places[source], places[k], k, shape, dtype or self.x.dtype, tensor) for k in targets]
         found = exchange(self.x.space, pieces, self.name)
         return {k: found[k] for k in self.here if k in found}
 
     def check(self, bad: Own, why: str) -> None:
-        """Raise LinAlgError, on all ranks, if LAPACK's status for any part is not 0. Waits for the status."""
+        """Raise LinAlgError on all ranks if LAPACK's status is not 0 for some part. Waits for the status."""
         told = [int(bad[k]) if k in bad else 0 for k in self.here]
         if any(counted(self.x, self.held, told)):
             raise np.linalg.LinAlgError(f"{self.name}: {why}")
 
 
 def cholesky(x: Array) -> Array:
-    """Return the lower factor of a Hermitian matrix split by rows; only its lower triangle is read."""
+    """Return the lower Cholesky factor of a Hermitian matrix, sharded by rows.
+
+    Only the lower triangle of `x` is read. Raises LinAlgError if the matrix is not positive-definite.
+    """
     n = x.shape[0]
     x = x if x.sharding.dim == 0 else reshard(x, evenly(n, x.sharding.places), "cholesky")
     held, moves = x.sharding, _Moves(x, "cholesky")
@@ -88,14 +96,15 @@ def cholesky(x: Array) -> Array:
 
 
 class LU:
-    """A square matrix factored by columns with partial pivoting, and right-hand sides solved with it.
+    """The LU factorization of a square matrix by columns, with partial pivoting. It can solve linear systems.
 
-    own: parts of the factors, packed as in LAPACK. pivots: for each part, LAPACK's row exchanges, counted from 1 at the
-    part's first row.
+    own: the local parts of the factors, packed as in LAPACK.
+    pivots: for each local part, the row exchanges as in LAPACK, counted from 1 at the first row of the part.
     """
 
     def __init__(self, x: Array, name: str, right: Array | None = None) -> None:
-        """right: right-hand sides, split by columns over the devices of `x`; each factoring step updates them, too."""
+        """right: right-hand sides that are sharded by columns over the devices of `x`. Each factorization step also
+        updates them."""
         x = x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[0], x.sharding.places, 1), name)
         self.x, self.held, self.moves, self.n = x, x.sharding, _Moves(x, name), x.shape[0]
         self.filled = self.moves.filled
@@ -111,7 +120,7 @@ class LU:
             self._panel(k)
 
     def _panel(self, k: int) -> None:
-        """Factor the columns of part k, and update the columns after it and the right-hand sides."""
+        """Factor the columns of part k. Then update the later columns and the right-hand sides."""
         begin, width = self.held.offsets[k], self.held.sizes[k]
         if k in self.own:
             factor, self.pivots[k], self.bad[k] = torch.linalg.lu_factor_ex(self.own[k][begin:])
@@ -128,11 +137,14 @@ class LU:
                 self.right[j][begin:] = _forward(self.right[j][begin:], factor, order)
 
     def invertible(self) -> None:
-        """Raise LinAlgError for a singular matrix. Waits for the factors."""
+        """Raise LinAlgError if the matrix is singular. Waits for the factors."""
         self.moves.check(self.bad, "the matrix is singular.")
 
     def solution(self) -> list[Tensor]:
-        """Return the solutions for the local parts of `right`; the factors are sent there one by one, last first."""
+        """Return the solutions for the local parts of `right`.
+
+        The factors are sent to the devices of `right` one by one, from the last factor to the first.
+        """
         for k in reversed(self.filled):
             begin, width = self.held.offsets[k], self.held.sizes[k]
             upper = self.own[k][: begin + width] if k in self.own else None
@@ -143,8 +155,11 @@ class LU:
         return [self.right[k] for k in self.moves.here]
 
     def solve_travelling(self, right: Array) -> list[Tensor]:
-        """Solve for a few right-hand sides that all lie on the device of the first part; the result is split by rows as
-        the matrix is by columns. What remains to be solved travels from device to device, forward and back."""
+        """Solve for a few right-hand sides that are all on the device of the first part.
+
+        The right-hand sides are sent from device to device, forward and then back. The solution is sharded by rows in
+        the same way as the matrix is sharded by columns.
+        """
         count, kept = right.shape[1], {}
         left = right.parts[0] if right.parts else None
         for k, after in zip_longest(self.filled, self.filled[1:]):
@@ -167,7 +182,7 @@ class LU:
         return [kept.get(k, part.new_zeros(0, count)) for k, part in zip(self.moves.here, self.x.parts, strict=True)]
 
     def signs_and_logs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return, for each local part, the sign and the logarithm of its factor of the determinant."""
+        """Return (signs, logarithms of absolute values): for each local part, its factor of the determinant."""
         signs, logs = [], []
         for k in self.moves.here:
             begin, width = self.held.offsets[k], self.held.sizes[k]
@@ -180,7 +195,7 @@ class LU:
 
 
 def _exchanged(pivots: Tensor, rows: int) -> Tensor:
-    """Return the order of `rows` rows after LAPACK's exchanges. Waits for the pivots."""
+    """Return the order of `rows` rows after the row exchanges of LAPACK. Waits for the pivots."""
     order = list(range(rows))
     for at, other in enumerate(pivots.tolist()):
         order[at], order[other - 1] = order[other - 1], order[at]
@@ -188,7 +203,8 @@ def _exchanged(pivots: Tensor, rows: int) -> Tensor:
 
 
 def _forward(columns: Tensor, factor: Tensor, order: Tensor) -> Tensor:
-    """Apply a panel to later columns: exchange rows, solve with its lower factor, and reduce the rest."""
+    """Apply a factored panel to later columns: exchange their rows, solve with the lower factor, and update the other
+    rows."""
     width, columns = factor.shape[1], columns[order]
     top = torch.linalg.solve_triangular(factor[:width], columns[:width], upper=False, unitriangular=True)
     columns[:width] = top
@@ -203,9 +219,13 @@ def _upper(factor: Tensor, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tall:
-    """A matrix with at least as many rows as columns, split by rows, as Q times a small matrix on one device.
+    """The QR factorization of a matrix that is sharded by rows and has at least as many rows as columns.
 
-    owns: the Q of each local part. tops: on that device, what each part's Q is multiplied with. small: R, of n x n.
+    Each part has an orthogonal factor of its own. Multiplied by its matrix in `tops`, it gives the part's rows of Q.
+    owns: the orthogonal factors of the local parts.
+    tops: for each part, the matrix to multiply by. They are on the device of `small`, and the list is empty on other
+        ranks.
+    small: the factor R, of shape (n, n), on one device.
     """
 
     x: Array
@@ -215,7 +235,10 @@ class Tall:
     small: Array
 
     def q(self, turn: Tensor | None = None) -> Array:
-        """Return Q, split as the matrix is. turn: a matrix that Q is multiplied with, on the device of `small`."""
+        """Return Q, sharded as the matrix is.
+
+        turn: a matrix on the device of `small`. If given, Q times this matrix is returned.
+        """
         x, moves = self.x, _Moves(self.x, self.name)
         n, centre = x.shape[1], x.sharding.places.index(self.small.sharding.places[0])
         parts = dict(zip(moves.here, self.owns, strict=True))
@@ -230,7 +253,11 @@ class Tall:
 
 
 def tall_qr(x: Array, name: str) -> Tall:
-    """Compute the QR of a matrix split by rows: of each part, then of all their R on the longest part's device."""
+    """Compute the QR factorization of a tall matrix that is sharded by rows.
+
+    Each part is factored alone. Then the R factors of all parts are sent to the device of the longest part and factored
+    together.
+    """
     held, moves, n = x.sharding, _Moves(x, name), x.shape[1]
     place = fullest(held)
     centre = held.places.index(place)

@@ -1,12 +1,12 @@
 """Read and write entries by integer arrays: `x[i, j]`.
 
-These rules are for an `x` that is divided along one of the indexed dims.
+These functions are for an `x` that is sharded along one of the indexed dims.
 
-Each device sorts its indices by the device that holds the entry, asks for the entries, and gets them. First, devices
-tell each other how many entries they ask for, which waits for these numbers.
+Each device sorts its indices by the device that holds the entry, requests the entries, and receives them. Before that,
+the devices tell each other how many entries they request, and wait for these numbers.
 
-Moved, and that is the lower bound: each entry that lies elsewhere, and 8 bytes for its index, unless every device knows
-all indices.
+What moves is the lower bound: each entry that is on another device, and 8 bytes for its index, unless every device
+knows all indices.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ OPERATION = "index"
 
 @dataclass(frozen=True)
 class Asked:
-    """The entries that index arrays ask for. dims: the indexed dims. shape, placed: the indices' shape and sharding.
+    """The entries that index arrays select.
 
-    flat: for each local part of `placed`, its entries as row-major indices over `dims`. every: the row-major indices of
-    all entries, by local place, if every device knows them.
+    dims: the indexed dims.
+    shape: the common shape of the index arrays.
+    placed: the sharding of the indices.
+    flat: for each local part of `placed`, the entries as row-major indices over `dims`. An index out of bounds is -1.
+    every: the row-major indices of all entries, by local device number. Empty unless every device knows all indices.
     """
 
     dims: tuple[int, ...]
@@ -46,7 +49,7 @@ class Asked:
 
 
 def hosted(space: Space, values: Tensor, placed: Sharding) -> Array:
-    """Make an array of a tensor that every process has in host memory: nothing is sent between devices."""
+    """Make an array from a tensor that every process has in host memory. Nothing is sent between devices."""
     shape = tuple(values.shape)
     parts = tuple(
         values[placed.interval(shape, part)].to(space.devices[place], copy=True) for part, place in space.local(placed)
@@ -55,7 +58,7 @@ def hosted(space: Space, values: Tensor, placed: Sharding) -> Array:
 
 
 def common_shape(indices: Sequence[Array | Tensor]) -> Shape:
-    """Return the shape that index arrays broadcast to. IndexError if they do not."""
+    """Return the shape to which the index arrays broadcast. Raises IndexError if they do not broadcast."""
     try:
         return broadcast_shape("index arrays", [tuple(each.shape) for each in indices])
     except ValueError as error:
@@ -63,9 +66,11 @@ def common_shape(indices: Sequence[Array | Tensor]) -> Shape:
 
 
 def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, in_order: bool = False) -> Asked:
-    """Read index arrays for these dims of `x`. IndexError if they do not broadcast.
+    """Convert index arrays for the dims `dims` of `x` to row-major indices.
 
-    in_order: the parts of the indices follow each other in row-major order, so that of equal indices the last is known.
+    Raises IndexError if the index arrays do not broadcast.
+    in_order: whether the parts of the indices must follow each other in row-major order, so that the last of several
+        equal indices is known.
     """
     places = x.sharding.places
     everywhere = sharding(places)
@@ -94,7 +99,10 @@ def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, i
 
 
 def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Sharding | None:
-    """Return the sharding with which no entry moves, if host indices ascend along the divided dim; else None."""
+    """Return the sharding of the result with which no entry moves, or None.
+
+    This needs one-dimensional indices in host memory that ascend along the sharded dim.
+    """
     if len(indices) > 1 and any(each.ndim != 1 for each in indices if isinstance(each, Tensor)):
         return None
     if x.sharding.dim not in dims:
@@ -112,13 +120,13 @@ def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | T
 
 
 def _owners(entries: Tensor, placed: Sharding) -> Tensor:
-    """Return the number of the part that holds each entry of the divided dim."""
+    """Return the number of the part that holds each of these entries of the sharded dim."""
     ends = torch.tensor(list(itertools.accumulate(placed.sizes)), device=entries.device)
     return torch.bucketize(entries, ends, right=True)
 
 
 def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
-    """Return, for each part, row-major indices over the indexed dims; -1 for an index out of bounds."""
+    """Return, for each part, the row-major indices over the indexed dims. An index out of bounds becomes -1."""
     flat = []
     for parts in zip(*(each.parts for each in indices), strict=True):
         number = torch.zeros_like(parts[0], dtype=torch.int64).reshape(-1)
@@ -132,7 +140,7 @@ def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
 
 
 def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset: int) -> tuple[Tensor, ...]:
-    """Convert row-major indices to an index per dim; those of dim number `at` are counted from `offset`."""
+    """Convert row-major indices to an index for each dim. The indices of dim number `at` are counted from `offset`."""
     found = []
     for dim in reversed(range(len(lengths))):
         entry = number % lengths[dim]
@@ -143,8 +151,12 @@ def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset:
 
 @dataclass(frozen=True)
 class Routes:
-    """Which entries each part t of the indices asks of each part s of the array. orders: for each local t, the order
-    that sorts its entries by s. counts[t][s]: how many. requests[t, s]: their row-major indices, for local s."""
+    """How many entries, and which, each part t of the indices selects from each part s of the array.
+
+    orders: for each local t, the order that sorts its entries by s.
+    counts: counts[t][s] is the number of these entries.
+    requests: requests[t, s] are their row-major indices, for each local s.
+    """
 
     orders: list[Tensor]
     counts: list[list[int]]
@@ -152,7 +164,10 @@ class Routes:
 
 
 def route(x: Array, asked: Asked) -> Routes:
-    """Tell each device which of its entries are asked for. IndexError on every rank for an index out of bounds."""
+    """Tell each device which of its entries are requested.
+
+    Raises IndexError on every rank if an index is out of bounds.
+    """
     space, held, placed = x.space, x.sharding, asked.placed
     at = asked.dims.index(held.dim) if held.dim is not None else 0
     below = math.prod(x.shape[dim] for dim in asked.dims[at + 1 :])
@@ -186,7 +201,7 @@ def route(x: Array, asked: Asked) -> Routes:
 
 
 def fetch(x: Array, asked: Asked) -> Array:
-    """Fetch the requested entries, as an array of shape (shape of the indices, other dims of `x`)."""
+    """Return the selected entries. The result has the dims of the indices, followed by the other dims of `x`."""
     space, held, placed = x.space, x.sharding, asked.placed
     routes = route(x, asked)
     rest = [dim for dim in range(len(x.shape)) if dim not in asked.dims]
@@ -217,9 +232,10 @@ def fetch(x: Array, asked: Asked) -> Array:
 
 
 def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | complex) -> None:
-    """Write the requested entries; of an entry that is named twice, the last value is written.
+    """Write values to the selected entries. If an entry is selected twice, the last value is written.
 
-    views: the parts of `x` to write. values: one number, or shaped and laid out as the result of `fetch`.
+    views: the parts of `x`, to which the values are written.
+    values: a number, or an array with the shape and layout of the result of `fetch`.
     """
     space, held, placed = x.space, x.sharding, asked.placed
     routes = route(x, asked)
@@ -258,8 +274,11 @@ def _local(x: Array, asked: Asked, part: int, numbers: Tensor) -> tuple[Tensor, 
 
 
 def last_of_each(numbers: Tensor, size: int) -> Tensor:
-    """Return for each of `numbers`, from 0 to below `size`, the last position at which the same number occurs. Where an
-    entry is written twice, the value at that position wins."""
+    """Return for each number the last position at which an equal number occurs.
+
+    If an entry is written twice, the value at that position is the one to write.
+    numbers: integers from 0 to below `size`.
+    """
     if size <= 8 * len(numbers):  # then a table of all numbers costs less than sorting those that are there
         last = torch.zeros(size, dtype=torch.int64, device=numbers.device)
         at = torch.arange(len(numbers), device=numbers.device)
@@ -270,7 +289,7 @@ def last_of_each(numbers: Tensor, size: int) -> Tensor:
 
 
 def everywhere(x: Array, indices: Sequence[Array | Tensor]) -> list[Array]:
-    """Return index arrays with all of their entries on each device of `x`."""
+    """Return the index arrays, replicated on all devices of `x`."""
     places = x.sharding.places
     return [
         replicate(each, places, OPERATION) if isinstance(each, Array) else hosted(x.space, each, sharding(places))

@@ -1,14 +1,15 @@
-"""Compute Fourier transforms, with a transpose before a split axis.
+"""Compute Fourier transforms, with a transpose before a sharded axis.
 
-Axes that are not split are transformed where they lie.
+Axes that are not sharded are transformed without communication.
 
-Bytes moved, of an array of S bytes that lies evenly on p devices:
+Bytes moved, for an array of S bytes that is divided evenly over p devices:
 
-    no split axis        0
-    the split axis       (1 - 1/p) S, a transpose: the result stays split along the other dim, as the next transform
-                         would have it (fftn, then ifftn: one transpose each, and it lies as it did)
-    a vector             to one device and back, 2 (1 - 1/p) S; from LONG entries on, where their count has a divisor
-                         near its root, in parts on all devices, three transposes of the complex values, 3 (1 - 1/p) S
+    no sharded axis      0
+    the sharded axis     (1 - 1/p) S, for a transpose. The result stays sharded along the other dim, as the next
+                         transform needs it: fftn and then ifftn make one transpose each, and restore the layout
+    a vector             2 (1 - 1/p) S, to one device and back. From LONG entries on, if their number has a divisor
+                         near its square root, it is transformed in parts on all devices: 3 (1 - 1/p) S, for three
+                         transposes of the complex values
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ OF_REAL = {"rfft", "ihfft"}
 
 
 def _one(name: str) -> Callable[..., Array]:
-    """Make a transform along one axis."""
+    """Make the function `name`, a transform along one axis."""
 
     def rule(x: Array, /, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
         x = _floats(x, name, norm)
@@ -54,21 +55,30 @@ def _one(name: str) -> Callable[..., Array]:
 def fftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Transform along several axes, or all. s: the lengths to cut or pad the axes to; -1 keeps a length."""
+    """Compute the Fourier transform along several axes, by default along all.
+
+    s: the lengths to which the axes are cut or zero-padded. -1 keeps the length of an axis.
+    """
     return _several(x, "fft", s, axes, norm)
 
 
 def ifftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Invert `fftn`. s: the lengths to cut or pad the axes to; -1 keeps a length."""
+    """Compute the inverse of `fftn`.
+
+    s: the lengths to which the axes are cut or zero-padded. -1 keeps the length of an axis.
+    """
     return _several(x, "ifft", s, axes, norm)
 
 
 def rfftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Transform real values along several axes, or all; along the last axis with `rfft`."""
+    """Compute the Fourier transform of real values along several axes, by default along all.
+
+    The last of the axes is transformed by `rfft`.
+    """
     x = _floats(x, "rfft", norm)
     lengths, dims = _lengths(x, "rfftn", s, axes)
     x = along(x, "rfft", dims[-1], lengths[-1], norm, dims)
@@ -78,7 +88,10 @@ def rfftn(
 def irfftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Invert `rfftn`. The last of `s` is the new length of the last axis; by default 2 (length - 1)."""
+    """Compute the inverse of `rfftn`.
+
+    The last item of `s` is the new length of the last axis. By default, that length is 2 (length - 1).
+    """
     x = _floats(x, "irfft", norm)
     lengths, dims = _lengths(x, "irfftn", s, axes)
     x = _complex_ones(x, "ifft", lengths[:-1], dims[:-1], norm)
@@ -91,7 +104,10 @@ def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] |
 
 
 def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:
-    """Apply fft or ifft along several axes: along the split axis last, or first if another dim can be split instead."""
+    """Apply `fft` or `ifft` along several axes.
+
+    The sharded axis comes last. It comes first if another dim can be sharded instead.
+    """
     order = sorted(range(len(dims)), key=lambda k: (dims[k] == x.sharding.dim, k))
     others = [dim for dim in range(len(x.shape)) if dim not in dims]
     if others and max(x.shape[dim] for dim in others) >= len(x.sharding.places):
@@ -104,7 +120,7 @@ def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int
 def _lengths(
     x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] | None
 ) -> tuple[list[int | None], list[int]]:
-    """Return the length to cut or pad each axis to (None: unchanged), and the axes."""
+    """Return (the length to which each axis is cut or padded, the axes). A length of None leaves the axis unchanged."""
     count = len(x.shape)
     if axes is None:
         axes = range(count) if s is None else range(count - len(s), count)
@@ -130,7 +146,10 @@ def _floats(given: Any, name: str, norm: str) -> Array:
 
 
 def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Sequence[int] = ()) -> Array:
-    """Apply `torch.fft.<name>` along one axis. avoid: dims not to split, if another can be split instead."""
+    """Apply `torch.fft.<name>` along one axis.
+
+    avoid: dims along which the array is not sharded if another dim can be sharded instead.
+    """
     x = _apart(x, axis, avoid, name)
     if x.sharding.dim == axis:
         return _vector(x, name, axis, n, norm)
@@ -141,7 +160,7 @@ def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Seque
 
 
 def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
-    """Split `x` along a dim other than `axis`, if `x` has another."""
+    """Shard `x` along a dim other than `axis`. If `x` has no other dim, it is returned unchanged."""
     held = x.sharding
     if held.dim != axis:
         return x
@@ -152,7 +171,7 @@ def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
 
 
 def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
-    """Transform a part, which may be empty. ValueError if the axis has no entries."""
+    """Transform a part, which may be empty. Raises ValueError if torch refuses, as for an axis without entries."""
     try:
         if part.numel() or not part.shape[axis]:
             return function(part).resolve_conj()
@@ -164,7 +183,7 @@ def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
 
 
 def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
-    """Transform a single vector that is split."""
+    """Transform a single vector that is sharded."""
     held, length = x.sharding, x.shape[axis]
     if name in ("fft", "ifft") and n in (None, length) and length >= LONG and _divisor(length, len(held.places)):
         return _in_parts(x, name, axis, norm)
@@ -182,7 +201,7 @@ def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
 
 
 def _result(name: str, length: int, n: int | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """Return the length and dtype of a transform of `length` entries."""
+    """Return the length and dtype of the transform of `length` entries."""
     meta = torch.empty(length, dtype=dtype, device="meta")
     found = getattr(torch.fft, name)(meta, n=n)
     return len(found), found.dtype
@@ -197,7 +216,11 @@ def _divisor(length: int, places: int) -> int | None:
 
 
 def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
-    """Transform a long vector as rows x columns: columns first, then twiddle factors, rows, and a transpose."""
+    """Transform a long vector as a matrix of rows x columns, in parts on all devices.
+
+    The columns are transformed first and multiplied by twiddle factors. Then the rows are transformed, and the matrix
+    is transposed.
+    """
     held, space, length = x.sharding, x.space, x.shape[axis]
     rows = _divisor(length, len(held.places))
     assert rows is not None
@@ -223,7 +246,7 @@ def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
 
 
 def _twiddles(rows: int, begin: int, part: Tensor, length: int, sign: int) -> Tensor:
-    """Return exp(2 pi i sign row column / length), exact to the last bits: the product is reduced modulo the length."""
+    """Return exp(2 pi i sign row column / length), exact to the last bits: the product is reduced modulo `length`."""
     row = torch.arange(rows, device=part.device)[:, None]
     column = torch.arange(begin, begin + part.shape[1], device=part.device)
     angle = (row * column % length).to(torch.float64) * (sign * 2 * math.pi / length)
@@ -233,19 +256,27 @@ def _twiddles(rows: int, begin: int, part: Tensor, length: int, sign: int) -> Te
 def fftfreq(
     space: Space, n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """Return the frequencies of the entries of `fft`, for a signal with a sample every `d`."""
+    """Return the frequencies that belong to the entries of `fft`.
+
+    n: the number of samples.
+    d: the distance between two samples.
+    """
     return _frequencies(space, n, d, dtype, (device, sharding), n)
 
 
 def rfftfreq(
     space: Space, n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """Return the frequencies of the entries of `rfft`, for a signal with a sample every `d`."""
+    """Return the frequencies that belong to the entries of `rfft`.
+
+    n: the number of samples.
+    d: the distance between two samples.
+    """
     return _frequencies(space, n, d, dtype, (device, sharding), n // 2 + 1)
 
 
 def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[Any, Placement], count: int) -> Array:
-    """Return the first `count` of `n` frequencies; if count is n, those of the second half are negative."""
+    """Return the first `count` of `n` frequencies. If `count` is `n`, the second half is negative."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
 
     def make(_: Any, within: tuple[slice, ...], device: torch.device) -> Tensor:
@@ -258,12 +289,12 @@ def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[An
 
 
 def fftshift(x: Array, /, axes: int | Sequence[int] | None = None) -> Array:
-    """Move the entry of frequency 0 to the middle of these axes; None: of all axes."""
+    """Move the entry of frequency 0 to the middle of these axes. None means all axes."""
     return _shifted(as_array("fftshift", x), axes, 1)
 
 
 def ifftshift(x: Array, /, axes: int | Sequence[int] | None = None) -> Array:
-    """Invert `fftshift`."""
+    """Compute the inverse of `fftshift`."""
     return _shifted(as_array("ifftshift", x), axes, -1)
 
 
@@ -287,4 +318,4 @@ def _of_two(name: str, rule: Callable[..., Array]) -> Callable[..., Array]:
 FUNCTIONS |= by_name(fftn, ifftn, rfftn, irfftn, fftshift, ifftshift)
 FUNCTIONS |= {name: _of_two(name, FUNCTIONS[f"{name[:-1]}n"]) for name in ("fft2", "ifft2", "rfft2", "irfft2")}
 MAKERS = {"fftfreq": fftfreq, "rfftfreq": rfftfreq}
-"""Functions whose first parameter is the space."""
+"""The functions whose first parameter is the `Space`."""

@@ -45,9 +45,10 @@ _RAW = {torch.bfloat16: np.dtype(np.int16)}
 
 
 def load(space: Space, path: Any, *, device: Any = None, sharding: Placement = None) -> Any:
-    """Load the array of a `.npy` file, or the arrays of a safetensors file by name; each device reads its own part.
+    """Load the array of a `.npy` file, or a dict of the arrays of a safetensors file.
 
-    device, sharding: where the array, or each array, is to lie. DataError for a file that is missing or damaged.
+    Each device reads only its own part. Raises DataError if the file is missing or damaged.
+    device, sharding: where the array, or each of the arrays, is placed.
     """
     file = _kind(path, "load")
     if not file.is_file():
@@ -89,9 +90,9 @@ def _of_slice(space: Space, stored: Any, placement: tuple[Any, Placement]) -> Ar
 
 
 def save(path: Any, given: Any) -> None:
-    """Write an array to a `.npy` file, or a dict of arrays to a safetensors file; each device writes its own part.
+    """Write an array to a `.npy` file, or a dict of arrays to a safetensors file. Each device writes its own part.
 
-    The file gets its name only when all of it is written.
+    The file gets its name only after all of it is written.
     """
     file = _kind(path, "save")
     named: Mapping[str, Array] = given if isinstance(given, Mapping) else {"": given}
@@ -121,7 +122,7 @@ def save(path: Any, given: Any) -> None:
 
 
 def _wait(space: Space) -> None:
-    """Wait for all ranks, if the array lies over ranks."""
+    """Wait for all ranks, if the array is spread over ranks."""
     agreed(space, [0] * len(space.here), "save")
 
 
@@ -148,7 +149,7 @@ def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
 
 
 def _write(file: Path, begin: int, x: Array) -> None:
-    """Write the local parts; a replicated array is written by its first device alone."""
+    """Write the local parts to the file, from byte `begin` on. Of a replicated array, only the first device writes."""
     if not math.prod(x.shape):
         return
     kind = _RAW.get(x.dtype) or numpy_dtype(x.dtype)

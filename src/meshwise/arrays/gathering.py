@@ -1,8 +1,8 @@
-"""Gather an array for operations without a rule, and warn.
+"""Gather an array on one device for operations without a sharded implementation.
 
-The whole array goes to one device; the warning comes once per operation.
+A warning is issued once per operation.
 
-`with mw.guard("error")` forbids it. `WITHOUT_RULE` lists these operations, for the docs.
+`with mw.guard("error")` raises an error instead. `WITHOUT_RULE` lists these operations, for the docs.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import user_place
 
 WITHOUT_RULE: set[str] = set()
-"""The names of functions that gather their arguments on one device."""
+"""The names of functions that gather their arguments on one device, as they have no sharded implementation."""
 MODES = ("warn", "error", "allow")
 _mode: ContextVar[str] = ContextVar("guard", default="warn")
 _told: set[str] = set()
 
 
 class GatherWarning(UserWarning):
-    """Warns that an operation without a rule for parts gathers a whole array on one device."""
+    """Warns that an operation without a sharded implementation gathers a whole array on one device.
+
+    It is also issued for a write to a view that sends the whole view back to other devices.
+    """
 
 
 @contextmanager
 def guard(mode: str) -> Iterator[None]:
-    """Choose what happens in the block when an operation without a rule would gather a whole array on one device, or
-    when a write to a view would send all of it back to other devices.
+    """Choose what happens in the `with` block if an operation would gather a whole array on one device.
 
-    mode: `error` raises UsageError; `warn`, the default outside of all blocks, warns once per operation, for writes
-    once per source line; `allow` is silent. The mode holds in the current thread only, not in threads that it starts.
+    This also applies to a write to a view that would send the whole view back to other devices. The mode holds in the
+    current thread only, not in threads that it starts.
+    mode: `error` raises UsageError. `warn`, the default outside of all blocks, warns once per operation, and for writes
+        once per source line. `allow` does nothing.
     """
     check_known("mode", mode, MODES)
     token = _mode.set(mode)
@@ -51,7 +55,10 @@ def guard(mode: str) -> Iterator[None]:
 
 
 def tell(x: Array, operation: str, wanted: Sharding) -> None:
-    """Warn or raise UsageError, as `guard` says, before an operation without a rule moves `x` to `wanted`."""
+    """Warn or raise UsageError, according to `guard`, before an operation moves `x` to the sharding `wanted`.
+
+    Does nothing if no data has to move.
+    """
     size = elements_moved(x.shape, x.sharding, wanted) * x.dtype.itemsize
     if not size or _mode.get() == "allow":
         return
@@ -64,7 +71,7 @@ def tell(x: Array, operation: str, wanted: Sharding) -> None:
 
 
 def tell_return(x: Array, operation: str) -> None:
-    """Warn or raise UsageError, as `guard` says, of a write to a view that goes back to its array on other devices."""
+    """Warn or raise UsageError, according to `guard`, if a write to the view `x` is sent back to other devices."""
     if _mode.get() == "allow" or EXPLAINED:
         return
     at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
@@ -77,9 +84,10 @@ def tell_return(x: Array, operation: str) -> None:
 
 
 def gathered(x: Array, operation: str, place: int | None = None) -> Array:
-    """Gather all of `x` on one device, by default the first where it lies; warn or raise as `guard` says.
+    """Gather all of `x` on one device. Warns or raises UsageError, according to `guard`.
 
-    Over ranks, every rank gets all of `x`: all ranks then calculate the same, and each keeps its part.
+    Over ranks, every rank gets all of `x`. All ranks then compute the same result, and each keeps its own part.
+    place: the number of the device. By default, the first device that holds a part of `x`.
     """
     if x.space.over_ranks:
         tell(x, operation, sharding(x.space.places))
@@ -90,8 +98,11 @@ def gathered(x: Array, operation: str, place: int | None = None) -> Array:
 
 
 def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
-    """Make an array of a tensor that lies whole on one device (over ranks: on each), divided along the same dim as
-    `lies`, if the tensor has that dim."""
+    """Make a sharded array from a tensor that is whole on one device, or, over ranks, whole on each rank.
+
+    The array is sharded along the same dim as `lies`. If the tensor does not have that dim, the array is placed on one
+    device.
+    """
     shape = tuple(whole.shape)
     if lies.dim is None:
         wanted = lies

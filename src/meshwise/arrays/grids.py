@@ -15,8 +15,11 @@ from meshwise.spec.errors import UsageError
 
 
 class Grid:
-    """`xp.mgrid[0:2, 0:3]`: the coordinates of a grid, one array per dim, stacked; a step of `5j` means five numbers.
-    `xp.ogrid` is sparse: an array per dim, with length 1 along the other dims."""
+    """The object `xp.mgrid` or `xp.ogrid`, which returns the coordinates of a grid for ranges in brackets.
+
+    `xp.mgrid[0:2, 0:3]` stacks one array per dim. `xp.ogrid` is sparse: it returns an array per dim, with length 1
+    along the other dims. A step of `5j` means five numbers.
+    """
 
     def __init__(self, xp: Any, *, sparse: bool) -> None:
         self._xp, self._sparse = xp, sparse
@@ -29,7 +32,10 @@ class Grid:
 
 
 def line_of(xp: Any, key: Any) -> Array:
-    """Return the numbers of a range as written in brackets; a step of `5j` means five numbers, with both ends."""
+    """Return the numbers of a range as written in brackets. A step of `5j` means five numbers, with both ends.
+
+    Raises UsageError if `key` is not a range with an end.
+    """
     if not isinstance(key, slice) or key.stop is None:
         raise UsageError(f"{key!r} is no range with an end: write start:stop or start:stop:step, as in xp.mgrid[0:5].")
     count = int(abs(key.step)) if isinstance(key.step, complex) else None
@@ -39,7 +45,10 @@ def line_of(xp: Any, key: Any) -> Array:
 
 
 class Joined:
-    """`xp.r_[0:3, 7, x]` joins ranges, numbers and vectors end to end; `xp.c_[x, y]` joins them as columns."""
+    """The object `xp.r_` or `xp.c_`, which joins arrays that are written in brackets.
+
+    `xp.r_[0:3, 7, x]` joins ranges, numbers and vectors end to end. `xp.c_[x, y]` joins them as columns.
+    """
 
     def __init__(self, xp: Any, *, columns: bool) -> None:
         self._xp, self._columns = xp, columns
@@ -57,7 +66,7 @@ class Joined:
 
 
 def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
-    """Make index arrays that select these rows and these columns: `x[xp.ix_([0, 2], [1, 3])]`."""
+    """Make index arrays that select the given rows and columns: `x[xp.ix_([0, 2], [1, 3])]`."""
     found = []
     for at, each in enumerate(vectors):
         x = asarray(space, each)
@@ -69,8 +78,10 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
 
 
 def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: bool = False) -> Any:
-    """Return the coordinates of each element of a shape, one array per dim, stacked; sparse: in a tuple, with length 1
-    along the other dims."""
+    """Return the coordinates of each element of an array with this shape: one array per dim, stacked.
+
+    sparse: True returns a tuple of arrays instead. The array of each dim has length 1 along all other dims.
+    """
     shape = as_shape(dimensions)
     xp = asarray(space, 0).__array_namespace__()
     lines = ix_(space, *(xp.arange(length, dtype=dtype) for length in shape))
@@ -80,25 +91,25 @@ def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: b
 
 
 def fromfunction(space: Space, function: Callable[..., Any], shape: Sequence[int], *, dtype: Any = float) -> Any:
-    """Call `function` once with the coordinates of all elements, one array per dim, and return its result."""
+    """Call `function` once with the coordinates of all elements, as one array per dim, and return the result."""
     return function(*indices(space, shape, dtype))
 
 
 def tri(space: Space, n: int, m: int | None = None, k: int = 0, dtype: Any = None) -> Array:
-    """Return a matrix with ones up to diagonal number `k`, and zeros above that diagonal."""
+    """Return a matrix with ones on and below diagonal number `k`, and zeros above it."""
     xp = asarray(space, 0).__array_namespace__()
     found: Array = xp.tril(xp.ones((n, n if m is None else m), dtype=dtype), k=k)
     return found
 
 
 def tril_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tuple[Array, ...]:
-    """Return the (row, column) indices of the elements of a matrix up to diagonal number `k`."""
+    """Return the indices (rows, columns) of the elements of a matrix on and below diagonal number `k`."""
     found: tuple[Array, ...] = tri(space, n, m, k, BOOL).nonzero()
     return found
 
 
 def triu_indices(space: Space, n: int, k: int = 0, m: int | None = None) -> tuple[Array, ...]:
-    """Return the (row, column) indices of the elements of a matrix from diagonal number `k` on."""
+    """Return the indices (rows, columns) of the elements of a matrix on and above diagonal number `k`."""
     found: tuple[Array, ...] = ELEMENTWISE["logical_not"](tri(space, n, m, k - 1, BOOL)).nonzero()
     return found
 

@@ -1,11 +1,15 @@
 """Read `x[key]`: slices, indices, masks and index arrays.
 
-Slices and indices go by interval arithmetic; masks are applied where they lie; index arrays fetch what they ask for.
+Slices and indices are resolved by interval arithmetic. Masks are applied on the devices that hold the elements. Index
+arrays fetch the entries that they select.
 
-Moved, and that is the lower bound: for slices of any step, indices and None, nothing (a part may become empty; a
-negative step reverses the order of the devices). For a mask, nothing if it lies as the array does and the array is
-divided along the mask's first dim; else the mask goes to all devices, or the array is divided anew along that dim. For
-index arrays, nothing if the array is not divided along the indexed dims; else see fetching.py.
+What moves is the lower bound:
+
+- For slices of any step, indices and None: nothing. A part may become empty. A negative step reverses the order of the
+  devices.
+- For a mask: nothing if the mask is sharded like the array and the array is sharded along the mask's first dim.
+  Otherwise, the mask is sent to all devices, or the array is resharded along that dim.
+- For index arrays: nothing if the array is not sharded along the indexed dims. Otherwise, see fetching.py.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from meshwise.arrays.views import as_bits, by_bits, first_divided, made, undivid
 
 
 def get_item(x: Array, given: Any, /) -> Array:
-    """Read `x[given]`: a view if the key has no arrays. A single element is a number, not a view."""
+    """Return `x[given]`: a view if the key has no arrays, otherwise a copy. A single element is a number, not a view.
+    """
     key = read_key(given, x.shape)
     if key.arrays:
         chosen: Array = _chosen(x, key)
@@ -44,7 +49,7 @@ def get_item(x: Array, given: Any, /) -> Array:
 
 @by_bits
 def _chosen(x: Array, key: Key) -> Array:
-    """Copy the entries that a key with arrays selects."""
+    """Return a copy of the entries that a key with index arrays or a mask selects."""
     found = cut(x, key.cuts)
     dims_before = [sum(isinstance(each, range) for each in key.cuts[:dim]) for dim, _ in key.arrays]
     first = key.arrays[0][1]
@@ -58,7 +63,10 @@ def _chosen(x: Array, key: Key) -> Array:
 
 
 def _shown(found: Array, key: Key, depth: int) -> Array:
-    """Reorder the dims of the result as in the key. depth: how many leading dims belong to index arrays."""
+    """Reorder the dims of the result as the key requires.
+
+    depth: the number of leading dims that come from index arrays.
+    """
     order: list[int | None] = []
     dim = depth
     for each in key.out:
@@ -74,9 +82,11 @@ def _shown(found: Array, key: Key, depth: int) -> Array:
 
 @dataclass(frozen=True)
 class Region:
-    """The part of an array that cuts select, in ascending order: views of its parts, their sharding, the shape.
+    """The region of an array that slices and indices select, in ascending order.
 
-    flipped: the dims that the cuts list in descending order."""
+    views: torch views of the array's parts.
+    flipped: the dims for which the key lists the entries in descending order.
+    """
 
     views: list[Tensor]
     placed: Sharding
@@ -85,7 +95,7 @@ class Region:
 
 
 def region(x: Array, cuts: Sequence[Cut]) -> Region:
-    """Return views of the parts after a cut of each dim; writing to them writes to `x`."""
+    """Return the region of `x` that one index or range per dim selects. Writing to its views writes to `x`."""
     keys, placed, shape, flipped = _plan(x.sharding, tuple(cuts))
     here = zip(x.space.local(x.sharding), x.parts, strict=True)
     return Region([part[keys[number]] for (number, _), part in here if number in keys], placed, shape, flipped)
@@ -95,7 +105,7 @@ def region(x: Array, cuts: Sequence[Cut]) -> Region:
 def _plan(
     placed: Sharding, cuts: tuple[Cut, ...]
 ) -> tuple[dict[int, tuple[int | slice, ...]], Sharding, Shape, tuple[int, ...]]:
-    """Return {number of a part: its slices}, the result's sharding and shape, and the dims whose entries descend."""
+    """Return (slices by part number, sharding of the result, shape of the result, dims with descending entries)."""
     kept = [each for each in cuts if isinstance(each, range)]
     shape = tuple(len(each) for each in kept)
     flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0 and len(each) > 1)
@@ -116,8 +126,10 @@ def _plan(
 
 
 def _ascending(each: Cut) -> Cut:
-    """Sort a range in ascending order. Ranges of the same entries become equal: below two entries the step is dropped,
-    as it has no meaning."""
+    """Sort a range in ascending order, so that ranges with the same entries become equal.
+
+    In a range of less than two entries, the step has no meaning and is dropped.
+    """
     if isinstance(each, int):
         return each
     if len(each) < 2:
@@ -126,7 +138,10 @@ def _ascending(each: Cut) -> Cut:
 
 
 def _within(entries: range, begin: int, size: int) -> range:
-    """Return the entries that lie in a part of `size` from `begin`, counted from there. entries: ascending."""
+    """Return the entries that are in a part of length `size` that begins at `begin`, counted from `begin`.
+
+    entries: a range in ascending order.
+    """
     first = max(0, -(-(begin - entries.start) // entries.step))
     last = min(len(entries), max(first, -(-(begin + size - entries.start) // entries.step)))
     if first >= last:
@@ -135,7 +150,7 @@ def _within(entries: range, begin: int, size: int) -> range:
 
 
 def cut(x: Array, cuts: Sequence[Cut]) -> Array:
-    """Select one entry or some entries of each dim of `x`. No data moves."""
+    """Return a view of `x` that has one index or one range of each dim. No data moves."""
     alias = x.alias
     if alias is not None and alias.flips and alias.source is not None:
         x, cuts = alias.source, mirrored(cuts, alias.flips, x.shape)
@@ -152,7 +167,7 @@ def cut(x: Array, cuts: Sequence[Cut]) -> Array:
 
 
 def mirrored(cuts: Sequence[Cut], dims: Collection[int], shape: Shape) -> list[Cut]:
-    """Return cuts that select the same entries of an array in which these dims are reversed."""
+    """Convert cuts of an array to cuts that select the same entries if the dims `dims` of the array are reversed."""
     found: list[Cut] = []
     for dim, (each, last) in enumerate(zip(cuts, (n - 1 for n in shape), strict=True)):
         turned = last - each if isinstance(each, int) else range(last - each.start, last - each.stop, -each.step)
@@ -161,7 +176,7 @@ def mirrored(cuts: Sequence[Cut], dims: Collection[int], shape: Shape) -> list[C
 
 
 def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[tuple[int, ...], list[Array | Tensor]]:
-    """Return index arrays, one per dim: a mask becomes the indices of its true elements."""
+    """Return (the indexed dims, an index array for each). A mask becomes the indices of its true elements."""
     covered: list[int] = []
     indices: list[Array | Tensor] = []
     for dim, array in zip(dims, arrays, strict=True):
@@ -178,7 +193,10 @@ def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[t
 
 
 def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Array:
-    """Select the entries of `dims` at these indices: an array of shape (common shape of indices, other dims of `x`)."""
+    """Select the entries at these indices of the dims `dims`.
+
+    The result has the common dims of the indices, followed by the other dims of `x`.
+    """
     x = undivided(x)
     if x.sharding.dim in dims:
         return fetch(x, ask(x, dims, indices))
@@ -197,7 +215,10 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
 
 
 def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
-    """Select by a mask over the dims from `dim` on: of shape (count, other dims of `x`). Waits for the count."""
+    """Select the entries for which a mask is true. The mask covers dims of `x`, from `dim` on.
+
+    The result has shape (number of entries, other dims of `x`). Waits for the number of entries.
+    """
     depth = len(mask.shape)
     if not depth:
         return (
@@ -224,16 +245,17 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
-    """Return the counts of all parts, given those of the local parts. Waits for the counts."""
+    """Return the counts of all parts, given the counts of the local parts. Waits for the counts of other ranks."""
     at = {place: count for (_, place), count in zip(x.space.local(placed), here, strict=True)}
     every = agreed(x.space, [at.get(place, 0) for place in x.space.here], OPERATION)
     return [every[place] for place in placed.places]
 
 
 def nonzero(x: Array, /) -> tuple[Array, ...]:
-    """Return the indices of elements that are not zero, one array per dim, in row-major order. Waits for their number.
+    """Return the indices of elements that are not zero, as one array per dim, in row-major order.
 
-    Lower bound: 0 bytes if `x` is divided along its first dim; else one byte for each element that must move.
+    Waits for the number of these elements. Moves nothing if `x` is sharded along its first dim. Otherwise, it moves one
+    byte for each element that must move. This is the lower bound.
     """
     if not x.shape:
         raise ValueError("nonzero needs at least one dim, and this array has none. Write xp.reshape(x, (1,)) first.")
