@@ -231,7 +231,7 @@ def _sign(part: Tensor) -> Tensor:
 
 
 def _by_parts(op: Op) -> Op:
-    """Apply `op`, add or sub, to the real and imaginary parts separately, since torch's own turns inf into nan."""
+    """Apply `op`, add or sub, to the real and imaginary parts separately. On complex tensors it turns inf into nan."""
 
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
@@ -251,7 +251,7 @@ def _also_infinite(op: Op, other: Op) -> Op:
 
 
 def by_no_zero(op: Op) -> Op:
-    """Make integer division by zero give 0, as in NumPy. torch raises on a CPU, and is arbitrary on a GPU."""
+    """Make integer division by zero give 0, as in NumPy. torch raises on a CPU, and gives arbitrary values on a GPU."""
     return lambda a, b: op(a, b + (b == 0)) * (b != 0)
 
 
@@ -330,7 +330,7 @@ for _name, _op in {
 
 
 def clip(x: Array, /, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None) -> Array:
-    """Clip the elements of `x` to the range from `min` to `max`: numbers, arrays that broadcast, or None."""
+    """Clip the elements of `x` to the range from `min` to `max`, which are numbers, arrays that broadcast, or None."""
     (given, *_) = operands("clip", (x,))
     x = given
     min, max = a_min if min is None else min, a_max if max is None else max

@@ -35,8 +35,7 @@ from meshwise.arrays.views import as_bits, by_bits, first_divided, made, undivid
 
 
 def get_item(x: Array, given: Any, /) -> Array:
-    """Return `x[given]`: a view if the key has no arrays, otherwise a copy. A single element is a number, not a view.
-    """
+    """Return `x[given]`, as a view unless the key has arrays. A single element is a number, not a view."""
     key = read_key(given, x.shape)
     if key.arrays:
         chosen: Array = _chosen(x, key)

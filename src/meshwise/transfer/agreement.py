@@ -16,8 +16,12 @@ MISMATCH = 1 << 40  # added to the counter of a fact by a rank that came with an
 
 
 def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> str | None:
-    """Compare a fact between all ranks, once per `key`; return None if they agree, else another rank's fact at once.
-    Return "" if some rank has not come within `seconds`, or never will, as `gone` tells."""
+    """Compare a fact between all ranks through the key-value store. To be called once per `key` on every rank.
+
+    Returns None if all ranks gave the same fact. If they differ, returns the fact of another rank, or "something else"
+    if this rank does not know it. Returns "" if some rank has not called this within `seconds`, or will never call it.
+    gone: returns whether some rank will certainly not come.
+    """
     store = default_store()
     first = store.compare_set(f"{key}/fact", "", fact).decode()
     if first != fact:
@@ -30,8 +34,12 @@ def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bo
 
 
 def wait_for_all(key: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until the counter `key` reaches `ranks`, to which each rank adds 1 before; return False after `seconds`.
-    gone: called now and then, returns whether some rank will certainly not come."""
+    """Wait until a counter in the store has reached `ranks`, and return whether it has.
+
+    Each rank adds 1 to the counter before it calls this. Waiting ends after `seconds`.
+    key: the name of the counter.
+    gone: called every half second. Returns whether some rank will certainly not come, in which case waiting ends.
+    """
     deadline, pause, look = time.monotonic() + seconds, POLL, time.monotonic() + TICK
     while default_store().add(key, 0) < ranks:
         if (now := time.monotonic()) > deadline or (now > look and gone()):

@@ -25,7 +25,10 @@ _NOT_ZERO = signed(GOLDEN)  # added to each sum: when reading the sums themselve
 
 
 def block_sums(tensor: Tensor) -> list[int]:
-    """Return the checksum of each block of the tensor's bits, in element order, for any strides. Synchronises."""
+    """Return the checksum of each block of 256 KiB of the tensor's bits, in element order.
+
+    The tensor may have any strides. Waits for the device.
+    """
     raw = _bits(tensor)
     whole = raw.numel() // BLOCK_BYTES
     keys = _keys(raw.device)
@@ -42,8 +45,10 @@ def block_sums(tensor: Tensor) -> list[int]:
 
 
 def sampled_sum(tensor: Tensor) -> Tensor:
-    """Return one checksum of a tensor's shape and bits, as an int64 scalar on the tensor's device. If the tensor is
-    larger than a block, evenly spaced elements are sampled. Does not synchronise."""
+    """Return one checksum of a tensor's shape and bits, as an int64 scalar on the tensor's device.
+
+    If the tensor is larger than a block of 256 KiB, evenly spaced elements are sampled. Does not wait for the device.
+    """
     flat = tensor.detach().reshape(-1)
     step = -(-flat.nbytes // BLOCK_BYTES) or 1
     while step > 1 and math.gcd(step, flat.numel()) > 1:  # else it might choose one column again and again
@@ -54,10 +59,11 @@ def sampled_sum(tensor: Tensor) -> Tensor:
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:
-    """Return the offset of the first byte that differs between two tensors of equal shape and dtype; None if none does.
+    """Return the offset of the first byte that differs between two tensors of equal shape and dtype, or None.
 
-    The tensors may be on different devices: checksums are compared, then, on the host, the bytes of the first differing
-    block. If these are equal, as when reading itself fails, the block's offset is returned.
+    The tensors may be on different devices. The checksums are compared first. Then the bytes of the first differing
+    block are compared on the host. If these bytes are equal, as when reading itself fails, the offset of the block is
+    returned.
     """
     ours, theirs = block_sums(tensor), block_sums(other)
     for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
@@ -76,7 +82,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as bytes. (By as_strided, since 0 or 1 elements may have any stride.)"""
+    """Return the memory of a contiguous tensor as a uint8 tensor. Nothing is copied.
+
+    as_strided is used, since a tensor of 0 or 1 elements may have any stride.
+    """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

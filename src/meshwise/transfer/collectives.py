@@ -1,18 +1,20 @@
 """Communicate between processes: every collective of our own code.
 
-Collectives run over all ranks or a group. No other file of ours calls one.
+Collectives run over all ranks or over a group. No other file of meshwise calls a collective.
 
-"All ranks" are those that divide the work on a batch (`divide_among`): under tensor parallelism, several ranks work on
-the same samples, and "all ranks" of each are itself and ranks with other samples. `everyone()` is the whole run.
+"All ranks" means the ranks that divide the work on a batch, as set by `divide_among`. Under tensor parallelism, several
+ranks work on the same samples, so "all ranks" means this rank and the ranks that work on other samples. `everyone()` is
+the group of the whole run.
 
-In a world of one rank, every function returns at once. Otherwise, it records a span and a row in each open `comm_log`.
-The span has the bytes and, for a collective over all ranks, a number that is equal on all of them, since they enter
-these in one order. `of` says what is sent, for the report: "gradients", "batch norm".
-Tensors of any dtype, layout and size give right results, also under gloo (see compat/collectives.py). Ranks of a group
-are numbered within the group. Not covered: the broadcast of initial values that DDP makes itself.
+In a world of one rank, every function returns at once. Otherwise, it records a span in the timeline and a row in each
+open `comm_log`. The span has the number of bytes. For a collective over all ranks, it also has a number that is equal
+on all of them, since all ranks enter these collectives in the same order. `of` says what is sent, for the report:
+"gradients", "batch norm". Tensors of any dtype, layout and size give right results, also under gloo (see
+compat/collectives.py). Ranks of a group are numbered within the group. Not covered: the broadcast of initial values
+that DDP makes itself.
 
-`direct`: replace gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast by sends and receives where
-these use more of the link's bandwidth; False leaves them to the backend, as DDP and FSDP2 use it.
+`direct`: True replaces gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast by sends and receives
+where these use more of the link's bandwidth. False leaves them to the backend, as DDP and FSDP2 use it.
 """
 
 from __future__ import annotations
@@ -54,29 +56,36 @@ from meshwise.workers.heartbeat import PEERS, enter, leave
 
 _HOST = torch.device("cpu")
 entered: Counter[str] = Counter()
-"""How many collectives this rank has entered, by `group_key`. All ranks of a group enter them in the same order."""
+"""How many collectives this rank has entered, by `group_key`. All ranks of a group enter collectives in the same order.
+"""
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str = "") -> Tensor:
-    """Reduce `tensor` over the ranks, in place. op: `sum`, `max`, `min` or `product`; a sum of bools is `or`."""
+    """Reduce `tensor` over the ranks in place, and return it.
+
+    op: `sum`, `max`, `min` or `product`. The sum of bools is a logical or.
+    """
     check_known("op", op, backend.OPS)
     _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op), of=of)
     return tensor
 
 
 def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to sum `tensor` over all ranks, in place; the future's value is `tensor`."""
+    """Begin to sum `tensor` over all ranks, in place. The value of the returned future is `tensor`."""
     return _begin_sum(tensor, of, mean=False)
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to average `tensor` over all ranks, in place. It divides before it sums, so that fp16 stays in range."""
+    """Begin to average `tensor` over all ranks, in place. It divides before it sums, so that fp16 does not overflow."""
     return _begin_sum(tensor, of, mean=True)
 
 
 def mean_now(tensor: Tensor, *, of: str = "") -> None:
-    """Average `tensor` over all ranks, in place, and wait for it. On the CPU this calls the group directly, which is
-    faster than `begin_mean` and than `dist.all_reduce`, whose overhead is as long as a small sum."""
+    """Average `tensor` over all ranks in place, and wait for the result.
+
+    On the CPU this calls the process group directly. The overhead of `begin_mean` and `dist.all_reduce` would take as
+    long as the sum of a small tensor.
+    """
     group, name, recorder = DIVIDING[0] or dist.group.WORLD, collective_name("all-reduce", of), current()
     if group is None or foreign.OPEN or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
         begin_mean(tensor, of=of).wait()
@@ -93,7 +102,7 @@ def mean_now(tensor: Tensor, *, of: str = "") -> None:
 
 
 def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
-    """Begin a sum (or mean) over all ranks; its span ends when the result is there."""
+    """Begin a sum (or mean) over all ranks. The recorded span ends when the result is available."""
     group = DIVIDING[0]
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     if mean:
@@ -128,7 +137,10 @@ def all_reduce_mean(tensor: Tensor, *, of: str = "") -> Tensor:
 def all_gather(
     tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True, of: str = ""
 ) -> Tensor:
-    """Gather every rank's `tensor`, stacked: shape (ranks, *tensor.shape). out: a contiguous tensor for the result."""
+    """Gather the tensors of all ranks, stacked along a new first dim: the result has shape (ranks, *tensor.shape).
+
+    out: a contiguous tensor for the result.
+    """
     into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
     if len(into) == 1:
         return into.copy_(tensor.detach())
@@ -139,7 +151,7 @@ def all_gather(
 def reduce_scatter(
     tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
 ) -> Tensor:
-    """Reduce `tensor` over the ranks; return this rank's part along dim 0. Raises UsageError for unequal parts."""
+    """Reduce `tensor` over the ranks, and return this rank's part along dim 0. Raises UsageError for unequal parts."""
     check_known("op", op, backend.OPS)
     into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
     if world_size(group) == 1:
@@ -149,7 +161,7 @@ def reduce_scatter(
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: bool = True, of: str = "") -> Tensor:
-    """Broadcast `tensor` from rank `source`, in place."""
+    """Broadcast `tensor` from rank `source` in place, and return it."""
     _check_rank("broadcast", "source", source, group)
     call = functools.partial(backend.broadcast, tensor, source, direct=direct)
     _run("broadcast", [tensor], group, call, (source, None), of)
@@ -157,7 +169,7 @@ def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: b
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
-    """Broadcast rank 0's values of all `tensors`, in place; they are recorded as one collective."""
+    """Broadcast rank 0's values of all `tensors`, in place. They are recorded as one collective."""
 
     def each(group: Group) -> None:
         for tensor in tensors:
@@ -168,7 +180,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
 
 
 def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
-    """Send part i of `tensor` along dim 0 to rank i; part i of the result comes from rank i."""
+    """Send part i of `tensor` along dim 0 to rank i. Part i of the result comes from rank i."""
     _rows("all_to_all", tensor, group)
     into = _out("all_to_all", out, tuple(tensor.shape), tensor)
     if world_size(group) == 1:
@@ -183,7 +195,7 @@ def send(tensor: Tensor, target: int, group: Group = None) -> None:
 
 
 def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
-    """Begin to send `tensor` to rank `target`, which calls `receive`; return a function that waits until it is sent."""
+    """Begin to send `tensor` to rank `target`, which calls `receive`. Returns a function that waits for the end."""
     _check_rank("send", "target", target, group)
     with ours():
         await_sent = backend.begin_send(tensor, target, group or dividing())
@@ -197,7 +209,7 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
 
 
 def receive(tensor: Tensor, source: int, group: Group = None) -> Tensor:
-    """Receive from rank `source` into `tensor`, which has the shape and dtype of the sent tensor, and return it."""
+    """Receive a tensor from rank `source` into `tensor`, which has the same shape and dtype, and return `tensor`."""
     send_receive([], [(tensor, source)], group, "receive", backend.one_way)
     return tensor
 
@@ -209,9 +221,9 @@ def send_receive(
     kind: str = "send-receive",
     carry: Callable[[Pairs, Pairs, Group], None] = backend.send_receive,
 ) -> None:
-    """Send and receive all these (tensor, rank) pairs at once. carry: the backend's function.
+    """Send and receive all these (tensor, rank) pairs at once, with the backend function `carry`.
 
-    The bytes recorded are those that this rank sends, or those that it receives if these are more.
+    Recorded are the bytes that this rank sends, or the bytes that it receives if these are more.
     """
     own = get_rank(group)
     for what, pairs in (("target", sends), ("source", receives)):
@@ -231,7 +243,7 @@ def barrier(group: Group = None) -> None:
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """Gather every rank's `value`, in rank order; values may be anything that pickle accepts."""
+    """Gather the `value` of every rank in rank order. A value may be anything that pickle accepts."""
     parts: list[Any] = [value] * world_size(group)
     if len(parts) > 1:
         with recorded("all-gather", 0, group, "main"):
@@ -252,8 +264,10 @@ def broadcast_object(value: Any, group: Group = None) -> Any:
 def recorded(
     kind: str, size: int, group: Group, lane: str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[None]:
-    """Record the `with` block as a collective for which this rank waits. lane: the span's lane; by default, on an
-    accelerator, that of a separate stream."""
+    """Record the `with` block as a collective for which this rank waits.
+
+    lane: the timeline's lane for the span. By default, the lane of collectives in a separate stream, if there is one.
+    """
     beat, where = _enter(group, kind), lane or current().overlapped_lane
     with ours(), current().collective(kind, size, where, numbered=_is_of_all(group), dtype=dtype):
         yield
@@ -268,8 +282,10 @@ def _run(
     ends: Ends = EVERYONE,
     of: str = "",
 ) -> None:
-    """If there are several ranks, run a collective on these tensors and wait for it: a CPU until it is done, an
-    accelerator's stream without blocking the host."""
+    """Run a collective on the tensors `moved`, and wait for it. With one rank, do nothing.
+
+    On a CPU, the host waits until the collective is done. On an accelerator, only the stream waits.
+    """
     if world_size(group) == 1:
         return
     size, device = _bytes(moved), moved[0].device if moved else _HOST
@@ -285,7 +301,7 @@ def _run(
 
 
 def _is_of_all(group: Group) -> bool:
-    """Check whether all ranks of the run enter a collective over `group`, each in its group of this kind."""
+    """Check whether all ranks of the run enter a collective over `group`, or over their own group of the same kind."""
     return group in (None, dividing()) or world_size(group) == world_size(everyone())
 
 
@@ -312,7 +328,7 @@ def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:
 
 
 def _rows(verb: str, tensor: Tensor, group: Group) -> int:
-    """Return the number of rows in each rank's part of `tensor`. Raises UsageError if they cannot be equal."""
+    """Return the number of rows of `tensor` for each rank. Raises UsageError if it cannot be the same for all ranks."""
     size = world_size(group)
     if tensor.dim() == 0 or len(tensor) % size:
         raise UsageError(

@@ -23,7 +23,13 @@ from meshwise.transfer.stopwatch import Seconds
 
 @dataclass(frozen=True)
 class Transfer:
-    """One transfer. operation: `copy`, `all-reduce` ... source, target: devices or ranks. path: `peer`, `gloo` ..."""
+    """One transfer of bytes between devices or between ranks.
+
+    operation: its name, such as `copy` or `all-reduce`.
+    source, target: the names of devices or ranks.
+    path: how the bytes are carried, such as `peer` or `gloo`.
+    seconds: how long it took. nan if that is unknown.
+    """
 
     operation: str
     source: str
@@ -41,7 +47,10 @@ class CommLog(Sequence[Transfer]):
         self._rows: list[tuple[Transfer, Seconds]] = []
 
     def add(self, transfer: Transfer, seconds: Seconds) -> None:
-        """Add a row. seconds: a number, or a function that waits for it and returns it."""
+        """Add a transfer to the log.
+
+        seconds: a number, or a function that waits until the transfer is done and returns the number.
+        """
         self._rows.append((transfer, seconds))
 
     @overload
@@ -67,12 +76,15 @@ class CommLog(Sequence[Transfer]):
 
 
 OPEN: list[CommLog] = []
-"""The open logs, of all threads. While there are none, a transfer only looks at this empty list."""
+"""The open logs of all threads. While the list is empty, nothing is logged."""
 
 
 @contextmanager
 def comm_log() -> Iterator[CommLog]:
-    """Log every transfer and collective of meshwise that begins in the block. An outer log gets those of inner ones."""
+    """Log every transfer and collective of meshwise that begins in the `with` block.
+
+    Blocks may be nested. An outer log also gets the transfers of the inner block.
+    """
     log = CommLog()
     OPEN.append(log)
     try:
@@ -83,13 +95,19 @@ def comm_log() -> Iterator[CommLog]:
 
 
 def note(operation: str, source: str, target: str, bytes: int, path: str, seconds: Seconds) -> None:
-    """Add one transfer to the open logs. seconds: a float, or a function that is called after the block."""
+    """Add one transfer to all open logs.
+
+    seconds: a number, or a function that returns the number and is called after the block.
+    """
     for log in OPEN:
         log.add(Transfer(operation, source, target, bytes, path, math.nan), seconds)
 
 
 def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
-    """Return (transfers, bytes, seconds) by path. seconds: a sum, even of overlapping ones; nan if one is unknown."""
+    """Return (number of transfers, bytes, seconds) for each path.
+
+    The seconds are a sum, even if transfers overlap in time. The sum is nan if the seconds of one transfer are unknown.
+    """
     found: dict[str, tuple[int, int, float]] = {}
     for move in moves:
         count, size, seconds = found.get(move.path, (0, 0, 0.0))
@@ -98,7 +116,7 @@ def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
 
 
 def table(moves: Sequence[Transfer]) -> str:
-    """Return one line per transfer, and one line per path with its totals."""
+    """Format transfers as a table. It has one line per transfer, and one line per path with the path's totals."""
     if not moves:
         return "nothing was moved"
     rows = [_row(move) for move in moves]

@@ -38,7 +38,10 @@ _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None
 
 @dataclass(frozen=True)
 class CopyOptions:
-    """How a copy is made; see `copy` and `to`. ends: names of source and target in the log; None for their devices."""
+    """The arguments of `copy` and `to` that say how a copy is made.
+
+    ends: the names of source and target in the log. None uses the names of their devices.
+    """
 
     links: Machine | None = None
     verify: bool = False
@@ -60,14 +63,18 @@ def copy(
     path: str = AUTO,
     stream: torch.Stream | None = None,
 ) -> Tensor:
-    """Copy `src` to `dst`, on any devices, and return `dst`. dtypes are cast. Shapes must be equal, except for
-    additional leading dims of 1 in `dst`.
+    """Copy `src` to `dst`, on any devices, and return `dst`. Values are cast to the dtype of `dst`.
 
-    src: a tensor, or an array of NumPy, CuPy, JAX or Numba. links: a machine by whose measured links the path is
-    chosen; path: `peer` or `staged` to choose it by hand. verify: compare checksums of both sides, which waits for the
-    copy. stream: copy on this CUDA stream, without waiting; wait for that stream before you read `dst` or write `src`.
-    Without `stream`, both may be used at once on their current streams, and by the host. Overlapping memory is copied
-    through a temporary. Raises UsageError for an impossible copy, TransferError if `verify` finds a difference.
+    The shapes must be equal, except that `dst` may have additional leading dims of 1. Without `stream`, both tensors
+    may be used right after the call, on their current streams and by the host. If the tensors overlap in memory, the
+    copy goes through a temporary tensor. Raises UsageError for an impossible copy, and TransferError if `verify` finds
+    a difference.
+
+    src: a tensor, or an array of NumPy, CuPy, JAX or Numba.
+    links: a machine. The path of the copy is chosen by the measured speed of the machine's links.
+    verify: whether to compare checksums of both tensors, which waits for the copy.
+    path: `peer` or `staged`, to choose the path by hand.
+    stream: a CUDA stream on which to copy, without waiting. Wait for that stream before you read `dst` or write `src`.
     """
     if path == AUTO and not (verify or OPEN or OPEN_DEVICES or links or stream):
         try:  # the common case; each look at a tensor costs some 50 ns, and 1 µs where caches are cold
@@ -92,11 +99,14 @@ def to(
     path: str = AUTO,
     non_blocking: bool = False,
 ) -> Any:
-    """Move every tensor in `tree` to `device`: tuples, lists, dicts, modules (in place) and arrays of other libraries.
+    """Move every tensor in `tree` to `device`, and return the result.
 
-    A tensor that is already on `device` is returned unchanged. Gradients flow back the same way. non_blocking: the host
-    does not wait for copies from pinned memory to a device, and must not write the source until they are done. Copies
-    to the host always wait, so that they can be read. The other arguments are as in `copy`.
+    `tree` may be a tensor, a tuple, list or dict, a module (moved in place), or an array of another library. A tensor
+    that is already on `device` is returned unchanged. Gradients flow back the same way. The other arguments are as in
+    `copy`.
+
+    non_blocking: whether the host does not wait for copies from pinned memory to a device. The host must then not write
+        the source until these copies are done. Copies to the host always wait, so that they can be read.
     """
     target, options = as_device(device), CopyOptions(links, verify, path, non_blocking=non_blocking)
 
@@ -120,7 +130,10 @@ def _is_leaf(item: Any) -> bool:
 def moved_to(
     leaf: Any, target: torch.device, operation: str, options: CopyOptions = DEFAULT, *, own: bool = False
 ) -> Tensor:
-    """Return `leaf` as a tensor on `target`; unchanged if it is there already. own: always copy to new memory."""
+    """Return `leaf` as a tensor on `target`. A tensor that is already there is returned unchanged.
+
+    own: whether to always copy to new memory.
+    """
     tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
@@ -135,7 +148,7 @@ def moved_to(
 
 
 def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) -> Tensor:
-    """Copy as `copy` does, and log it under the name `operation`."""
+    """Copy `src` to `dst` as `copy` does, and log the copy under the name `operation`."""
     stream = options.stream
     src = _check(dst, interop.from_array(src), stream)
     source, target = device_of(src), device_of(dst)
@@ -157,7 +170,7 @@ def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) 
 
 
 class _Crossing(torch.autograd.Function):
-    """A copy to another device, whose gradient is copied back the same way."""
+    """A copy to another device. Its backward copies the gradient to the original device."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, target: torch.device, operation: str, options: CopyOptions) -> Tensor:
@@ -196,7 +209,10 @@ def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
 
 
 def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], options: CopyOptions) -> None:
-    """Copy by `way`, and log it. row: operation, source, target, bytes."""
+    """Copy by the path `way`, and log the copy.
+
+    row: (operation, source, target, bytes) for the log.
+    """
     watch = Stopwatch(None)
     if way == STAGED:
         seconds = staged(dst, src)
@@ -213,7 +229,7 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
 
 
 def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocking: bool) -> Seconds:
-    """Copy by torch, which makes the current streams of both devices wait for each other, and time it."""
+    """Copy with torch, which makes the current streams of both devices wait for each other. Time the copy."""
     owner = src.device if has_streams(src.device) else dst.device  # torch copies between devices on the source's stream
     current = torch.get_device_module(owner).current_stream(owner)
     run = stream or current
@@ -231,7 +247,7 @@ def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocki
 
 
 def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
-    """Raise TransferError if the bits of `dst` are not those of `src`, cast to the dtype of `dst`."""
+    """Raise TransferError if the bits of `dst` differ from the bits of `src` after a cast to the dtype of `dst`."""
     expected = src.detach().to(dst.dtype)
     offset = first_difference(dst.detach(), expected)
     if offset is None:

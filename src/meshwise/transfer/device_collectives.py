@@ -3,7 +3,7 @@
     parts = scatter(batch, ["cuda:0", "cuda:1"])
     all_reduce(gradients)                      the result has the same bits on every device
 
-All of them use the one copy function, so each copy is logged, goes by the best path and can be verified.
+All of these functions copy with `transfer.copy`. So each copy is logged, goes by the best path and can be verified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Device = str | torch.device | int
 def broadcast(
     tensor: Tensor, devices: Sequence[Device], *, links: Machine | None = None, verify: bool = False
 ) -> list[Tensor]:
-    """Copy `tensor` to each device, in their order, each time to new memory. The backward sums the gradients."""
+    """Copy `tensor` to new memory on each device, and return the copies in the order of the devices.
+
+    The backward sums the gradients of all copies.
+    """
     options = CopyOptions(links, verify)
     return [moved_to(tensor, device, "broadcast", options, own=True) for device in _devices("broadcast", devices)]
 
@@ -44,10 +47,11 @@ def scatter(
     links: Machine | None = None,
     verify: bool = False,
 ) -> list[Tensor]:
-    """Copy a part of `tensor` along `dim` to each device, in order, each time to new memory.
+    """Divide `tensor` along `dim`, and copy one part to new memory on each device, in order.
 
-    The parts' lengths differ by at most one, and longer parts come first, as in `torch.tensor_split`, unless `sizes`
-    gives the lengths. A part may be empty. Gradients flow back. Raises UsageError for sizes that do not add up.
+    The lengths of the parts differ by at most one, and longer parts come first, as in `torch.tensor_split`, unless
+    `sizes` gives the lengths. A part may be empty. Gradients flow back to `tensor`. Raises UsageError for sizes that do
+    not add up.
     """
     places, tensor = _devices("scatter", devices), from_array(tensor)
     dim = _dim("scatter", dim, tensor.dim())
@@ -70,7 +74,7 @@ def gather(
 ) -> Tensor:
     """Concatenate the tensors, in order, along `dim` on `device`. Gradients flow back to the tensors' devices.
 
-    Raises UsageError if dtypes differ, or shapes in other dims than `dim`.
+    Raises UsageError if the dtypes differ, or if the shapes differ in another dim than `dim`.
     """
     target = as_device(device)
     _check_several("gather", tensors)
@@ -91,12 +95,15 @@ def gather(
 def all_reduce(
     tensors: Sequence[Tensor], op: str = "sum", *, links: Machine | None = None, verify: bool = False
 ) -> list[Tensor]:
-    """Reduce tensors of equal shape, one per device, in place; all then hold the same bits. Returns them as a list.
+    """Reduce tensors of equal shape, one per device, in place, and return them as a list. All then hold the same bits.
 
-    op: `sum`, `mean`, `product`, `min` or `max`. Each device reduces one slice of the elements, in the list's order and
-    the tensors' dtype, and sends the result to all devices: each of n devices sends 2 (n - 1) / n of a tensor's bytes,
-    as in a ring, and the result does not depend on timing. Distinct CUDA devices sum by NCCL, unless `verify` or
-    `links` is given; NCCL's result is also the same on all devices, but NCCL chooses the order. No gradients.
+    Each device reduces one slice of the elements, in the order of the list and in the tensors' dtype, and sends the
+    result to all devices. Each of n devices sends 2 (n - 1) / n of a tensor's bytes, as in a ring all-reduce. The
+    result does not depend on timing. Tensors on distinct CUDA devices are summed by NCCL, unless `verify` or `links` is
+    given. NCCL's result is also the same on all devices, but NCCL chooses the order of the sum. Gradients are not
+    supported.
+
+    op: `sum`, `mean`, `product`, `min` or `max`.
     """
     _check_several("all_reduce", tensors)
     every = _reducible(list(tensors), op)
@@ -131,7 +138,7 @@ _NCCL_DTYPES = {
 def _reduce_slices(
     tensors: list[Tensor], reduce: Callable[[Tensor, Tensor], Tensor], options: CopyOptions, *, mean: bool
 ) -> None:
-    """Reduce-scatter, then all-gather: device k reduces slice k."""
+    """Reduce the tensors by a reduce-scatter, in which device k reduces slice k, and an all-gather."""
     flat = [tensor.contiguous() for tensor in tensors]
     parts = zip(*(tensor.view(-1).tensor_split(len(flat)) for tensor in flat), strict=True)
     slices = [terms for terms in parts if terms[0].numel()]
@@ -151,7 +158,7 @@ def _reduce_slices(
 
 
 def _by_nccl(tensors: list[Tensor]) -> bool:
-    """Sum by NCCL if all tensors are dense and on distinct CUDA devices; return False otherwise."""
+    """Sum by NCCL if all tensors are dense and on distinct CUDA devices. Return whether NCCL was used."""
     distinct = len({tensor.device for tensor in tensors}) == len(tensors) > 1
     if not (distinct and all(tensor.is_cuda for tensor in tensors) and nccl.is_available(tensors)):
         return False
@@ -173,7 +180,7 @@ def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
 
 
 def _check_several(verb: str, tensors: object) -> None:
-    """Raise UsageError for a single tensor, whose rows would else be taken for the tensors of several devices."""
+    """Raise UsageError for a single tensor. Its rows would otherwise be taken for the tensors of several devices."""
     if isinstance(tensors, Tensor):
         over = "mw.sum(tensor)" if verb == "all_reduce" else "mw.gather_samples(tensor)"
         raise UsageError(

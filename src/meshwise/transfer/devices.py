@@ -1,7 +1,7 @@
 """Name a tensor's place: a real device, host, or virtual device.
 
-A virtual device is a number that is kept for a storage in host memory, so that `cpu:1` counts as a separate device
-while `meshwise.transfer.virtual` has it open. Plain `cpu` is the host.
+A virtual device is a number that is recorded for the storage of a tensor in host memory. While virtual devices are open
+(see `meshwise.transfer.virtual`), `cpu:1` therefore counts as a device of its own. Plain `cpu` is the host.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 
 UNDECIDED = -1
-"""The place of a tensor made inside an operator or backward without a device: it gets that of the first it meets."""
+"""The device number of a tensor that an operator or a backward has made without a device. The tensor gets the device of
+the first tensor with which it is combined."""
 
 Hook = Callable[[Tensor, Tensor, str], object]
-"""`hook(dst, src, path)`: called after the bytes were copied and before they are verified."""
+"""A function `hook(dst, src, path)` that is called after a copy and before the copy is verified."""
 
 
 class VirtualDevices(list[torch.device]):
-    """The virtual devices of a block, with the place of each storage: `devices[1]` is `cpu:1`."""
+    """The virtual devices that are open in a `with` block: `devices[1]` is `cpu:1`.
+
+    places: the device number of each tensor's storage.
+    paused: whether operators ignore virtual devices at present.
+    """
 
     paused = False
     on_copy: Hook | None = None
@@ -41,7 +46,7 @@ class VirtualDevices(list[torch.device]):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Let operators inside the `with` block ignore virtual devices: for a copy, and for checking its result."""
+        """Ignore virtual devices in operators inside the `with` block. Used for a copy, and for checking its result."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -50,11 +55,11 @@ class VirtualDevices(list[torch.device]):
 
 
 OPEN_DEVICES: list[VirtualDevices] = []
-"""The open virtual devices: empty, or those of one block."""
+"""The open virtual devices. The list is empty or has one item."""
 
 
 def open_devices() -> VirtualDevices | None:
-    """Return the open virtual devices, if any."""
+    """Return the open virtual devices. None if none are open."""
     return OPEN_DEVICES[-1] if OPEN_DEVICES else None
 
 
@@ -64,7 +69,7 @@ def plainly() -> AbstractContextManager[None]:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Return where the tensor lives: `cuda:0`, a virtual `cpu:1`, or `cpu` for host memory."""
+    """Return the device of a tensor: `cuda:0`, a virtual device such as `cpu:1`, or `cpu` for host memory."""
     if not OPEN_DEVICES:
         return tensor.device
     with OPEN_DEVICES[-1].quiet():
@@ -75,12 +80,15 @@ def device_of(tensor: Tensor) -> torch.device:
 
 @lru_cache(maxsize=1024)
 def name_of(device: torch.device) -> str:
-    """Return the name of the device in a machine's links: `host`, `cuda:0`, `cpu:1`."""
+    """Return the name that the device has in the links of a machine: `host`, `cuda:0`, `cpu:1`."""
     return HOST if str(device) == "cpu" else str(device)
 
 
 def as_device(word: str | torch.device | int) -> torch.device:
-    """Return a device: `cuda` means the current one, `cpu` the host. Raises UsageError for one that is missing."""
+    """Return the torch device that is meant: `cuda` means the current CUDA device, and `cpu` the host.
+
+    Raises UsageError if the device does not exist.
+    """
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -114,7 +122,7 @@ def _host_or_virtual(device: torch.device) -> torch.device:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Allocate memory on `device` for a copy of `tensor`: its shape, dtype and, if dense, its strides."""
+    """Allocate memory on `device` for a copy of `tensor`: the same shape and dtype and, if dense, the same strides."""
     open_one = open_devices()
     if open_one is None or device.type != "cpu":
         return torch.empty_like(tensor, device=device, requires_grad=False)

@@ -1,9 +1,10 @@
 """Detect collectives that the program calls itself.
 
-So meshwise knows that the program may have reduced tensors itself.
+From this, meshwise knows that the program may have reduced tensors itself.
 
-Backends count the collectives begun in them, whoever calls. While a `Foreign` is open, meshwise's collectives count how
-many of these were theirs. While `OPEN` is empty, they only look at that list.
+Backends count all collectives that begin, whoever calls them. While a `Foreign` counter is open, meshwise counts how
+many of these collectives are its own. While no counter is open, meshwise's collectives only look at the empty list
+`OPEN`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ OPEN: list[Foreign] = []
 
 
 class Foreign:
-    """Counts the collectives that begin between its creation and `close`."""
+    """A counter of the collectives that begin between its creation and the call of `close`.
+
+    ours: how many of these collectives meshwise has called.
+    """
 
     def __init__(self) -> None:
         self.ours = 0
@@ -25,14 +29,14 @@ class Foreign:
         OPEN.append(self)
 
     def close(self) -> bool:
-        """Stop counting; return whether the program has called a collective itself meanwhile."""
+        """Stop counting. Return whether the program itself has called a collective since the counter was created."""
         OPEN.remove(self)
         return begun() - self._begun > self.ours
 
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """Count the collectives inside the `with` block as meshwise's. Do not nest it."""
+    """Count the collectives inside the `with` block as meshwise's own. Such blocks must not be nested."""
     before = begun()
     try:
         yield

@@ -16,47 +16,62 @@ from meshwise.compat.collectives import Group
 
 _HOST = torch.device("cpu")
 DIVIDING: list[Group] = [None]
-"""The group whose ranks divide the work on a batch; None: all ranks of the run."""
+"""The group whose ranks divide the work on a batch. None means all ranks of the run."""
 
 
 def divide_among(group: Group) -> None:
-    """Let "all ranks" mean the ranks of this group from now on; None: all ranks of the run."""
+    """Set the group whose ranks are called "all ranks" from now on. None means all ranks of the run.
+
+    The ranks of this group divide the work on a batch.
+    """
     DIVIDING[0] = group
 
 
 def dividing() -> Group:
-    """Return the group that "all ranks" means; None for the whole run."""
+    """Return the group that was set by `divide_among`. None means all ranks of the run."""
     return DIVIDING[0]
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """Return the ranks of a group, as numbered in the whole run."""
+    """Return the ranks of a group, as numbered in the whole run.
+
+    group: None means the group that was set by `divide_among`.
+    """
     return tuple(dist.get_process_group_ranks(group or DIVIDING[0]))
 
 
 def device_of(group: Group) -> torch.device:
-    """Return the device of the group's tensors: this process's accelerator with nccl, else the CPU."""
+    """Return the device on which tensors for the group must be: this process's GPU with nccl, otherwise the CPU."""
     return _HOST if backend.backend_of(_HOST, group) != "nccl" else torch.device("cuda", torch.cuda.current_device())
 
 
 def everyone() -> Group:
-    """Return the group of the whole run."""
+    """Return the group of all ranks of the run. None without a process group."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def world_size(group: Group = None) -> int:
-    """Return the number of ranks in the group (None: of "all ranks"); 1 without a process group."""
+    """Return the number of ranks in the group. Returns 1 without a process group.
+
+    group: None means the group that was set by `divide_among`.
+    """
     return dist.get_world_size(group or DIVIDING[0]) if dist.is_initialized() else 1
 
 
 def get_rank(group: Group = None) -> int:
-    """Return this process's rank in the group (None: among "all ranks"); 0 without a process group."""
+    """Return this process's rank in the group. Returns 0 without a process group.
+
+    group: None means the group that was set by `divide_among`.
+    """
     return dist.get_rank(group or DIVIDING[0]) if dist.is_initialized() else 0
 
 
 def group_key(group: Group = None) -> str:
-    """Return a text that is the same on all ranks of a group: their ranks in the world, and the group's name. ""
-    without a process group."""
+    """Return a text that identifies a group and is the same on all of its ranks. Returns "" without a process group.
+
+    The text has the ranks in the world and the name of the group.
+    group: None means the group that was set by `divide_among`.
+    """
     return key_of(group or DIVIDING[0]) if dist.is_initialized() else ""
 
 
@@ -68,5 +83,8 @@ def key_of(group: Group) -> str:
 
 
 def group_of(ranks: Sequence[int]) -> Group:
-    """Make a group of these ranks, in ascending order. All ranks of the run must call this, members or not."""
+    """Make a process group of these ranks, in ascending order. None without a process group.
+
+    All ranks of the run must call this, whether or not they belong to the new group.
+    """
     return dist.new_group(sorted(set(ranks))) if dist.is_initialized() else None

@@ -23,7 +23,7 @@ from meshwise.transfer.stopwatch import Stopwatch
 
 
 def is_array(value: Any) -> bool:
-    """Check whether `value` is an array of another library: NumPy's, or one with DLPack or the CUDA interface."""
+    """Check whether `value` is an array of another library: of NumPy, or with DLPack or `__cuda_array_interface__`."""
     kind = type(value)
     return isinstance(value, np.ndarray) or hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__")
 
@@ -31,7 +31,8 @@ def is_array(value: Any) -> bool:
 def from_array(array: Any) -> Tensor:
     """Convert the array to a tensor on its own device, with shared memory if possible. Tensors are returned unchanged.
 
-    A read-only, byte-swapped or backwards NumPy array is copied. Raises UsageError for other values.
+    A NumPy array is copied if it is read-only, is byte-swapped or has negative strides. Raises UsageError for other
+    values.
     """
     if isinstance(array, Tensor):
         return array

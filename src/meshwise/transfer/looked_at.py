@@ -1,6 +1,6 @@
-"""Log a collective in each open `comm_log`, and mark it ours.
+"""Log a collective in each open `comm_log`, and mark it as meshwise's.
 
-Code that counts the program's collectives then leaves meshwise's out.
+Code that counts the program's own collectives then leaves it out.
 
 Tested in tests/transfer/test_comm_log.py.
 """
@@ -22,18 +22,22 @@ from meshwise.transfer.groups import dividing
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 Ends = tuple[int | None, int | None]
-"""The sending and the receiving rank, numbered within the group; None for all ranks of the group."""
+"""The sending and the receiving rank, numbered within the group. None means all ranks of the group."""
 EVERYONE: Ends = (None, None)
 _NOTHING = nullcontext()
 
 
 def ours() -> AbstractContextManager[None]:
-    """Return a context manager that counts collectives inside it as meshwise's, if a `Foreign` is open."""
+    """Return a context manager that counts collectives inside it as meshwise's own, if a `Foreign` counter is open."""
     return foreign.ours() if foreign.OPEN else _NOTHING
 
 
 def log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
-    """Add a row to each open `comm_log`."""
+    """Add a row for a collective to each open `comm_log`.
+
+    size: the number of bytes.
+    ends: the sending and the receiving rank.
+    """
     group = group or dividing()
     ranks = dist.get_process_group_ranks(group)
     several = "all ranks" if group is None else f"ranks {','.join(map(str, ranks))}"
@@ -42,7 +46,10 @@ def log(kind: str, size: int, device: torch.device, group: Group, seconds: Secon
 
 
 def begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
-    """Begin a sum of a special dtype or layout, or under an open `comm_log`; return its future."""
+    """Begin to sum a tensor over all ranks, and return the future.
+
+    It is for tensors of a special dtype or layout, and for all tensors while a `comm_log` is open.
+    """
     watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with ours():
         begun = backend.begin_sum(tensor, group)

@@ -27,8 +27,11 @@ def repeats(tensor: Tensor) -> bool:
 
 
 def overlapping(tensor: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors may share memory without being the same view. Also true for some that share none, such
-    as x[::2] and x[1::2]; a copy between them then uses a temporary needlessly."""
+    """Check whether two tensors may share memory without being the same view.
+
+    This is also true for some tensors that share no memory, such as x[::2] and x[1::2]. A copy between them then uses
+    an unnecessary temporary tensor.
+    """
     if tensor.numel() == 0 or other.numel() == 0 or _apart(tensor, other) or tensor.is_set_to(other):
         return False
     start, end = _range(tensor)
@@ -37,7 +40,10 @@ def overlapping(tensor: Tensor, other: Tensor) -> bool:
 
 
 def torchs_check_is_sure(dst: Tensor, src: Tensor) -> bool:
-    """Check whether torch's copy is safe: it raises if memory is shared (as for contiguous tensors), or none is."""
+    """Check whether `dst.copy_(src)` needs no further check for shared memory.
+
+    This is so if the tensors share no memory, or if torch itself raises an error, as it does for contiguous tensors.
+    """
     if dst.is_contiguous():
         return src.is_contiguous() or _apart(dst, src)
     return not repeats(dst) and _apart(dst, src)
@@ -58,7 +64,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Return the offset of every element from the first, in elements."""
+    """Return the offset of every element from the first element, in elements."""
     places = torch.zeros((), dtype=torch.int64)
     for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
         places = places.unsqueeze(-1) + torch.arange(size) * stride

@@ -1,8 +1,11 @@
 """Choose the path between two devices: direct, peer, or via host.
 
-direct: on one device, or between the host and a device. peer: one device writes into the other's memory. staged: two
-overlapping copies through pinned host memory. With a measured machine, the faster of peer and staged at the copy's size
-is taken; else the link's peer flag decides or, if no link is known, what torch says about the devices.
+- direct: a copy on one device, or between the host and a device
+- peer: one device writes into the memory of the other device
+- staged: two overlapping copies through pinned host memory
+
+If the machine's links were measured, the faster of peer and staged at the copy's size is taken. Otherwise, the `peer`
+flag of the link decides. If no link is known, torch says whether the devices have peer access.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ PATHS = (AUTO, DIRECT, PEER, STAGED)
 
 
 def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Machine | None = None) -> str:
-    """Choose the path from `source` to `target` (`host`, `cuda:0`) for `size` bytes. Raises UsageError if impossible.
+    """Choose the path of a copy of `size` bytes between two devices. Raises UsageError if the path is impossible.
 
-    wanted: `auto`, or the path to take. links: the machine, as described or measured.
+    source, target: the names of the devices, such as `host` or `cuda:0`.
+    wanted: `auto`, or the path to take.
+    links: the machine, as described or measured.
     """
     check_known("path", wanted, PATHS)
     if source == target or HOST in (source, target):
@@ -42,7 +47,7 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
 
 
 def _faster(link: Link | None, size: int) -> str | None:
-    """Return the faster of peer and staged at this size; None if not both were measured."""
+    """Return the faster of the paths peer and staged for this size. None if not both were measured."""
     if link is None or not {PEER, STAGED} <= link.timings.keys() or link.peer is False:
         return None
     peer, staged = (seconds_at(link.timings[path], size) for path in (PEER, STAGED))
@@ -57,5 +62,5 @@ def _reaches(link: Link | None, source: str, target: str) -> bool:
 
 
 def reads_directly(reader: torch.device, owner: torch.device) -> bool:
-    """Check whether device `reader` can read the memory of `owner` without the host."""
+    """Check whether device `reader` can read the memory of device `owner` without going through the host."""
     return bool(torch.get_device_module(reader).can_device_access_peer(reader, owner))

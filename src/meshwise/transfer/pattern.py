@@ -2,8 +2,9 @@
 
 The data shows whether bytes arrive unchanged and at the right position.
 
-Constant data would hide a permuted all-gather, and a short period two swapped blocks. So each 8-byte word is a hash of
-its key and index, and every bit is compared. Sums are checked with small whole numbers, which add up exactly.
+Constant data would hide a permuted all-gather, and data with a short period would hide two swapped blocks. So each
+8-byte word is a hash of its key and index, and every bit is compared. Sums are checked with small whole numbers, which
+add up exactly.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ LARGEST_TERM = 64  # of a sum: with up to 2^17 ranks every partial sum is exact 
 
 
 def fill(tensor: Tensor, key: int) -> Tensor:
-    """Write the pattern of `key` to a contiguous uint8 tensor on any device, and return it."""
+    """Write the test pattern of `key` to a contiguous uint8 tensor on any device, and return the tensor."""
     for start, part in _chunks(tensor):
         part.copy_(_bytes(start, part.numel(), key, part.device))
     return tensor
 
 
 def first_difference(tensor: Tensor, key: int) -> int | None:
-    """Return the offset of a contiguous uint8 tensor's first byte that differs from the pattern of `key`, or None."""
+    """Return the offset of the first byte that differs from the test pattern of `key`. None if no byte differs.
+
+    tensor: a contiguous uint8 tensor.
+    """
     for start, part in _chunks(tensor):
         expected = _bytes(start, part.numel(), key, part.device)
         if not torch.equal(part, expected):
@@ -36,15 +40,20 @@ def first_difference(tensor: Tensor, key: int) -> int | None:
 
 
 def fill_terms(tensor: Tensor, rank: int) -> Tensor:
-    """Write a rank's terms for a checked sum, whole numbers from 0 to 63, to a contiguous floating-point tensor."""
+    """Write the terms that `rank` adds to a checked sum to a contiguous floating-point tensor, and return the tensor.
+
+    The terms are whole numbers from 0 to 63.
+    """
     for start, part in _chunks(tensor):
         part.copy_(_terms(start, part.numel(), rank, part.device))
     return tensor
 
 
 def first_wrong_sum(tensor: Tensor, ranks: int, first: int = 0) -> int | None:
-    """Return the index of the first element that is not the sum of the terms of ranks `first` to `first + ranks - 1`;
-    None if all are right. Exact in float32."""
+    """Return the index of the first element that is not the sum of the terms of these ranks. None if all are right.
+
+    The ranks are `first` to `first + ranks - 1`. The sums are exact in float32.
+    """
     for start, part in _chunks(tensor):
         expected = sum(_terms(start, part.numel(), rank, part.device) for rank in range(first, first + ranks))
         wrong = part.to(torch.int64) != expected
@@ -60,7 +69,7 @@ def _chunks(tensor: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def words(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """Return `count` words of the pattern of `key`, from index `first` on, as int64."""
+    """Return `count` 8-byte words of the test pattern of `key`, from word number `first` on, as int64."""
     made = torch.arange(first, first + count, dtype=torch.int64, device=device)
     made.add_(1).mul_(_ODD).add_(signed(key * _KEY))
     made.bitwise_xor_(made >> 29).mul_(_ODD)

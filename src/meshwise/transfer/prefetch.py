@@ -21,7 +21,10 @@ def to_device(batch: Any, device: str) -> Any:
 
 
 def prefetch(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
-    """Yield `(batch, facts)` pairs with the batch on `device`. For an accelerator, the next is copied during use."""
+    """Yield the `(batch, facts)` pairs with each batch moved to `device`.
+
+    On an accelerator, the next batch is copied while the current batch is used.
+    """
     if device == "cpu":
         return iter(batches)
     if not has_streams(device):
@@ -47,7 +50,10 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def _handed_over(batch: Any, stream: torch.Stream, device: str) -> Any:
-    """Make tensors copied on `stream` safe to use on the device's current stream; keep their memory until then."""
+    """Make the device's current stream wait for tensors that were copied on `stream`.
+
+    The memory of the tensors is not reused until the current stream is done with them.
+    """
     current = torch.get_device_module(device).current_stream(device)
     current.wait_stream(stream)
     for tensor in tensors_in(batch):

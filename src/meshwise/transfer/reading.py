@@ -2,10 +2,11 @@
 
 A rank that reads alone gets an error instead of waiting forever.
 
-Before an exchange, ranks meet in the key-value store: each says what it reads, and in which source line. A rank that
-does not come may just be slow. But if it has entered more collectives than the waiting rank, in a group of which both
-are members, it is past this line, since all ranks enter collectives in one order. A thread on every rank publishes in
-the store how many the rank has entered, whenever that number has not changed for a while.
+Before such a collective, each rank writes to the key-value store what it reads, and in which source line. A rank that
+has not done so may just be slow. But if that rank has entered more collectives than the waiting rank, in a group of
+which both are members, it is already past this line, since all ranks enter collectives in the same order. A thread on
+every rank publishes in the store how many collectives the rank has entered, whenever that number has not changed for a
+while.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _unmet = [False]  # of the whole process: a backward runs in threads of its own
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Inside the `with` block, read sharded tensors without `meet`: for meshwise's code, which all ranks run."""
+    """Read sharded tensors inside the `with` block without `meet`. For meshwise's own code, which all ranks run."""
     before, _unmet[0] = _unmet[0], True
     try:
         yield
@@ -52,8 +53,12 @@ def together() -> Iterator[None]:
 
 
 def meet(what: str, sentence: str = SHARDED) -> None:
-    """Wait until every rank (in a pipeline, every rank of the same stage) has come to read `what` in the same source
-    line. Raises UsageError, with the text `sentence`, if a rank reads something else or will not come."""
+    """Wait until every rank has come to read `what` in the same source line. In a pipeline, wait for one stage only.
+
+    These are the ranks with the same stages as this rank. Raises UsageError if one of them reads something else, or
+    will certainly not come.
+    sentence: the text of the error, with the fields `here`, `rank` and `other`.
+    """
     pipe, rank = stages.pipe(), _own()
     ranks = range(collectives.world_size(collectives.everyone())) if pipe is None else pipe.same_stage
     if _unmet[0] or len(ranks) == 1 or rehearsing():
@@ -99,7 +104,7 @@ def someone_is_past() -> bool:
 
 
 def _past_us(other: int) -> str | None:
-    """Describe where rank `other` is if it will certainly not come here; None as long as it may come."""
+    """Describe where rank `other` is if it will certainly not come to this point. None as long as it may come."""
     store, key = default_store(), f"{KEY}/at/{other}"
     if not store.check([key]):
         return None
@@ -120,7 +125,7 @@ def _is_member(key: str) -> bool:
 
 
 def look_out() -> None:
-    """Start publishing in the store where this rank is, and later that it has ended."""
+    """Start a thread that publishes in the store where this rank is, and later that the rank has ended."""
     if not rehearsing():
         _look_out()
 

@@ -22,11 +22,11 @@ from meshwise.transfer.reading import together
 
 BUCKET = 25 << 20  # bytes of whole tensors that are gathered in one collective
 Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: a (begin, end) for each dim."""
+"""A part of a tensor, as (begin, end) for each dim."""
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, gathering the shards of a DTensor from all ranks. Collective for a DTensor."""
+    """Return the whole tensor. The shards of a DTensor are gathered from all ranks, which must all call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     with together(), foreign.ours():
@@ -34,8 +34,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield `full_tensor` of each tensor, in order. Shards are gathered in buckets, since one collective per tensor
-    would take minutes for thousands of small tensors. Collective for DTensors."""
+    """Yield `full_tensor` of each tensor, in order. If there are DTensors, all ranks must call this.
+
+    Shards are gathered in buckets, since one collective per tensor would take minutes for thousands of small tensors.
+    """
     waiting: list[DTensor] = []
     held = 0
     for tensor in tensors:
@@ -57,13 +59,16 @@ def _alike(first: Any, tensor: Any) -> bool:
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """Return the mesh axis over which dim 0 is divided, if no other dim or axis divides the tensor; else None."""
+    """Return the mesh axis that shards dim 0. None if another axis or another dim is sharded as well, or nothing is."""
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and sharding.division(tensor.placements[axes[0]]) == (0, 1) else None
 
 
 def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
-    """Yield the whole tensors of DTensors divided over one axis of one mesh, by one all-gather of equal parts."""
+    """Yield the whole tensors of DTensors that are all sharded over the same axis of one mesh.
+
+    They are gathered by a single all-gather of equal parts.
+    """
     if not tensors:
         return
     mesh, axis = tensors[0].device_mesh, _sharded_axis(tensors[0])
@@ -79,9 +84,9 @@ def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
 
 
 def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-    """Return this rank's shard of a whole tensor, sharded as `like` is; all of it if `like` is not sharded.
+    """Return this rank's shard of a whole tensor that is sharded as `like` is, or all of it if `like` is not sharded.
 
-    read: takes one slice per dim, and returns the values of the whole tensor in them.
+    read: takes one slice per dim, and returns the values of the whole tensor in these slices.
     """
     boxes, several = local_boxes(like)
     pieces = [read(tuple(slice(*each) for each in box)) for box in boxes]
@@ -89,8 +94,10 @@ def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Ten
 
 
 def local_boxes(like: Tensor) -> tuple[list[Box], int]:
-    """Return the boxes of the whole tensor that make up this rank's shard, and the dim along which the shard
-    concatenates them. A tensor that is not sharded is one box."""
+    """Return the boxes of the whole tensor that make up this rank's shard, and the dim along which to concatenate them.
+
+    A tensor that is not sharded is one box.
+    """
     bounds = [[(0, length)] for length in like.shape]
     if isinstance(like, DTensor):
         for axis, dim, sections in sharding.in_order_of_division(like.device_mesh, like.placements):
@@ -112,16 +119,16 @@ def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
 
 
 def placed(p: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Return a parameter that is equal on all ranks as a DTensor, with its Python attributes. Sends nothing."""
+    """Convert a parameter that is equal on all ranks to a DTensor, and keep its Python attributes. Nothing is sent."""
     new = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), p.requires_grad)
     new.__dict__.update(p.__dict__)
     return new
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Shard `value`, which is whole on every rank, as `parameter` is; replicate it if the shapes differ.
+    """Shard `value`, which is whole on every rank, as `parameter` is sharded. If the shapes differ, replicate `value`.
 
-    Nothing is sent, since each rank keeps its shard.
+    Nothing is sent, since each rank keeps its own shard.
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value

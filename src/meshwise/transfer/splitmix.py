@@ -12,7 +12,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mixed(*numbers: int) -> int:
-    """Mix `numbers` into one number below 2**32, since torch's CPU generator uses no more bits of a seed."""
+    """Mix `numbers` into one seed below 2**32. torch's CPU generator uses no more than 32 bits of a seed."""
     key = 0
     for number in numbers:
         key = (key + number + GOLDEN) % 2**64
@@ -23,7 +23,7 @@ def mixed(*numbers: int) -> int:
 
 
 def mixed_bits(bits: Tensor) -> Tensor:
-    """Apply the finaliser of SplitMix64 to each 64-bit integer of a tensor."""
+    """Apply the final mixing step of SplitMix64 to each 64-bit integer of a tensor."""
     bits = (bits ^ shifted(bits, 30)) * signed(_FIRST)
     bits = (bits ^ shifted(bits, 27)) * signed(_SECOND)
     return bits ^ shifted(bits, 31)

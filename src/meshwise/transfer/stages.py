@@ -2,8 +2,9 @@
 
 The stages are ranks that each hold a part of a model's layers and work on the same samples.
 
-`lacks` has the names of what a rank lacks of a model; the first stage that does not lack a name provides it. Along with
-the values of a forward, stages pass on what counts along the forward (`carried`), such as the number of random draws.
+`lacks` returns the names of the parameters and buffers that a rank does not hold. The first stage that holds such a
+name provides its value. Along with the activations, stages send state that changes during a forward pass (`carried`),
+such as the number of random draws.
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -26,10 +27,11 @@ from meshwise.transfer import collectives
 
 @dataclass(frozen=True)
 class Pipe:
-    """The ranks of this pipeline, in the order of the stages.
+    """The ranks of this rank's pipeline, in the order of the stages.
 
-    down, up: groups of the same ranks, for data to a higher and to a lower rank. So of two ranks, each only sends or
-    only receives in a group, and neither waits for the other.
+    rank, size: this rank's number in the pipeline, and the number of its ranks.
+    down, up: two groups of the same ranks, for data to a higher and to a lower rank. So each of two ranks only sends or
+        only receives in a group, and neither waits for the other.
     """
 
     rank: int
@@ -38,15 +40,15 @@ class Pipe:
     down: Group
     up: Group
     same_stage: tuple[int, ...] = ()
-    """The ranks of the run, in all pipelines, that have the same stages as this rank."""
+    """The ranks of the run, in all pipelines, that hold the same stages as this rank."""
 
     def towards(self, source: int, target: int) -> Group:
-        """Return the group in which `source` sends to `target`."""
+        """Return the group in which rank `source` sends to rank `target`."""
         return self.down if target > source else self.up
 
 
 Mail = dict[tuple[int, int], list[bytes]]
-"""Pickled objects that simulated ranks have sent to each other, by (source, target)."""
+"""Pickled objects that simulated ranks have sent to each other, by (source rank, target rank)."""
 _mail: list[Mail] = []
 _pipe: list[Pipe | None] = [None]
 _lacks: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
@@ -56,12 +58,12 @@ _left: list[nn.Module | None] = [None]  # the last of them, once it was run
 
 
 def pipe() -> Pipe | None:
-    """Return the pipeline that this rank is in; None without one."""
+    """Return the pipeline that this rank is in. None if it is in no pipeline."""
     return _pipe[0]
 
 
 def join_pipe(found: Pipe | None) -> None:
-    """Set the pipeline that this rank is in from now on, or None."""
+    """Set the pipeline that this rank is in from now on. None means no pipeline."""
     _pipe[0] = found
     enter_own_layers(True)
 
@@ -78,13 +80,16 @@ def absent_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def now_lacks(model: nn.Module, names: set[str]) -> None:
-    """From now on, treat these parameters and buffers of `model` as held by other stages only."""
+    """Record that only other stages hold these parameters and buffers of `model`."""
     _lacks[model] = names
 
 
 def counts(module: nn.Module | None = None) -> bool:
-    """Check whether the present output of `module` equals that on one device, which is so inside the layers of this
-    rank's stage. Code after the last of these layers belongs to the next stage, though this rank runs it too."""
+    """Check whether the present output of `module` equals the output of a run on one device.
+
+    This is so inside the layers of this rank's stage. Code after the last of these layers belongs to the next stage,
+    although this rank also runs it.
+    """
     return _in_own_layers[0] and _left[0] in (None, module)
 
 
@@ -100,7 +105,7 @@ def leave_own_layers(last: nn.Module) -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Inside the `with` block, let `counts` be False, as the forward runs a second time or for other ranks."""
+    """Make `counts` return False inside the `with` block, as the forward runs a second time or for other ranks."""
     before = _in_own_layers[0]
     _in_own_layers[0] = False
     try:
@@ -111,7 +116,11 @@ def uncounted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[None]:
-    """Inside the `with` block, pass what `leave` returns after a stage's layers to `enter` in the next stage."""
+    """Inside the `with` block, send a state along with the activations from each stage to the next.
+
+    leave: called after a stage's layers. Returns the state to send.
+    enter: called in the next stage with the received state.
+    """
     _carried.append((leave, enter))
     try:
         yield
@@ -120,20 +129,22 @@ def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[
 
 
 def take_along() -> list[Any]:
-    """Return the values that `carried` sends along to the next stage."""
+    """Return the states of all open `carried` blocks, to be sent to the next stage."""
     return [leave() for leave, _ in _carried]
 
 
 def put_down(values: list[Any]) -> None:
-    """Pass the values that came along from the previous stage to the `enter` functions."""
+    """Pass the states from the previous stage to the `enter` functions of all open `carried` blocks."""
     for (_, enter), value in zip(_carried, values, strict=True):
         enter(value)
 
 
 @contextlib.contextmanager
 def kept(mail: Mail) -> Iterator[None]:
-    """Inside the `with` block, in which one process runs the ranks one after the other, keep sent objects in `mail`
-    until the receiver's turn."""
+    """Inside the `with` block, keep objects that are sent in `mail` until they are received.
+
+    This is for one process that runs all ranks one after the other.
+    """
     _mail.append(mail)
     try:
         yield
@@ -146,7 +157,7 @@ def _own() -> int:
 
 
 def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
-    """Begin to send any value that pickle accepts; return a function that waits until it is sent."""
+    """Begin to send any value that pickle accepts. Returns a function that waits until the value is sent."""
     if _mail:
         _mail[-1].setdefault((_own(), collectives.ranks_of(group)[target]), []).append(pickle.dumps(value))
         return lambda: None

@@ -22,11 +22,11 @@ from meshwise.transfer.checksum import raw_bytes
 from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 PARTS = 32
-"""Number of chunks of a large copy. The first chunk of the first leg and the last of the second overlap with nothing,
-so the copy takes (PARTS + 1) / PARTS times the slower leg's time, 3 % more."""
+"""The number of chunks of a large copy. The first chunk of the first leg and the last chunk of the second leg overlap
+with nothing. So the copy takes (PARTS + 1) / PARTS times as long as the slower leg, which is 3 % more."""
 SMALLEST, LARGEST = 1 << 20, 32 << 20
-"""Bounds on the bytes of a chunk: at 25 GB/s (PCIe 4), 1 MiB takes 42 µs, about as long as the host takes to launch
-both legs; two buffers of 32 MiB may stay pinned for each pair of devices."""
+"""The smallest and the largest number of bytes of a chunk. At 25 GB/s (PCIe 4), 1 MiB takes 42 µs, about as long as the
+host takes to launch both legs. Two buffers of 32 MiB may stay pinned for each pair of devices."""
 
 
 def chunk_bytes(size: int) -> int:
@@ -35,7 +35,10 @@ def chunk_bytes(size: int) -> int:
 
 
 def staged(dst: Tensor, src: Tensor) -> Seconds:
-    """Copy through the host, any strides and dtype. Return seconds; on accelerators, a function that awaits them."""
+    """Copy `src` to `dst` through the host, with any strides and dtypes.
+
+    Returns the seconds. On accelerators, returns a function that waits for the copy and returns the seconds.
+    """
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()
@@ -69,7 +72,10 @@ def _host_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 @dataclass
 class _Lane:
-    """The state of one pair of devices: a stream on each, two buffers, and events when each was filled and emptied."""
+    """The state of copies between one pair of devices.
+
+    It has a stream on each device, two buffers, and events for when each buffer was filled and emptied.
+    """
 
     out: torch.Stream
     back: torch.Stream
@@ -114,7 +120,8 @@ def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 
 def _make_buffers(lane: _Lane, size: int) -> None:
-    """Make two pinned buffers of at least `size` bytes in `lane`; wait until no copy uses the old ones."""
+    """Make sure that `lane` has two pinned buffers of at least `size` bytes. Old buffers are not replaced while in use.
+    """
     if not lane.buffers or lane.buffers[0].numel() < size:
         for event in lane.emptied:
             event.synchronize()

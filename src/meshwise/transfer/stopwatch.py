@@ -10,11 +10,15 @@ import torch
 from meshwise.spec.devices import has_streams
 
 Seconds = float | Callable[[], float]
-"""Seconds, or a function that waits for them and returns them."""
+"""Seconds, or a function that waits until they are known and returns them."""
 
 
 class Stopwatch:
-    """Starts when it is created. device: times `stream`, or the device's current one; None: uses the host's clock."""
+    """A timer that starts when it is created.
+
+    device: a device with streams, on which `stream` (by default the current stream) is timed. For None, or a device
+        without streams, the host's clock is used.
+    """
 
     def __init__(self, device: torch.device | None, stream: torch.Stream | None = None) -> None:
         timed = device is not None and has_streams(device)
@@ -24,7 +28,8 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def stop(self, stream: torch.Stream | None = None) -> Seconds:
-        """Return the seconds since the start; for a stream, a function that waits for its work and returns them."""
+        """Return the seconds since the start. For a stream, return a function that waits for its work and returns them.
+        """
         if not self._events:
             return time.perf_counter() - self._start
         self._events[1].record(stream)

@@ -1,16 +1,17 @@
 """Simulate strict CPU devices in one process.
 
-So programs for many devices can be tested without any.
+Programs for many devices can then be tested without such devices.
 
     with virtual_devices(4) as devices:
         x = torch.zeros(3, device="cpu:1")       lives on virtual device 1; so does x + 1
         x + torch.zeros(3, device=devices[2])    UsageError: add mixes cpu:1 and cpu:2
         y = to(x, "cpu:2")                       the one function that copies
 
-torch itself takes `cpu:1` for `cpu`. Here each storage has a place, that is, a virtual device. Results live where their
-inputs do, views on the device of their base, gradients on that of their parameter. As in torch, a 0-d host tensor may
-meet any device, and an index may be on the host. `x.to`, `x.copy_`, `x[...] = y` and `module.to` between devices go
-through `transfer.copy`, so that `devices.on_copy` and the log see every byte. A tensor without a place is the host's.
+torch itself treats `cpu:1` as `cpu`. Here, the virtual device of each storage is recorded. Results are on the device of
+the inputs, views on the device of their base, and gradients on the device of their parameter. As in torch, a 0-d host
+tensor may be combined with tensors of any device, and an index may be on the host. `x.to`, `x.copy_`, `x[...] = y` and
+`module.to` between devices go through `transfer.copy`, so that `devices.on_copy` and the log see every byte. A tensor
+without a recorded device is on the host.
 
 Not covered: streams and speed, tensors without a storage (sparse ones), other threads, `out` memory of C++ code, and
 the gradient of a 0-d parameter of the host used on a device.
@@ -40,7 +41,8 @@ MOST = 1024  # a typing slip must not promise a million devices
 def virtual_devices(count: int) -> Iterator[VirtualDevices]:
     """Open `count` strict virtual devices, `cpu:0` and so on, for this thread inside the `with` block.
 
-    Raises UsageError for an impossible count, or if virtual devices are open already.
+    Operators refuse tensors of different virtual devices, as they do for real devices. Raises UsageError for an
+    impossible count, or if virtual devices are open already.
     """
     if not isinstance(count, int) or not 1 <= count <= MOST:
         raise UsageError(f"virtual_devices({count}): the number of devices must be 1 to {MOST}.")
@@ -57,8 +59,11 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
 
 
 class _Rules(TorchFunctionMode):
-    """Checks what each operator may do, and tracks where its result lives. As a TorchFunctionMode, it handles functions
-    in which torch looks at the device before it calls an operator, but cannot tell virtual devices apart."""
+    """Checks which devices each operator mixes, and tracks the virtual device of its result.
+
+    It is a TorchFunctionMode because some torch functions look at a tensor's device before they call an operator, and
+    torch cannot tell virtual devices apart.
+    """
 
     def __init__(self, devices: VirtualDevices) -> None:
         super().__init__()
@@ -99,7 +104,7 @@ class _Rules(TorchFunctionMode):
         return result
 
     def _common_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the virtual device of all inputs; None for the host. Raises UsageError if there are two."""
+        """Return the virtual device of all inputs. None is the host. Raises UsageError for inputs on two devices."""
         get = self.places.get
         every = list(tensors_in((args, kwargs)))
         if not every:
@@ -170,7 +175,7 @@ def _set_item(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _made_from_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Handle torch.tensor and similar functions, whose device never reaches an operator."""
+    """Handle torch.tensor and similar functions, which never pass their device to an operator."""
     asked = kwargs.get("device")
     if asked is None or torch.device(asked).type != "cpu":
         return func(*args, **kwargs)
@@ -180,7 +185,7 @@ def _made_from_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _placed(tensor: Any, device: torch.device) -> Any:
-    """Return `tensor`, registered on `device`."""
+    """Record that `tensor` is on `device`, and return the tensor."""
     if name_of(device) != HOST:
         OPEN_DEVICES[-1].places.set(tensor, device.index)
     return tensor
@@ -194,7 +199,7 @@ def _host_only(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_tensor(func: Any, args: Any, kwargs: Any) -> Any:
-    """Handle tensor.new_tensor: by default on the tensor's device; the values never reach an operator."""
+    """Handle tensor.new_tensor, which never passes its values to an operator. The default device is the tensor's."""
     return _made_from_values(func, args, {"device": device_of(args[0])} | kwargs)
 
 
