@@ -1,6 +1,6 @@
-"""Find the part of docs/ that says more of what was refused.
+"""Find the section of docs/ that explains an error.
 
-The table addresses.toml names it by the module or function that raised the error. Tested in
+The table addresses.toml has a section for the modules and functions that raise errors. Tested in
 tests/docs/test_addresses.py.
 """
 
@@ -15,19 +15,28 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def more(address: str) -> str:
-    """Return the line below an error that names a part of docs/; empty if `address` is. address: `page.md#part`."""
+    """Return the line below an error that names a section of docs/. It is empty if `address` is empty.
+
+    address: the section, as `page.md#section`.
+    """
     return address and f"more      docs/{address}"
 
 
 def addresses() -> dict[str, str]:
-    """Return the part of docs/ for each `room/file`, and for `room/file/function` if a function has another one."""
+    """Return the section of docs/ for each `folder/file`.
+
+    A function with a section of its own has the key `folder/file/function`.
+    """
     table = tomllib.loads((PACKAGE / "spec/addresses.toml").read_text(encoding="utf-8"))
     return {place: address for address, places in table.items() for place in places}
 
 
 def address_of(error: BaseException) -> str:
-    """Return the part of docs/ that says more about an error that meshwise raised; empty if there is none, or if the
-    user's program raised it. For an error that ends a run, return what the failed worker reported."""
+    """Return the section of docs/ that explains an error that meshwise raised.
+
+    It is empty if there is no such section, or if the user's program raised the error. For an error that ends a run, it
+    is the section that the failed worker reported.
+    """
     if hasattr(error, "failure"):
         return getattr(error.failure, "more", "")
     with contextlib.suppress(OSError):  # no file can be opened any more

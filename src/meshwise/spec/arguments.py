@@ -1,6 +1,6 @@
 """Read a job's arguments from the command line: `--arg lr=3e-4`.
 
-Each is read as the function's signature says. No torch.
+Each text is converted to the type in the signature of the job's function. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin
 from meshwise.spec.errors import UsageError, nearest
 
 Plain: TypeAlias = int | float | bool | str | PathLike[str] | None
-"""The types that a job's argument may have: all can be written as text."""
+"""The types that a job's argument may have. Values of all these types can be written as text."""
 WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...]:
-    """Return each argument as text, such as `lr=0.0003`, as run.json keeps it.
+    """Return each argument as the text `name=value`, such as `lr=0.0003`, as it is stored in run.json.
 
     Raises UsageError for a text that is not NAME=VALUE, a name that is given twice, and a value of another type.
     """
@@ -41,10 +41,10 @@ def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...
 
 
 def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str) -> dict[str, Any]:
-    """Convert `name=value` texts to the types of the function's annotations, or else of its defaults.
+    """Convert `name=value` texts to the types in the function's annotations, or else to the types of its defaults.
 
-    word: how the user names the function, for errors. Raises UsageError for a name that the function does not take, or
-    a text of another type.
+    Raises UsageError for a name that the function does not take, or for a text that cannot be converted.
+    word: how the user names the function, for error messages.
     """
     parameters = inspect.signature(function).parameters
     try:
@@ -65,7 +65,7 @@ def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str
 
 
 def _kinds(hint: Any, default: Any) -> list[Any]:
-    """Return the types that a parameter takes; for a Literal, its values."""
+    """Return the types that a parameter takes. For a Literal, return its values."""
     if hint is Any and default in (None, inspect.Parameter.empty):
         return [*READ]
     if hint is Any:
@@ -98,4 +98,4 @@ READ: Mapping[Any, Callable[[str], Any]] = {
     str: str,
     Path: Path,
 }
-"""What converts a text to each type. If several types are possible, they are tried in this order."""
+"""The function that converts a text to each type. If several types are possible, they are tried in this order."""

@@ -1,8 +1,8 @@
 """Parse devices in words: `4xcpu`, `8xcuda`, `cuda:0,1`, `all`.
 
-`all` is every accelerator. A `WorkerSlot` is the place of one worker on them.
+`all` means every accelerator. A `WorkerSlot` has the device and cores of one worker.
 
-Parsing only: whether such devices exist is the machine room's business.
+This file only parses. The package `machine` finds out whether the devices exist.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
 IN_WORDS = "all, 4xcpu, 2xcuda or cuda:0,1"
 """Examples of how an option names devices."""
 STREAMED = ("cuda", "xpu")
-"""Kinds of device that run asynchronously to the host, in streams (`torch.Stream`, `torch.Event`). For all else use
-`torch.get_device_module(device)`: `torch.accelerator` knows one kind, which may be a rehearsal's fake device."""
+"""The kinds of device that run asynchronously to the host, in streams (`torch.Stream`, `torch.Event`). For everything
+else that depends on the device, use `torch.get_device_module(device)`: `torch.accelerator` knows only one kind, which
+may be the fake device of a rehearsal."""
 
 
 @functools.cache  # asked in every step
@@ -33,7 +34,11 @@ MOST_CPU_WORKERS = 256  # a typing slip such as 4000xcpu must not start 4000 pro
 
 @dataclass(frozen=True)
 class DeviceRequest:
-    """The devices that the user asks for. kind None: every accelerator. indices None: the first `count` of the kind."""
+    """The devices that the user asks for.
+
+    kind: the kind of device. None means every accelerator.
+    indices: the indices of the devices. None means the first `count` devices of the kind.
+    """
 
     kind: str | None
     count: int | None = None
@@ -48,7 +53,7 @@ class DeviceRequest:
 
 
 def parse_devices(words: str) -> DeviceRequest:
-    """Read `all`, `4xcpu`, `cpu`, `2xcuda`, `cuda:0,1` or `cuda`. Raises UsageError for anything else."""
+    """Parse `all`, `4xcpu`, `cpu`, `2xcuda`, `cuda:0,1` or `cuda`. Raises UsageError for any other text."""
     text = words.strip().lower()
     if text == "all":
         return DeviceRequest(None)
@@ -113,7 +118,7 @@ class WorkerSlot:
 
 
 def threads_in(environment: Mapping[str, str]) -> int:
-    """Return OMP_NUM_THREADS, or the first number of it if it is a list; 0 if it is not set."""
+    """Return the number in OMP_NUM_THREADS, or the first number if it is a list. Return 0 if it is not set."""
     first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 

@@ -1,7 +1,7 @@
 """Name the dtypes of storage, computation and reduction by short words.
 
-A plan's `precision` is one word for all three; the plan also has a field for each, which takes precedence. The stored
-parameters are the master weights: the optimizer updates them and keeps its state in their dtype.
+A plan's `precision` is one word for all three dtypes. The plan also has a field for each of them, which takes
+precedence. The stored parameters are the master weights: the optimizer updates them and keeps its state in their dtype.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtype for each purpose. Raises PlanError for combinations that do not work.
+    """The dtypes in which a plan stores, computes and reduces. Raises PlanError for combinations that do not work.
 
-    stored: of parameters, their `.grad` and the optimizer's state.
-    computed: of matrix products in forward and backward (by autocast if narrower than `stored`), and of sharded
-        parameters while they are gathered.
-    reduced: of gradients while they are summed over ranks.
+    stored: the dtype of parameters, their `.grad` and the optimizer's state.
+    computed: the dtype of matrix products in forward and backward (by autocast if narrower than `stored`), and of
+        sharded parameters while they are gathered.
+    reduced: the dtype of gradients while they are summed over ranks.
     """
 
     stored: str
@@ -51,7 +51,7 @@ class Dtypes:
 
     @property
     def by_field(self) -> dict[str, str]:
-        """The dtypes by their field in a plan, such as `param_dtype`."""
+        """The dtypes by the names of a plan's fields, such as `param_dtype`."""
         return {"param_dtype": self.stored, "compute_dtype": self.computed, "grad_dtype": self.reduced}
 
     @property
@@ -63,10 +63,10 @@ class Dtypes:
 def dtypes_of(
     precision: str, param_dtype: str | None = None, compute_dtype: str | None = None, grad_dtype: str | None = None
 ) -> Dtypes:
-    """Return the dtypes that the word `precision` means, overridden by the other arguments that are given.
+    """Return the dtypes that the word `precision` stands for. Other arguments that are given override them.
 
-    By default `computed` is the dtype that `precision` names, or `param_dtype` if that is narrower, and gradients are
-    reduced in the stored dtype. Raises PlanError for combinations that do not work.
+    By default, `computed` is the dtype that `precision` names, or `param_dtype` if that is narrower. Gradients are
+    reduced in the stored dtype by default. Raises PlanError for combinations that do not work.
     """
     given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype, "grad_dtype": grad_dtype}
     for name, value in given.items():

@@ -11,9 +11,10 @@ _PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 def seconds_of(text: str, what: str) -> float:
-    """Parse a duration as seconds: `90`, `90s`, `10min`, `4h`, `1h30min`, `2d`, or as in Slurm `4:00:00`, `1-12:00:00`.
+    """Parse a duration to seconds: `90`, `90s`, `10min`, `4h`, `1h30min`, `2d`, or as in Slurm `4:00:00`, `1-12:00:00`.
 
-    what: the option, for errors. Raises UsageError for anything else, and for a duration of 0.
+    Raises UsageError for any other text, and for a duration of 0.
+    what: the name of the option, for error messages.
     """
     clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text.strip())
     if clock is not None:

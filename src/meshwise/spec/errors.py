@@ -26,12 +26,12 @@ from meshwise.spec.addresses import address_of, more
 
 
 class MeshwiseError(Exception):
-    """Root of every error that meshwise raises on purpose."""
+    """The base class of every error that meshwise raises on purpose."""
 
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows: the error's sentence and where docs/ says more, without a traceback."""
+        """Return what a notebook shows instead of a traceback: the error and a line that names a section of docs/."""
         return [f"{type(self).__name__}: {self}", *filter(None, [more(address_of(self))])]
 
 
@@ -58,7 +58,10 @@ class LossError(MeshwiseError):
 
 
 class SpoiledError(LossError):
-    """Parameters are no longer finite. ranks: those that hold such parameters."""
+    """Parameters are no longer finite.
+
+    ranks: the ranks that hold such parameters.
+    """
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -70,7 +73,10 @@ class SaveError(MeshwiseError):
 
 
 class ReplicaError(MeshwiseError):
-    """Replicas that must be equal are not. ranks: those that differ from the majority; all if there is no majority."""
+    """Replicas that must be equal are not equal.
+
+    ranks: the ranks that differ from the majority. All ranks if there is no majority.
+    """
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -78,7 +84,7 @@ class ReplicaError(MeshwiseError):
 
 
 class TransferError(MeshwiseError):
-    """Bytes did not arrive as they were sent: a path corrupts data."""
+    """Bytes did not arrive as they were sent, since some path between devices corrupts data."""
 
 
 class WorkerFailed(MeshwiseError):
@@ -87,7 +93,7 @@ class WorkerFailed(MeshwiseError):
     def __init__(
         self, message: str, *, rank: int | None = None, exit_code: int = 1, failure: Any | None = None
     ) -> None:
-        """failure: what is known of the worker that failed first (`workers.failure.Failure`); None if none did."""
+        """failure: what is known of the worker that failed first (a `workers.failure.Failure`). None if none failed."""
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
@@ -95,13 +101,16 @@ class WorkerFailed(MeshwiseError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'mnist-mlp'?` with the known word closest to `word`; an empty text if none is close."""
+    """Return ` Did you mean 'mnist-mlp'?` with the known word that is closest to `word`. Empty if no word is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def check_known(what: str, word: object, known: Iterable[str], error: type[UsageError] = UsageError) -> None:
-    """Raise `error` if `word` is not in `known`, and name the closest known word. what: the option or field."""
+    """Raise `error` if `word` is not in `known`. The message suggests the closest known word.
+
+    what: the name of the option or field, for the message.
+    """
     words = tuple(known)  # what a file gives may have no hash
     if word not in words:
         raise error(f"{what}={word!r} is not known.{nearest(str(word), words)} Use one of {', '.join(words)}.")

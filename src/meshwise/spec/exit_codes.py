@@ -10,13 +10,13 @@ import signal
 from collections.abc import Mapping
 
 DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
-"""DOUBTFUL is only for `meshwise check`: all that it compares in float64 is equal, but some other figure differs."""
+"""DOUBTFUL is only for `meshwise check`: all values that it compares in float64 are equal, but others differ."""
 TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
-"""The number that stands for the run's time limit, among the signals that stop a run."""
+"""The number that stands for the run's time limit wherever the signal that stopped a run is given."""
 JOINS = 0
-"""The number that stands for a machine that joins the run, among these signals: the run restarts with the machine."""
+"""The number that stands, in the same place, for a machine that joins the run. The run then restarts with it."""
 WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-"""Signals that schedulers send some time before they kill a job, often to every process of a task."""
+"""The signals that schedulers send some time before they kill a job, often to every process of a task."""
 OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
 """Environment variables that schedulers set in the processes they start."""
 MEANINGS = {
@@ -32,7 +32,10 @@ MEANINGS = {
 
 
 def code_of_stop(number: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the exit code of a run that this signal stopped: 85 if it should start again, else 128 + the number."""
+    """Return the exit code of a run that the signal `number` stopped.
+
+    It is 85 if the run should be started again, and otherwise 128 + the number of the signal.
+    """
     scheduled = number == signal.SIGTERM and any(name in environment for name in OF_SCHEDULERS)
     return AGAIN if scheduled or number in (TIME_LIMIT, _number("SIGUSR1"), _number("SIGUSR2")) else 128 + number
 

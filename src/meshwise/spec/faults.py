@@ -27,7 +27,7 @@ KINDS = {
 }
 """What each kind of fault does to a rank."""
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
-"""Phases of a step. A fault happens when its phase begins; `communication` begins with a collective of all ranks."""
+"""The phases of a step. A fault happens when its phase begins, `communication` with a collective of all ranks."""
 FULL_FOR = 10  # steps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 after it where that matters."
@@ -35,9 +35,14 @@ EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 af
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, injected once. step: counted from 1 over the whole run. attempt: counted from 1 over this command; 2 is
-    the first restart. seconds: the delay of `slow`. steps: for how many steps the disk is full.
-    back: after how many attempts a lost device returns; 0: never."""
+    """A fault that is injected once into a run.
+
+    step: the step in which it happens, counted from 1 over the whole run.
+    attempt: the attempt in which it happens, counted from 1 for this command. 2 is the first restart.
+    seconds: the delay of a `slow` fault.
+    steps: for how many steps the disk is full.
+    back: after how many attempts a lost device returns. 0 means never.
+    """
 
     kind: str
     rank: int
@@ -57,7 +62,7 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parse a fault such as `kill:rank=2,step=40`. Raises UsageError for anything else."""
+    """Parse a fault such as `kill:rank=2,step=40`. Raises UsageError for a text that is not a fault."""
     head, _, rest = text.partition(":")
     kind, _, duration = head.strip().partition(" ")
     check_known("--fault", kind, KINDS)

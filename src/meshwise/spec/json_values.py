@@ -12,8 +12,10 @@ from typing import Any
 
 
 def json_value(value: Any, not_finite: type[str] | None = None) -> Any:
-    """Convert dataclasses, mappings and sequences to dicts and lists, at any depth. JSON has no infinity and no NaN:
-    such numbers become null, or a text such as `inf` if `not_finite` is str."""
+    """Convert dataclasses, mappings and sequences to dicts and lists, at any depth.
+
+    JSON has no infinity and no NaN. Such numbers become None, or a text such as `inf` if `not_finite` is str.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
 """Import a package's files on first use, to start quickly.
 
-A command's help then does not wait for torch, and the program's random numbers do not move: some libraries draw when
-they are imported.
+The help of a command then does not wait for torch. The program's random numbers stay the same, although some libraries
+draw random numbers when they are imported.
 
-A package says in its `__init__.py` `__getattr__ = files_of(__name__)`, and names its files to type checkers in
-`__init__.pyi`; then `from meshwise import api` and `api.run.start_job(...)`.
+A package has `__getattr__ = files_of(__name__)` in its `__init__.py`, and names its files to type checkers in
+`__init__.pyi`. Its users write `from meshwise import api` and `api.run.start_job(...)`.
 Tested in tests/cli/test_start_up.py.
 """
 
@@ -18,7 +18,7 @@ from types import ModuleType
 
 
 def files_of(package: str) -> Callable[[str], ModuleType]:
-    """Return a `__getattr__` for the package, which imports the package's file of the requested name on first use."""
+    """Return a `__getattr__` function for a package, which imports the file of the requested name on first use."""
 
     def file(name: str) -> ModuleType:
         if name.startswith("_"):

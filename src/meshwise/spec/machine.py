@@ -2,8 +2,8 @@
 
 It has the same type whether it is described (`8xH100`, a file) or measured.
 
-What is not known is None or empty; nothing is guessed. Bandwidths are one way, in bytes/s; a peak is dense, in FLOP/s,
-by dtype word (`bf16`). Every figure has its origin in words.
+Values that are not known are None or empty, and nothing is guessed. Bandwidths are for one direction, in bytes/s. A
+peak is dense, in FLOP/s, for each dtype word (`bf16`). The source of every figure is given in words.
 
 Tested in tests/machine/test_judge.py and test_machine_file.py.
 """
@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from meshwise.spec.timings import Timings
 
 HOST, DEVICE, NODE = "host", "device", "node"
-"""Ends of a link that are no single device: the memory of a host, any device of a host, any host of the machine."""
+"""Ends of a link that are not one device: the memory of a host, any device of a host, or any host of the machine."""
 
 
 MOST_DEVICES = 131_072
-"""The largest number of devices to accept, more than any machine has: a typing error must not fill the memory."""
+"""The largest number of devices to accept. No machine has as many, and a typing error must not fill the memory."""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """The measured seconds of a matrix product, (m × k) by (k × n)."""
+    """One measured matrix product, (m × k) by (k × n), and the seconds that it took."""
 
     dtype: str
     m: int
@@ -35,17 +35,25 @@ class Matmul:
 
     @property
     def rate(self) -> float:
-        """The measured FLOP/s: 2mnk over the seconds."""
+        """The measured FLOP/s: 2mnk divided by the seconds."""
         return 2 * self.m * self.n * self.k / self.seconds
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. name: `cuda:0`, `cpu:1`, as counted on its host. part: the product, as the catalog names it, or as
-    the driver does.
-    memory: bytes. memory_bandwidth (bytes/s) and peak (dense FLOP/s by dtype): nominal. achievable: the best share of
-    the peak that was ever reached, by dtype. memory_rate (bytes/s, read and written), matmuls and launch (seconds per
-    kernel): measured on this device. origins: the source of each figure, by field name."""
+    """One device of a machine.
+
+    name: the name on its host, such as `cuda:0` or `cpu:1`.
+    part: the name of the product, as in the catalog or as the driver gives it.
+    memory: the size of the memory in bytes.
+    memory_bandwidth: the nominal bandwidth of the memory, in bytes/s.
+    peak: the nominal dense FLOP/s, by dtype.
+    achievable: the best share of the peak that was ever reached, by dtype.
+    memory_rate: the measured bytes/s of the memory, read and written.
+    matmuls: the measured matrix products.
+    launch: the measured seconds to launch a kernel.
+    origins: the source of each figure, by field name.
+    """
 
     name: str
     part: str
@@ -77,13 +85,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A link in one direction. source, target: device names, or HOST, DEVICE, NODE for any of them.
+    """A link in one direction.
 
-    kind: `pcie`, `nvlink`, `xgmi`, `c2c`, `memory`, `network` or `process`. bandwidth: nominal bytes/s, as the parts at
-    both ends support. generation, width (PCIe lanes, or number of NVLink or xGMI links): as found; full_generation,
-    full_width: what the parts support. peer: whether one device reads the other's memory without the host. crosses:
-    what is between: empty (at most a switch), `bridge` (the host's PCIe bridge), `socket`. timings: measured, by path:
-    `pinned`, `pageable`, `peer`, `staged`, `gloo`, `nccl`; with ` both ways` if both directions ran at once.
+    source, target: the names of devices, or HOST, DEVICE or NODE for any of them.
+    kind: `pcie`, `nvlink`, `xgmi`, `c2c`, `memory`, `network` or `process`.
+    bandwidth: the nominal bytes/s that the parts at both ends support.
+    generation, width: the generation and the number of PCIe lanes, NVLink links or xGMI links, as found.
+    full_generation, full_width: the generation and the width that the parts support.
+    peer: whether one device can read the memory of the other device without the host.
+    crosses: what is between the ends: empty (at most a switch), `bridge` (the host's PCIe bridge) or `socket`.
+    timings: the measured times by path: `pinned`, `pageable`, `peer`, `staged`, `gloo` or `nccl`. ` both ways` is added
+        if both directions ran at once.
     """
 
     source: str
@@ -103,9 +115,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Collective:
-    """Measured times of one kind of collective (`all-reduce`) over `ranks` ranks by a backend (`nccl`, `gloo`).
+    """The measured times of one kind of collective, such as `all-reduce`, over `ranks` ranks.
 
-    The sizes in `timings` are those of the full tensor, as in nccl-tests.
+    backend: `nccl` or `gloo`.
+    timings: the times by size. The size is the size of the full tensor, as in nccl-tests.
     """
 
     kind: str
@@ -116,9 +129,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Host:
-    """One host. cores, memory (bytes): what this process may use of cores_present and memory_present.
+    """One host of a machine.
 
-    limits: of this process, as bytes or counts, by name: `shared memory`, `open files`, `locked memory`.
+    cores, memory: what this process may use of `cores_present` and `memory_present`. Memory is in bytes.
+    limits: limits of this process, as bytes or counts: `shared memory`, `open files`, `locked memory`.
     """
 
     name: str = ""
@@ -134,9 +148,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine: hosts, devices, links. measured: date and versions of the measurement; empty if not measured.
+    """A machine: its hosts, devices and links.
 
-    versions: of torch, the driver and so on, by name. warnings: what is unknown or looks wrong, each with what to do.
+    measured: the date and the versions of the measurement. Empty if the machine was not measured.
+    versions: the versions of torch, the driver and so on, by name.
+    warnings: what is unknown or looks wrong, each with what to do.
     """
 
     name: str
@@ -150,14 +166,15 @@ class Machine:
 
 
 def device_label(machine: Machine, device: Device) -> str:
-    """Return the device's name; if the machine has several hosts, with its host's in front: `node1 cuda:0`."""
+    """Return the name of a device. If the machine has several hosts, the host comes first: `node1 cuda:0`."""
     return device.name if len(machine.hosts) < 2 else f"node{device.host} {device.name}"
 
 
 def link_between(machine: Machine, source: str, target: str) -> Link | None:
-    """Return the link from `source` to `target`; if there is none, the link for any such ends; else None.
+    """Return the link from `source` to `target`. Without such a link, return the link for any ends of these kinds.
 
-    The ends are two device names of the same host, HOST, or `node0` and so on for a whole host.
+    Returns None if there is neither. Each end is a device name (both of the same host), HOST, or `node0` and so on for
+    a whole host.
     """
     by_ends = {(link.source, link.target): link for link in reversed(machine.links)}  # of two alike the first
     return by_ends.get((source, target)) or by_ends.get((_any(source), _any(target)))

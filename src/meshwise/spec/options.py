@@ -28,11 +28,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Option:
-    """Describes a field of an options dataclass, in its `Annotated`: how the command line and the help show the field.
+    """The description of one field of an options dataclass. It stands in the field's `Annotated` type.
 
-    name: of the option, if not the field's name with dashes. argument: True for a positional argument (`JOB`).
-    scripts: whether the option applies to a user's own script too; False if only to jobs.
-    recorded: whether run.json keeps the value, for a run that is resumed.
+    The command line and the help are made from it.
+    name: the name of the option. None uses the field's name with dashes.
+    argument: whether the option is a positional argument (`JOB`).
+    scripts: whether the option also applies to a user's own script. False if it applies to jobs only.
+    recorded: whether run.json keeps the value for a run that is resumed.
     """
 
     help: str
@@ -44,15 +46,15 @@ class Option:
 
 
 OfJobs = functools.partial(Option, scripts=False)
-"""Describe an option that a user's own script does not have."""
+"""Describe an option that applies to jobs only, not to a user's own script."""
 OfThisStart = functools.partial(Option, recorded=False)
-"""Describe an option that a run which goes on with this one does not take over."""
+"""Describe an option that a resumed run does not take over from the run that it continues."""
 OfThePlan = functools.partial(Option, name="--set", metavar="FIELD=VALUE")
-"""Describe `--set`."""
+"""Describe the option `--set`, which sets a field of the plan."""
 
 
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
-    """Yield (name, type, `Option`) of each field of a dataclass that has an `Option`, inherited fields last."""
+    """Yield (name, type, `Option`) for each field of a dataclass that has an `Option`. Inherited fields come last."""
     hints = get_type_hints(kind, include_extras=True)
     for name in (name for each in kind.__mro__ for name in vars(each).get("__annotations__", ())):
         for option in get_args(hints[name]):
@@ -61,7 +63,7 @@ def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
 
 
 def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
-    """Yield (name, value, `Option`) of each field whose value differs from the default. options: a dataclass."""
+    """Yield (name, value, `Option`) for each field of an options dataclass whose value is not the default."""
     defaults = {field.name: field.default for field in fields(options)}
     for name, _, option in options_of(type(options)):
         value = getattr(options, name)
@@ -70,7 +72,7 @@ def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
 
 
 def check_script(script: str, options: Any) -> None:
-    """Raise UsageError if the script is missing, or if an option is given that applies to jobs only."""
+    """Raise UsageError if the script does not exist, or if an option is given that applies to jobs only."""
     if not Path(script).is_file():
         raise UsageError(f"{script}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
     for name, value, option in given_options(options):
@@ -89,7 +91,10 @@ def option_name(field: str, option: Option) -> str:
 
 
 def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], R]], Callable[P, R]]:
-    """Make a function of one options dataclass take its fields as arguments, for type checkers and `help` as well."""
+    """Return a decorator for a function of one options dataclass.
+
+    The decorated function takes the fields of the dataclass as arguments, which type checkers and `help` show as well.
+    """
 
     def decorate(function: Callable[[Options], R]) -> Callable[P, R]:
         @functools.wraps(function)

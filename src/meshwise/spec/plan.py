@@ -42,16 +42,17 @@ _COMPILED = " with compile=True: split tensors are not compiled. Remove compile.
 
 @dataclass(frozen=True)
 class Conflict:
-    """A combination that a field excludes. when: whether a plan has it. message: the error; `{plan}` is that plan."""
+    """A combination that a plan must not have. If `when` returns True for a plan, PlanError is raised with the text
+    `message`, in which `{plan}` stands for that plan."""
 
     when: Callable[[Plan], bool]
     message: str
 
 
 def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -> Any:
-    """Declare a field for the size of a mesh axis. The fields are in order from the outermost axis to the innermost.
+    """Declare a field for the size of a mesh axis. Axes are declared from the outermost axis to the innermost.
 
-    same_samples: whether ranks along the axis work on the same samples; such axes are the innermost.
+    same_samples: whether ranks along the axis work on the same samples. Such axes are the innermost.
     """
     return field(default=1, metadata=locals() | {"axis": True})
 
@@ -64,7 +65,7 @@ def _not_yet(own: str, other: str) -> Conflict:
 def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
     """Declare a field for a technique that is off by default. Conflicts apply to any value other than the default.
 
-    divides: what it divides over ranks: `parameters`, with gradients and state, or only the optimizer's `state`.
+    divides: what is sharded over ranks: `parameters`, with gradients and state, or only the optimizer's `state`.
     """
     return field(default=default, metadata={"conflicts": conflicts, "divides": divides})
 
@@ -84,20 +85,20 @@ class Plan:
     sequence: whether activations between the layers that `tensor` splits are divided along positions.
     schedule: one of `SCHEDULES`: the order in which a pipeline stage runs its forwards and backwards.
     accumulate: microbatches into which a global batch is split; their gradients add up before one optimizer step.
-    precision: one of `PRECISIONS`, a word for the three dtypes below.
+    precision: one of `PRECISIONS`, a word that sets the three dtypes below.
     param_dtype: the dtype in which parameters (the master weights) are stored. By default float32.
     compute_dtype: the dtype of matrix products, and of sharded parameters while they are gathered.
     grad_dtype: the dtype in which gradients are summed over ranks. By default `param_dtype`.
     zero1: whether the optimizer's state is sharded over the replicas, while parameters stay replicated.
     recompute: one of `RECOMPUTES`, or the names of the blocks whose forward runs again in the backward.
-    offload: what is kept in the host's memory, of `OFFLOADS`.
-    reduce_each: whether gradients are reduced after each microbatch, so that a rank keeps only its shard of them; by
-        default every rank keeps those of the whole model until the last microbatch.
+    offload: names from `OFFLOADS`, for what is kept in the host's memory.
+    reduce_each: whether gradients are reduced after each microbatch, so that a rank keeps only its shard of them. By
+        default, every rank keeps the gradients of the whole model until the last microbatch.
     reshard: whether a block's gathered parameters are freed after its forward and gathered again for its backward.
     compile: whether each block is compiled.
     batch_norm: one of `BATCH_NORMS`: over which samples batch norms take their statistics.
     shares: how much of every batch each replica computes, in proportion: data × shard × expert numbers, such as (2, 1)
-        if the first is twice as fast. By default all compute the same. A step's result does not depend on it.
+        if the first is twice as fast. By default all compute the same. The result of a step does not depend on it.
     bucket_mb: MiB of gradients to reduce in one all-reduce (25 is DistributedDataParallel's default).
     """
 
@@ -221,7 +222,7 @@ class Plan:
 
     @property
     def within_samples(self) -> int:
-        """The number of ranks that work on the same samples: the product of such axes."""
+        """The number of ranks that work on the same samples: the product of the axes pipeline, context and tensor."""
         return math.prod(getattr(self, f.name) for f in fields(self) if f.metadata.get("same_samples"))
 
     @property
@@ -250,7 +251,7 @@ class Plan:
 
     @property
     def dtypes(self) -> Dtypes:
-        """The dtypes in which the plan stores, computes and reduces."""
+        """The dtypes in which the plan stores parameters, computes, and reduces gradients."""
         return dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
 
     def __repr__(self) -> str:
@@ -265,11 +266,11 @@ AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
 """The mesh axes, outermost first. Ranks of the last axis are on neighbouring devices, whose links are the fastest."""
 
 OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_dtype": None}
-"""The fields whose dtypes `precision` sets, with their default values."""
+"""The fields for the three dtypes that `precision` sets, with their default values."""
 
 
 def changed(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan that differ from their default; if the plan needs one device, `data` too."""
+    """Return the fields of a plan that differ from their defaults. If the plan needs one device, include `data` too."""
     one = plan.devices == 1
     return {
         f.name: getattr(plan, f.name)
@@ -279,14 +280,14 @@ def changed(plan: Plan) -> dict[str, Any]:
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
-    """Return the plan with another precision and the dtypes that this sets; `plan` itself if it has that precision."""
+    """Return the plan with another precision and the three dtypes that it sets. If it is the same, return `plan`."""
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, **OWN_DTYPES)
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
-    """Raise PlanError unless a number is whole and at least 1, and a switch True or False. Ignore other fields."""
+    """Raise PlanError if an integer field is not an integer of at least 1, or a boolean field is not a bool."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise PlanError(f"{name}={value!r} must be True or False (true or false in a file).")
@@ -323,7 +324,7 @@ def _offload(value: Any) -> tuple[str, ...]:
 
 
 def _shares(value: Any) -> tuple[float, ...]:
-    """Convert shares to numbers, also from texts of a command line. Equal shares become (), the default."""
+    """Convert shares to numbers. They may be texts of a command line. Equal shares become (), the default."""
     try:
         if isinstance(value, str):
             raise ValueError

@@ -19,7 +19,7 @@ from meshwise.spec.units import plural
 
 
 def check_devices(plan: Plan, devices: int) -> None:
-    """Raise PlanError if the plan needs another number of devices; it names the nearest plan that fits."""
+    """Raise PlanError unless the plan needs exactly `devices` devices. The message names the nearest plan that does."""
     if plan.devices == devices:
         return
     use = ", ".join(f"{axis}={value}" for axis, value in _nearest_axes(plan, devices).items())
@@ -35,7 +35,7 @@ def _axes_text(plan: Plan) -> str:
 
 
 def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
-    """Return the axes to change, with new sizes nearest in ratio, so that the plan needs `devices` devices."""
+    """Return the axes to change so that the plan needs `devices` devices, with new sizes that are nearest in ratio."""
     choices = [dict(zip(AXES, sizes, strict=True)) for sizes in factorisations(devices, len(AXES))]
     possible = [choice for choice in choices if _is_possible(plan, choice)] or choices
 
@@ -63,15 +63,18 @@ def _is_possible(plan: Plan, values: dict[str, Any]) -> bool:
 
 
 def on_one_device(plan: Plan) -> Plan:
-    """Return `plan` for one device: with all axes 1, and without techniques that need several devices."""
+    """Return `plan` for one device: all axes are 1, and techniques that need several devices are off."""
     techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
     off: dict[str, Any] = {**dict.fromkeys(AXES, 1), **{f.name: f.default for f in techniques}}
     return _with_possible(replace(plan, **off), plan)
 
 
 def on_devices(plan: Plan, devices: int) -> Plan:
-    """Return `plan` for at most this many devices, with the same global batch: only `data` and `shard` change, and some
-    devices may be left out. Raises PlanError if no such plan is possible."""
+    """Return `plan` for at most this many devices, with the same global batch. Some devices may be left unused.
+
+    Of the axes, only `data` and `shard` change. Techniques that are no longer possible are turned off. Raises PlanError
+    if no such plan is possible.
+    """
     fixed = plan.devices // (plan.data * plan.shard)
     for parts in range(devices // fixed, 0, -1):
         divisors = [size for size in range(1, parts + 1) if parts % size == 0]
@@ -89,7 +92,7 @@ def on_devices(plan: Plan, devices: int) -> Plan:
 
 
 def _with_possible(bare: Plan, plan: Plan) -> Plan:
-    """Return `bare` with those techniques of `plan` that are possible with it."""
+    """Return the plan `bare` with each technique of `plan` that is possible with the axes of `bare`."""
     techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
     one = bare
     for f in techniques:

@@ -19,11 +19,11 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan, check_name
 
 PREDICTED = "predicted"
-"""The name of a table in a plan file that is no field of the plan: see spec/prediction.py."""
+"""The name of the table for a prediction in a plan file, which is not a field of the plan. See spec/prediction.py."""
 
 
 def plan_to_toml(plan: Plan) -> str:
-    """Return the plan as the text of a TOML file, with every field. Dtypes that `precision` sets are comments."""
+    """Return the plan as the text of a TOML file, with every field. Dtypes that `precision` implies are comments."""
     implied = plan.dtypes.by_field
     lines = []
     for f in fields(plan):
@@ -35,9 +35,11 @@ def plan_to_toml(plan: Plan) -> str:
 
 
 def plan_from_toml(text: str, devices: int = 1, over: Mapping[str, Any] | None = None) -> Plan:
-    """Read a plan from the text of a plan file. If the text names no axis, `data` is `devices`. over: values that
-    replace those of the file.
-    Raises PlanError if the text is not TOML or names an unknown field."""
+    """Read a plan from the text of a plan file. If the text names no axis, `data` is set to `devices`.
+
+    Raises PlanError if the text is not TOML or names an unknown field.
+    over: values that replace the values of the file.
+    """
     values = plan_values(text)
     if not any(axis in values for axis in AXES):
         values["data"] = devices
@@ -45,7 +47,7 @@ def plan_from_toml(text: str, devices: int = 1, over: Mapping[str, Any] | None =
 
 
 def plan_values(text: str) -> dict[str, Any]:
-    """Return the fields that a plan file's text names. Raises PlanError if it is not TOML or has an unknown field."""
+    """Return the fields that the text of a plan file sets. Raises PlanError if it is not TOML or a field is unknown."""
     try:
         values = tomllib.loads(text)
     except RecursionError:
@@ -74,5 +76,8 @@ def plan_text(file: str | Path) -> str:
 
 
 def read_plan(file: str | Path, devices: int, over: Mapping[str, Any] | None = None) -> Plan:
-    """Read a plan file for this many devices; `over` replaces its values. Raises PlanError if it cannot be read."""
+    """Read a plan file for this many devices. Raises PlanError if it cannot be read.
+
+    over: values that replace the values of the file.
+    """
     return plan_from_toml(plan_text(file), devices, over)

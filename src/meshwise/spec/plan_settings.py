@@ -15,7 +15,7 @@ from meshwise.spec.plan import AXES, RECOMPUTES, Plan, changed, check_name
 
 
 def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
-    """Return the plan `start`, by default `Plan()`, changed by `field=value` settings of a command line.
+    """Return the plan `start`, by default `Plan()`, with fields changed by `field=value` settings of a command line.
 
     Raises PlanError for a text that is not a setting.
     """
@@ -23,7 +23,7 @@ def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Pl
 
 
 def settings_values(settings: Iterable[str]) -> dict[str, Any]:
-    """Parse `field=value` settings into fields of a plan. Commas separate values: `offload=parameters,optimizer`.
+    """Parse `field=value` settings to a dict of plan fields. Commas separate values: `offload=parameters,optimizer`.
 
     Raises PlanError for a text that is not a setting.
     """
@@ -57,7 +57,10 @@ def settings_text(plan: Plan) -> str:
 
 
 def plan_on(devices: int, settings: Sequence[str]) -> Plan:
-    """Return the plan of `field=value` settings for this many devices, filled with replicas if `data` is not set."""
+    """Return the plan that `field=value` settings describe for this many devices.
+
+    If `data` is not set, it is the number of replicas that use all devices, or 1 if there is no such number.
+    """
     axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
     if any(setting.partition("=")[0].strip() == "data" for setting in axes):
         return plan_from_settings(settings)
@@ -66,7 +69,7 @@ def plan_on(devices: int, settings: Sequence[str]) -> Plan:
 
 
 def devices_of(axes: Iterable[str]) -> int:
-    """Return how many devices these settings of axes need: their product. Ignore values that are no numbers."""
+    """Return how many devices these settings of axes need: the product of the sizes. Other values are ignored."""
     values = [_value_of(name.strip(), text.strip()) for name, _, text in (axis.partition("=") for axis in axes)]
     return math.prod(value for value in values if isinstance(value, int) and value > 0)
 

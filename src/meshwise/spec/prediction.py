@@ -21,11 +21,16 @@ COMMENT = "# What meshwise plan predicted of it; the report of a run shows it be
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `meshwise plan` predicted for one plan of a job. machine: the predicted machine. origin: the sources of the
-    prices.
-    seconds: of a step; low, high: its 80 % interval; None if the machine's speed is unknown. kinds: seconds of the step
-    by the kinds of a report, averaged over ranks. memory: bytes on the rank that needs most, by the counter that
-    measures them: `allocated`, `reserved`, `device`. categories: the parts of the allocated bytes."""
+    """What `meshwise plan` predicted for one plan of a job.
+
+    machine: the machine for which the prediction was made.
+    origin: where the assumed speeds of the machine come from.
+    seconds: the time of a step. None if the speed of the machine is unknown.
+    low, high: the bounds of the 80 % interval of `seconds`. None if it is unknown.
+    kinds: the seconds of the step by the kinds that a report shows, averaged over ranks.
+    memory: the bytes on the rank that needs most, by the counter that measures them: `allocated`, `reserved`, `device`.
+    categories: the parts of the allocated bytes.
+    """
 
     job: str
     batch_size: int
@@ -40,7 +45,7 @@ class Prediction:
 
 
 def prediction_to_toml(prediction: Prediction) -> str:
-    """Return the table [predicted], to be added to the text of a plan file."""
+    """Return the prediction as the table [predicted], to be added to the text of a plan file."""
     values = {each.name: getattr(prediction, each.name) for each in fields(prediction)}
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and value}
     plain = {name: value for name, value in values.items() if not isinstance(value, Mapping) and value is not None}
@@ -51,13 +56,13 @@ def prediction_to_toml(prediction: Prediction) -> str:
 
 
 def prediction_in(text: str) -> Prediction | None:
-    """Read the prediction in the text of a plan file; None if there is none. Raises PlanError if it is damaged."""
+    """Read the prediction in the text of a plan file. None if there is none. Raises PlanError if it is damaged."""
     values = tomllib.loads(text).get(PREDICTED)
     return None if values is None else prediction_of(values)
 
 
 def prediction_of(values: Any) -> Prediction:
-    """Make a prediction from a dict, such as a file's table. Raises PlanError if fields or types are wrong."""
+    """Make a prediction from a dict, such as the table of a file. Raises PlanError if fields or types are wrong."""
     try:
         found = Prediction(**values)
         numbers = [*found.kinds.values(), *found.memory.values(), *found.categories.values()]

@@ -30,7 +30,7 @@ UNITS: dict[str, dict[str, Decimal]] = {
         "s": Decimal(1),
     },
 }
-"""For each kind of quantity: its units, with their factor to the base unit."""
+"""The units of each kind of quantity, with their factors to the base unit."""
 EXAMPLES = {"bytes": "80 GB", "bytes/s": "450 GB/s", "FLOP/s": "989.5 TFLOP/s", "seconds": "4 µs"}
 _WRITTEN = {  # the units that are written, largest first
     "bytes": ("TB", "GB", "MB", "kB", "B"),
@@ -43,9 +43,11 @@ _QUANTITY = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]
 
 
 def read_quantity(text: object, kind: str, where: str) -> float:
-    """Parse `80 GB` and the like; return bytes, bytes/s, FLOP/s or seconds. kind: a key of UNITS. where: for errors.
+    """Parse a text such as `80 GB`, and return it in bytes, bytes/s, FLOP/s or seconds.
 
     Raises UsageError unless the text is a positive finite number (seconds may be zero) with a unit of that kind.
+    kind: a key of UNITS.
+    where: the name of the value, for error messages.
     """
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     write = f'Write it as "{EXAMPLES[kind]}".'
@@ -69,7 +71,7 @@ def read_quantity(text: object, kind: str, where: str) -> float:
 
 
 def write_quantity(value: float, kind: str) -> str:
-    """Format `value` with a unit of its kind, as short as possible; `read_quantity` returns exactly the same number."""
+    """Format `value` as the shortest text with a unit of its kind, which `read_quantity` converts back exactly."""
     exact = Decimal(repr(float(value)))
     units = UNITS[kind]
     names = [*_WRITTEN[kind], *(_BINARY_BYTES if kind == "bytes" else ())]
@@ -80,7 +82,7 @@ def write_quantity(value: float, kind: str) -> str:
 
 
 def value_text(value: object) -> str:
-    """Format a value for an error, shortened if it is long."""
+    """Format a value for an error message. A long text is cut."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a whole number of thousands of digits

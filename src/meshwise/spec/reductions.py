@@ -1,4 +1,4 @@
-"""Name how a loss joins its samples: `reduction=` of jobs and `mw.backward`.
+"""Name how a loss combines its samples: `reduction=` of jobs and `mw.backward`.
 
 Tested in tests/engine/test_sum_losses.py.
 """

@@ -12,13 +12,18 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.quantity import read_quantity
 
 KEEP = 2
-"""How many checkpoints are kept by default: the newest, and the one before it, in case the newest is damaged."""
+"""How many checkpoints are kept by default: the newest, and the previous one in case the newest is damaged."""
 
 
 @dataclass(frozen=True)
 class Saves:
-    """When a run saves its state. steps, seconds: how often; if both are None, only at the end and when the run is
-    stopped. keep: how many checkpoints are kept. limit: the bytes that all of them may take."""
+    """When a run saves its state, and how many checkpoints it keeps.
+
+    steps, seconds: after how many steps or seconds the state is saved. If both are None, it is saved only at the end
+        and when the run is stopped.
+    keep: the number of checkpoints that are kept.
+    limit: the number of bytes that all checkpoints together may take.
+    """
 
     steps: int | None = None
     seconds: float | None = None
@@ -27,8 +32,7 @@ class Saves:
 
 
 def read_saves(every: int | str | None = None, keep: int | None = None, limit: str | None = None) -> Saves:
-    """Parse `--save-every 500` or `10min`, `--keep 3` and `--save-limit 50GiB`. Raises UsageError for anything
-    else."""
+    """Parse `--save-every 500` or `10min`, `--keep 3` and `--save-limit 50GiB`. Raises UsageError for other values."""
     steps, seconds = None, None
     if isinstance(every, int) or (every is not None and every.strip().lstrip("-").isdigit()):
         steps = int(every)

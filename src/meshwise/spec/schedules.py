@@ -13,11 +13,11 @@ SCHEDULES = {
     "interleaved": "1f1b with two stages a rank: about half the idle time, and more messages",
 }
 ZERO_BUBBLE = ("zb", "dualpipe")
-"""How the names of zero-bubble schedules begin, which split each backward in two, besides `zero-bubble`."""
+"""Beginnings of the names of zero-bubble schedules, besides `zero-bubble`. They split each backward in two."""
 
 
 def check_schedule(name: str) -> None:
-    """Raise PlanError for an unknown pipeline schedule; for a zero-bubble schedule, say why it is missing."""
+    """Raise PlanError for an unknown pipeline schedule. For zero-bubble schedules, it says why they are missing."""
     word = name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
     if "zerobubble" in word or word.startswith(ZERO_BUBBLE):
         raise PlanError(

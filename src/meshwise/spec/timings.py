@@ -1,7 +1,8 @@
 """Interpolate measured seconds by message size, and fit a line.
 
-Between two sizes the table is interpolated on logarithmic axes, since a constant bandwidth is wrong by a factor of 100
-at 32 KiB. The fit, t = latency + bytes / bandwidth, says what the table says in two numbers, and how well.
+Between two sizes, the table is interpolated on logarithmic axes, since a constant bandwidth is wrong by a factor of 100
+at 32 KiB. The fitted line, t = latency + bytes / bandwidth, describes the table by two numbers, and its residual says
+how well.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ _ROUNDS = 60  # of reweighting; the fit moves by less than 1e-9 after some 40
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of a transfer or collective at each size in bytes, smallest first.
+    """The measured seconds of a transfer or collective at each size in bytes, from the smallest size to the largest.
 
-    seconds: the median of repeats. p95, p99: percentiles of the repeats, or empty.
-    latency (seconds), bandwidth (bytes/s): of the fitted line. residual: the line's median relative error.
+    seconds: the median of repeated measurements.
+    p95, p99: percentiles of the repeated measurements. They may be empty.
+    latency, bandwidth: the seconds and the bytes/s of the fitted line.
+    residual: the median relative error of the fitted line.
     """
 
     sizes: tuple[int, ...]
@@ -35,7 +38,7 @@ class Timings:
 def fitted(
     sizes: Sequence[int], seconds: Sequence[float], p95: Sequence[float] = (), p99: Sequence[float] = ()
 ) -> Timings:
-    """Fit a line to a table by the least absolute relative error, with latency and bandwidth of at least 0."""
+    """Fit a line to a table by the least absolute relative error. Latency and bandwidth are at least 0."""
     latency, per_byte = _line(sizes, seconds)
     errors = [abs(latency + per_byte * size - time) / time for size, time in zip(sizes, seconds, strict=True)]
     bandwidth = 1 / per_byte if per_byte > 0 else math.inf
@@ -43,7 +46,7 @@ def fitted(
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (latency, seconds per byte) of the line with the least absolute relative error, by iteration."""
+    """Return (latency, seconds per byte) of the line with the least absolute relative error, found by iteration."""
     if len(sizes) == 1 or max(sizes) == min(sizes):
         return 0.0, median(seconds) / max(sizes[0], 1)
     weights = [1 / time**2 for time in seconds]
@@ -70,8 +73,11 @@ def _weighted(sizes: Sequence[int], seconds: Sequence[float], weights: Sequence[
 
 
 def seconds_at(timings: Timings, size: int) -> float:
-    """Return the seconds for `size` bytes: inside the table interpolated; below it, those of the smallest size; above
-    it, continued at the rate of its end, as a line through small sizes says little about large ones."""
+    """Return the seconds for a transfer of `size` bytes.
+
+    Inside the table, they are interpolated. Below it, they are the seconds of the smallest size. Above it, the table is
+    continued at the rate at its end, since a line through small sizes says little about large ones.
+    """
     sizes, seconds = timings.sizes, timings.seconds
     if size <= sizes[0]:
         return seconds[0]
@@ -83,8 +89,11 @@ def seconds_at(timings: Timings, size: int) -> float:
 
 
 def _seconds_a_byte(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds per byte at the table's end: between the largest size and the last one that took at most half
-    as long, so that noise matters little; without such a size, those of the largest size alone."""
+    """Return the seconds per byte at the end of the table.
+
+    This is the slope between the largest size and the last size that took at most half as long, so that noise matters
+    little. Without such a size, it is the time of the largest size divided by that size.
+    """
     half = [at for at, time in enumerate(seconds) if time <= seconds[-1] / 2]
     if not half:
         return seconds[-1] / sizes[-1]

@@ -1,6 +1,6 @@
 """Format bytes, seconds, counts and rates for people to read.
 
-What is not finite is `unknown`.
+A number that is not finite is formatted as `unknown`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def rate_text(rate: float) -> str:
 
 
 def whole_seconds_text(seconds: float) -> str:
-    """Format seconds that count on a screen as `8 s`, at least `1 s`, without tenths, which would only flicker."""
+    """Format seconds that are counted on a screen as `8 s`: at least `1 s`, without tenths, which would flicker."""
     return seconds_text(max(1, round(seconds)) if math.isfinite(seconds) else seconds).replace(".0 s", " s")
 
 

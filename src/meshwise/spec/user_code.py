@@ -17,7 +17,7 @@ _TYPED_IN = ("<ipython", "<stdin")  # where code that lies in no file was writte
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Return whether this is a file of the user: not of meshwise, not of a library, not generated code."""
+    """Return whether this is a file of the user, and not of meshwise, of a library, or of generated code."""
     if filename.startswith("<"):
         return filename.startswith(_TYPED_IN)
     installed = f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}dist-packages{os.sep}" in filename
@@ -25,7 +25,7 @@ def is_users(filename: str) -> bool:
 
 
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
-    """Return the innermost frame of user code at or outside `frame` (by default the caller); None if there is none."""
+    """Return the innermost frame of user code at or outside `frame`, by default the caller's. None if there is none."""
     frame = frame or sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -33,7 +33,7 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
 
 
 def frame_in(file: str) -> FrameType | None:
-    """Return the innermost frame of a file whose path ends with `file`; None if it has not called the caller."""
+    """Return the innermost frame on the stack whose file path ends with `file`. None if there is no such frame."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(file):
         frame = frame.f_back
@@ -48,13 +48,16 @@ def place(filename: str, line: int | None) -> str:
 
 
 def place_of(function: Any) -> str:
-    """Return the source line where a user's function begins, `train.py:31`; empty for any other function."""
+    """Return the source line where a user's function begins, as `train.py:31`. Empty for any other function."""
     code = getattr(function, "__code__", None)
     return place(code.co_filename, code.co_firstlineno) if code is not None and is_users(code.co_filename) else ""
 
 
 def user_place(frame: FrameType | None = None) -> str:
-    """Return the source line that runs in user code, at or outside `frame` (by default in this thread); else empty."""
+    """Return the source line of the innermost user code at or outside `frame`, as `train.py:31`.
+
+    It is empty if there is no user code. By default, `frame` is the caller's.
+    """
     frame = user_frame(frame)
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
 
@@ -69,14 +72,14 @@ def user_lines(most: int = 8) -> tuple[tuple[str, int], ...]:
 
 
 def name_line(error: Exception) -> None:
-    """Prefix the text of `error` with the user's source line that raised it, unless it names a line of that file."""
+    """Put the line of user code that raised `error` before its message, unless the message names that file."""
     at, text = raised_at(error), str(error)
     if at and f"{at.rpartition(':')[0]}:" not in text:
         error.args = (f"{at}: {text}",)
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the user's source line that raised `error`, the innermost one; empty if there is none."""
+    """Return the innermost line of user code that raised `error`. Empty if no user code did."""
     at, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 
 MOST_LINES, MOST_CHARACTERS = 20, 2000
-"""How much is shown of a text that is not ours, such as that of an exception: a screenful."""
+"""How much is shown of a text from outside meshwise, such as the message of an exception: a screenful."""
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """Format the first names, and how many more there are: `a, b, c and 4 more`."""
+    """Format the first `most` names, and the number of the other names: `a, b, c and 4 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -21,7 +21,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text that is not ours without control characters, cut to a screenful."""
+    """Return a text from outside meshwise without control characters, cut to a screenful."""
     whole = without_control(text)
     lines = whole.splitlines()
     cut = "\n".join(lines[:MOST_LINES])[:MOST_CHARACTERS]
@@ -40,13 +40,13 @@ def printable(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Format an error as `ValueError: no such layer`, made readable; only its type's name if it has no text."""
+    """Format an error as `ValueError: no such layer`, made readable. Without a text, return the name of its type."""
     text = readable(text_of(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def text_of(thing: object) -> str:
-    """Return `str(thing)`; a substitute if that raises, as it may for a user's class."""
+    """Return `str(thing)`. If that raises, as it may for a user's class, return a substitute."""
     try:
         return str(thing)
     except Exception:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of a run. device: the name of its torch device, `cpu` or `cuda:0`.
+    """This process among the processes of a run.
 
-    shares: how much of each batch each rank computes, in proportion; empty if all compute the same.
-    given: whether the launcher chose the device. If so, one worker moves a model from the CPU to it too.
+    device: the name of its torch device, such as `cpu` or `cuda:0`.
+    shares: how much of each batch each rank computes, in proportion. Empty if all ranks compute the same.
+    given: whether the launcher chose the device. If so, a run of one worker also moves a model from the CPU to it.
     """
 
     rank: int = 0

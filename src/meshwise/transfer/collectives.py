@@ -56,8 +56,7 @@ from meshwise.workers.heartbeat import PEERS, enter, leave
 
 _HOST = torch.device("cpu")
 entered: Counter[str] = Counter()
-"""How many collectives this rank has entered, by `group_key`. All ranks of a group enter collectives in the same order.
-"""
+"""How many collectives this rank has entered, by `group_key`. All ranks of a group enter them in the same order."""
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str = "") -> Tensor:
@@ -195,7 +194,7 @@ def send(tensor: Tensor, target: int, group: Group = None) -> None:
 
 
 def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
-    """Begin to send `tensor` to rank `target`, which calls `receive`. Returns a function that waits for the end."""
+    """Begin to send `tensor` to rank `target`, which calls `receive`. The returned function waits until it is sent."""
     _check_rank("send", "target", target, group)
     with ours():
         await_sent = backend.begin_send(tensor, target, group or dividing())

@@ -53,10 +53,10 @@ def together() -> Iterator[None]:
 
 
 def meet(what: str, sentence: str = SHARDED) -> None:
-    """Wait until every rank has come to read `what` in the same source line. In a pipeline, wait for one stage only.
+    """Wait until every rank has come to read `what` in the same source line.
 
-    These are the ranks with the same stages as this rank. Raises UsageError if one of them reads something else, or
-    will certainly not come.
+    In a pipeline, only ranks with the same stages as this rank are waited for. Raises UsageError if a rank reads
+    something else, or will certainly not come.
     sentence: the text of the error, with the fields `here`, `rank` and `other`.
     """
     pipe, rank = stages.pipe(), _own()

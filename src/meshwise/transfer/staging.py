@@ -120,8 +120,7 @@ def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 
 def _make_buffers(lane: _Lane, size: int) -> None:
-    """Make sure that `lane` has two pinned buffers of at least `size` bytes. Old buffers are not replaced while in use.
-    """
+    """Make sure that `lane` has two pinned buffers of at least `size` bytes. Waits until old buffers are unused."""
     if not lane.buffers or lane.buffers[0].numel() < size:
         for event in lane.emptied:
             event.synchronize()

@@ -28,8 +28,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def stop(self, stream: torch.Stream | None = None) -> Seconds:
-        """Return the seconds since the start. For a stream, return a function that waits for its work and returns them.
-        """
+        """Return the seconds since the start. For a stream, return a function that waits and returns the seconds."""
         if not self._events:
             return time.perf_counter() - self._start
         self._events[1].record(stream)
