@@ -102,7 +102,8 @@ def copied(x: Array) -> Array:
 def fetched(x: Array) -> tuple[Tensor, ...]:
     """Return the parts of a view that torch cannot express. Recompute them if the viewed memory was written since.
 
-    If no other array shares the memory, `x` may become an independent array. Raises AttributeError for any other array.
+    If no other array shares the memory, `x` may become an independent array. Raises AttributeError if `x` is no such
+    view.
     """
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
@@ -118,7 +119,7 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 def is_last(x: Array) -> bool:
     """Return whether no other array shares the memory of `x`.
 
-    This is so if nothing but `x` and its own chain of views refers to the arrays that `x` is a view of.
+    This is so if nothing but the views from which `x` was made refers to the original array.
     """
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:

@@ -1,6 +1,6 @@
 """Write `x[key] = value`, and move as few bytes as possible.
 
-What moves is the lower bound:
+Only this moves, which is the lower bound:
 
 - the elements of the value that are on other devices than the elements that they replace
 - a value that is repeated along the sharded dim: to each device that is written

@@ -231,7 +231,7 @@ def _sign(part: Tensor) -> Tensor:
 
 
 def _by_parts(op: Op) -> Op:
-    """Apply `op`, add or sub, to the real and imaginary parts separately. On complex tensors it turns inf into nan."""
+    """Apply `op`, add or sub, to the real and imaginary parts separately, as torch turns inf into nan otherwise."""
 
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():

@@ -5,8 +5,8 @@ These functions are for an `x` that is sharded along one of the indexed dims.
 Each device sorts its indices by the device that holds the entry, requests the entries, and receives them. Before that,
 the devices tell each other how many entries they request, and wait for these numbers.
 
-What moves is the lower bound: each entry that is on another device, and 8 bytes for its index, unless every device
-knows all indices.
+Only this moves, which is the lower bound: each entry that is on another device, and 8 bytes for its index, unless every
+device knows all indices.
 """
 
 from __future__ import annotations

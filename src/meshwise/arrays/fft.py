@@ -42,8 +42,6 @@ OF_REAL = {"rfft", "ihfft"}
 
 
 def _one(name: str) -> Callable[..., Array]:
-    """Make the function `name`, a transform along one axis."""
-
     def rule(x: Array, /, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
         x = _floats(x, name, norm)
         return along(x, name, axis_of(axis, len(x.shape), name), n, norm)

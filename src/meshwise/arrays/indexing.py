@@ -3,7 +3,7 @@
 Slices and indices are resolved by interval arithmetic. Masks are applied on the devices that hold the elements. Index
 arrays fetch the entries that they select.
 
-What moves is the lower bound:
+The data that moves is the lower bound:
 
 - For slices of any step, indices and None: nothing. A part may become empty. A negative step reverses the order of the
   devices.

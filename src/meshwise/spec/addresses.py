@@ -1,6 +1,6 @@
 """Find the section of docs/ that explains an error.
 
-The table addresses.toml has a section for the modules and functions that raise errors. Tested in
+The table addresses.toml maps each section to the modules and functions whose errors it explains. Tested in
 tests/docs/test_addresses.py.
 """
 

@@ -44,7 +44,7 @@ _unmet = [False]  # of the whole process: a backward runs in threads of its own
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Read sharded tensors inside the `with` block without `meet`. For meshwise's own code, which all ranks run."""
+    """Read sharded tensors without `meet` inside the `with` block. This is for meshwise's code, which all ranks run."""
     before, _unmet[0] = _unmet[0], True
     try:
         yield
@@ -53,10 +53,10 @@ def together() -> Iterator[None]:
 
 
 def meet(what: str, sentence: str = SHARDED) -> None:
-    """Wait until every rank has come to read `what` in the same source line.
+    """Wait until every rank is about to read `what` in the same source line.
 
     In a pipeline, only ranks with the same stages as this rank are waited for. Raises UsageError if a rank reads
-    something else, or will certainly not come.
+    something else, or will certainly not come to this line.
     sentence: the text of the error, with the fields `here`, `rank` and `other`.
     """
     pipe, rank = stages.pipe(), _own()
