@@ -1,8 +1,10 @@
 """Detect a loss that couples a batch's samples, such as dice.
 
-A mean or sum of separate terms per sample has no second derivative with respect to two samples. The derivative is taken
-of the loss by the nearest tensors below it that have a row per sample and come from a product with a parameter, or from
-a custom autograd function. A loss that picks the hardest samples is known by its sort: a choice has no derivative.
+If a loss is a mean or sum of one separate term per sample, its second derivative with respect to two different samples
+is zero. This module computes that second derivative. It differentiates with respect to the nearest tensors below the
+loss that have one row per sample and were made by a product with a parameter or by a custom autograd function.
+Selecting the hardest samples cannot be found in this way, since a selection has no derivative: such a loss is
+recognized by its sort or top-k operator.
 
 Tested in tests/guards/test_coupled_losses.py.
 """
@@ -29,17 +31,18 @@ WITH_PARAMETERS = (*PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "NativeLayerNo
                    "NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0")  # fmt: skip
 CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0", "MinBackward0", "MedianBackward1",
            "AmaxBackward0", "AminBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0"}  # fmt: skip
-"""Operators that choose elements by size. The last three, and `amax` without a dim, choose among all elements."""
+"""Operators that select elements by size. The last three, and `amax` without a dim, select among all elements."""
 SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
-"""Losses of only these operators couple no samples, except through a softmax over samples."""
+"""A loss that is made of only these operators couples no samples, except through a softmax over samples."""
 _seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool | None:
-    """Return whether the loss of a batch of `samples` is no mean or sum of separate terms per sample; None if unknown.
+    """Return True if the loss of a batch of `samples` samples is not a mean or sum of separate terms per sample.
 
-    Runs the backward of the loss function twice, without the model's. Draws no random numbers and leaves no gradients.
+    Returns None if this cannot be determined. Runs the backward of the loss function twice, but not that of the model.
+    Draws no random numbers and leaves no gradients behind.
     """
     if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
         return None
@@ -60,8 +63,12 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
-    """Return the kinds of nodes between the loss and the model's outputs with a row per sample, those outputs, the
-    nodes themselves, and whether samples are chosen by size; None if the graph is too large."""
+    """Walk the autograd graph from the loss down to the model's outputs.
+
+    Returns the names of the operators on the way, the outputs with one row per sample as (node, number of its output),
+    all visited nodes, and whether samples are selected by size. In that last case the set of nodes is empty. Returns
+    None if the graph has too many nodes.
+    """
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:
@@ -96,7 +103,8 @@ def _elements(edge: tuple[Any, int]) -> int:
 
 
 def _is_output(node: Any) -> bool:
-    """Return whether the node's result, but for views and a bias, comes from a layer or a custom autograd function."""
+    """Return whether the node's result comes from a layer or a custom autograd function. Views and an added bias are
+    skipped."""
     while True:
         kind, below = node.name(), [following for following, _ in node.next_functions if following is not None]
         if kind == "AddBackward0" and len(below) == 2 and any(map(_is_parameter, below)):
@@ -117,7 +125,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
-    """Return whether the node takes the largest or smallest of numbers from several samples."""
+    """Return whether the node selects the largest or smallest elements along a dim that spans several samples."""
     below = node.next_functions[0][0] if kind in CHOICES else None
     if below is None:
         return False
@@ -127,7 +135,7 @@ def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
 
 
 def _compares(node: Any, kind: str, samples: int) -> bool:
-    """Return whether the node computes distances between samples."""
+    """Return whether the node computes the pairwise distances between samples (`torch.cdist`)."""
     computed = [following for following, _ in node.next_functions if following is not None]
     if "CdistBackward" not in kind or any(map(_is_parameter, computed)):
         return False
@@ -136,8 +144,11 @@ def _compares(node: Any, kind: str, samples: int) -> bool:
 
 @functools.cache
 def notice_hooks() -> None:
-    """Record, from now on, which tensors get gradient hooks from the program. To search all objects of the process for
-    them is no option: that would refer to tuples that other threads are filling, and filling these would then fail."""
+    """Record from now on which tensors the program registers gradient hooks on.
+
+    Searching all objects of the process for such tensors is not possible: the search would hold references to tuples
+    that other threads are still filling, and filling them would then fail.
+    """
     for name in ("register_hook", "retain_grad"):
         setattr(Tensor, name, _noticed(getattr(Tensor, name)))
 
@@ -152,12 +163,13 @@ def _noticed(method: Any) -> Any:
 
 
 def _has_hooked(nodes: set[Any]) -> bool:
-    """Return whether the program has gradient hooks on results of these nodes, which would see our gradients."""
+    """Return whether the program has gradient hooks on results of `nodes`. Such hooks would also see this module's
+    gradients."""
     return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
 
 
 def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
-    """Return whether changing every second sample changes the gradient of the others."""
+    """Return whether a change of the samples with even index changes the gradients of the samples with odd index."""
     edges = [GradientEdge(node, number) for node, number in rows]
     first = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
     used = [(edge, got) for edge, got in zip(edges, first, strict=True) if got is not None and got.requires_grad]
@@ -173,5 +185,6 @@ def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
 
 
 def _uneven(like: Tensor) -> Tensor:
-    """Return fixed numbers between 1 and 2, irregular enough that no symmetry of a loss cancels them."""
+    """Return fixed numbers between 1 and 2, irregular enough that no symmetry of a loss cancels them. They have the
+    shape and dtype of `like`."""
     return 1 + (torch.arange(like.numel(), device=like.device) * 0.618034 % 1).to(like.dtype).view_as(like)

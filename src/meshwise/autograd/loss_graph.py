@@ -1,9 +1,9 @@
 """Detect sums over samples and penalties in a loss's graph.
 
-It reads the autograd graph: the operators that led to the loss, and what these saved.
+The functions read the autograd graph: the operators that led to the loss, and the values that these operators saved.
 
-Nodes keep operands and arguments as attributes `_saved_…`, which are not public. Their names are those of torch 2.13,
-in `tools/autograd/derivatives.yaml`.
+Autograd nodes keep operands and arguments in attributes named `_saved_…`, which are not public. The names used here are
+those of torch 2.13, in `tools/autograd/derivatives.yaml`.
 
 Tested in tests/engine/test_sum_losses.py.
 """
@@ -30,35 +30,40 @@ KNOWN = {
     "BinaryCrossEntropyBackward0": "binary cross entropy",
     "BinaryCrossEntropyWithLogitsBackward0": "binary cross entropy",
 }
-"""Node of a loss, which stores its reduction -> the name of the loss."""
+"""Autograd nodes of losses that store their reduction, each with the name of its loss."""
 
 SUMS = ("AddBackward0", "SubBackward0")
 FACTORS = ("MulBackward0", "DivBackward0")
 OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
           "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
-"""Operators of which penalties are made, besides SUMS and FACTORS."""
+"""Operators that penalties are built of, besides SUMS and FACTORS."""
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
-"""Operators of hand-written losses that work within each sample; no products, whose factor may be one over a count."""
+"""Operators of hand-written losses that work within each sample. Products are not among them, because a factor may be
+one over the number of samples."""
 PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
-"""Operators whose result counts as a model's output with a row per sample, as that of a product with a parameter."""
+"""Operators whose result counts as a model output with one row per sample. A product with a parameter counts as
+well."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
 ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
           "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
-"""Product with a parameter -> the attribute of its node that holds the data."""
+"""For the node of a product with a parameter, the name of the attribute in which it saved the data."""
 JOINED = ("StackBackward0", "CatBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor, weighed: bool = False) -> str:
-    """Return the name of the loss that `loss` sums over samples without dividing; empty if the graph shows none.
+    """Return the name of a loss that `loss` sums over samples without dividing; an empty string if the graph shows
+    none.
 
-    weighed: accept rows that were multiplied by other numbers, such as rewards, though these may contain a division.
-    Reads the values of factors, which waits for an accelerator. Terms that are added are checked one by one: if one
-    term is such a sum, the whole loss depends on the number of samples.
+    weighed: also accept rows that were multiplied by other numbers, such as rewards, although these numbers may contain
+        a division.
+
+    The terms of an addition are checked one by one: if one term is such a sum, the whole loss depends on the number of
+    samples. Reads the values of factors, which waits for an accelerator.
     """
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
@@ -73,8 +78,11 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
 
 
 def adds_rows(loss: Tensor, samples: int) -> bool:
-    """Return whether `loss` adds, in Python, as many terms as there are `samples`, each term of one row, and does not
-    divide by their number."""
+    """Return whether `loss` is a sum, added up in Python, of one term per sample that is not divided by the number of
+    samples.
+
+    The number of terms must equal `samples`, and each term must depend on a single row of data.
+    """
     terms = list[Any]()
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
@@ -89,7 +97,7 @@ def adds_rows(loss: Tensor, samples: int) -> bool:
 
 
 def _is_of_one_row(term: Any) -> bool:
-    """Return whether all products of a parameter and data that `term` depends on have a single row of data."""
+    """Return whether every product of a parameter and data that `term` depends on has a single row of data."""
     rows = set()
     for node, following in _walk(term):
         saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
@@ -113,7 +121,8 @@ def mean_term(loss: Tensor) -> str:
 
 
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
-    """Yield (node, queue) for each node once, from `node` on; the caller adds to the queue the nodes to visit next."""
+    """Yield each node once, starting at `node`, together with the queue of open nodes. The caller appends to the queue
+    the nodes to visit next."""
     open_nodes, seen = deque([node]), {None}
     while open_nodes:
         node = open_nodes.popleft()
@@ -127,7 +136,10 @@ def _below(node: Any) -> list[Any]:
 
 
 def _of_each(elements: Any, weighed: bool) -> str:
-    """Return the name of the loss of each row that a model returns; empty if anything else may have been applied."""
+    """Return the name of the loss that is computed for each row of a model's output.
+
+    Returns an empty string if operators may have been applied that do not work within each row.
+    """
     what = "a loss"
     for node, following in _walk(elements):
         kind, below = node.name(), _below(node)
@@ -141,15 +153,18 @@ def _of_each(elements: Any, weighed: bool) -> str:
 
 
 def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
-    """Return whether the node computes within each sample, and divides nothing by a count."""
+    """Return whether the node computes within each sample, and divides nothing by a number of items."""
     if kind == "LogsumexpBackward0":
         return 0 not in node._saved_dim and node._saved_self.dim() > 1
     return kind == "MulBackward0" and _divides_not(node, weighed)
 
 
 def _divides_not(product: Any, weighed: bool) -> bool:
-    """Return whether a factor of a product is constant, and not one over a count: whole numbers, such as a mask; with
-    `weighed`, also other numbers, unless they are all equal or add up to one."""
+    """Return whether one factor of a product is constant and cannot be one over a number of items.
+
+    A factor of whole numbers, such as a mask, is accepted. With `weighed`, other factors are accepted as well, unless
+    their elements are all equal or add up to one.
+    """
     (left, _), (right, _) = product.next_functions
     factor = product._saved_self if left is None else product._saved_other if right is None else None
     if factor is None or factor.is_complex():
@@ -165,7 +180,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _reads_data(term: Any) -> bool:
-    """Return whether `term` depends on an embedding, or a product of a parameter and a tensor without gradient."""
+    """Return whether `term` depends on an embedding, or on a product of a parameter and a tensor without gradient."""
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]
         factors = (
@@ -178,8 +193,11 @@ def _reads_data(term: Any) -> bool:
 
 
 def uneven_mean(loss: Tensor, samples: int) -> str:
-    """Return, as code, the `weight` that `mw.backward` needs for a mean in `loss`; empty if all `samples` samples have
-    equally many items, or if the graph does not tell. Reads a value, which waits for an accelerator."""
+    """Return, as source code, the `weight` that `mw.backward` needs for a mean in `loss`.
+
+    Returns an empty string if all `samples` samples have equally many items, or if the graph does not tell. Returns "…"
+    if a weight is needed but the graph does not tell which. Reads a value, which waits for an accelerator.
+    """
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
@@ -199,8 +217,11 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
 
 
 def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
-    """Return, for each mean cross entropy in `loss`: the tensor with the total weight that it is divided by, the number
-    of its targets, and whether its classes have weights. Reads no values."""
+    """Return three facts about each mean cross entropy in `loss`, without reading values of tensors.
+
+    They are the tensor with the total weight that the mean is divided by, the number of its targets, and whether its
+    classes have weights.
+    """
     found = []
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
@@ -212,12 +233,13 @@ def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
 
 
 def is_of_items(loss: Tensor, rows: int) -> bool:
-    """Return whether a cross entropy in `loss` is a mean over other items than `rows` rows, or has class weights."""
+    """Return whether a mean cross entropy in `loss` has class weights, or has another number of targets than `rows`."""
     return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
 
 
 def _count(target: Tensor, counted: float, ignored: int) -> str:
-    """Return code for the number of targets that count, with variable names of the user's code if possible."""
+    """Return source code for the number of targets that are not ignored, with variable names of the user's code if
+    possible."""
     frame = user_frame()
     own = {} if frame is None else dict(frame.f_locals)
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and value.numel()}
@@ -240,25 +262,28 @@ def signed(number: int) -> int:
 
 
 def _is_divided_sum(node: Any, samples: int) -> bool:
-    """Return whether `node` divides a sum by a number of items that is no multiple of `samples`."""
+    """Return whether `node` divides a sum by a number greater than 1 that is not a multiple of `samples`."""
     return any(float(number) > 1 and float(number) % max(samples, 1) != 0 for number in _divisor(node))
 
 
 def _divisor(node: Any) -> list[Tensor]:
-    """Return the number by which `node` divides a sum, in a list; empty if the graph does not keep such a number."""
+    """Return the number by which `node` divides a sum, in a list. The list is empty if the graph does not keep such a
+    number."""
     above, below = (each for each, _ in node.next_functions)
     is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
     return [number] if is_sum and number is not None and number.numel() == 1 else []
 
 
 def count_of_sum(loss: Tensor) -> list[Tensor]:
-    """Return the number that a loss divides its only sum by, in a list; empty for other losses. Reads no values."""
+    """Return the number by which `loss` divides a sum, in a list. The list is empty unless the last operator of `loss`
+    is that division. Reads no values."""
     node = loss.grad_fn
     return _divisor(node) if node is not None and node.name() == "DivBackward0" else []
 
 
 def _is_mean_of_some(node: Any, samples: int) -> bool:
-    """Return whether `node` is a mean over indexed or masked data, whose number is no multiple of `samples`."""
+    """Return whether `node` is a mean over indexed or masked data, with a number of elements that is not a multiple of
+    `samples`."""
     below, number = node.next_functions[0]
     of = () if below is None else tuple(below._input_metadata[number].shape)
     if getattr(node, "_saved_reduction", MEAN) != MEAN or math.prod(of) % max(samples, 1) == 0:
@@ -274,7 +299,7 @@ def _is_mean_of_some(node: Any, samples: int) -> bool:
 def has_penalty(loss: Tensor, ranks: int) -> bool:
     """Return whether a term of `loss` depends on parameters only, as an L2 penalty does, and is not divided by `ranks`.
 
-    Only penalties that are made of known operators are found.
+    Only penalties that are built of known operators are found.
     """
     for node, following in _walk(loss.grad_fn):
         if _is_of_leaves(node, ranks):
@@ -285,7 +310,8 @@ def has_penalty(loss: Tensor, ranks: int) -> bool:
 
 
 def _is_of_leaves(term: Any, ranks: int) -> bool:
-    """Return whether `term` is made of parameters and numbers by penalty operators, without division by `ranks`."""
+    """Return whether `term` is computed from parameters and numbers by penalty operators, without a division by
+    `ranks`."""
     leaves = 0
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]

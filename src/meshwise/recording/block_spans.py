@@ -28,13 +28,13 @@ def record_blocks(model: nn.Module) -> None:
 
 @dataclass
 class _Backward:
-    """The block whose backward is running (`name`), and since when (`began`)."""
+    """The timer of the block whose backward is running: its name and the timestamp at which its backward began."""
 
     name: str = ""
     began: Mark | None = None
 
     def turn_to(self, name: str) -> None:
-        """End the running span and begin the span of block `name`; "" begins none."""
+        """End the running backward span, then begin the span of block `name`. An empty name begins no span."""
         recorder = current()
         now = recorder.mark()
         if self.began is not None:
@@ -43,7 +43,7 @@ class _Backward:
 
 
 class _Block:
-    """The hooks of one block."""
+    """The hooks that record the forward and backward spans of one block."""
 
     def __init__(self, name: str, block: nn.Module, backward: _Backward) -> None:
         self._name, self._backward = name, backward

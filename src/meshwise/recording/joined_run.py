@@ -1,11 +1,13 @@
 """Record a run whose ranks srun, torchrun or mpirun started.
 
-No process watches these ranks from outside. So rank 0 opens the run folder and writes its run.json, what each rank
-prints also goes to the rank's log there, and each rank reports how it ended, in a store that all reach before there is
-a process group. A rank that lost the others learns there whether one of them failed or disappeared.
+No process watches these ranks from outside. So rank 0 opens the run folder and writes its run.json. What each rank
+prints also goes to the log of that rank in the folder. Each rank reports how it ended in a store that all ranks reach
+before a process group exists. A rank that lost its connection to the others reads there whether one of them failed or
+disappeared.
 
-Without a launcher of ours, there are no restarts, no naming of a rank that hangs, and no logging of what libraries
-print past Python. Tested in tests/workers/test_launchers.py and, on a real Slurm, in tests/workers/test_slurm.py.
+Without meshwise's own launcher, no run is restarted, a rank that hangs is not named, and output that libraries print
+outside Python is not logged. Tested in tests/workers/test_launchers.py and, on a real Slurm, in
+tests/workers/test_slurm.py.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ WAIT, ROUND = 5.0, 0.1  # seconds in which the others come to their ends, and be
 
 
 class JoinedRun:
-    """This rank's part in recording the run. attempt: number of the run's attempt, from 1."""
+    """One rank's share in recording a run that another launcher started. attempt: the number of the run's attempt, from
+    1."""
 
     def __init__(self, folder: Path, attempt: int, store: Any) -> None:
         self.folder, self.attempt, self._store, self._over = folder, attempt, store, False
@@ -46,8 +49,11 @@ class JoinedRun:
             sys.stdout, sys.stderr = _Both(sys.stdout, log), _Both(sys.stderr, log)
 
     def ends(self, error: BaseException | None) -> Failure | None:
-        """Report how this rank ended; on rank 0, record how the run ended. Return the failure that ended the run, if
-        any; if this rank only lost its connection, that is another rank's failure."""
+        """Report how this rank ended; on rank 0, also record how the run ended.
+
+        Returns the failure that ended the run, or None if nothing failed. If this rank only lost its connection, the
+        returned failure is the other rank's. Returns None if called again.
+        """
         if self._over:
             return None
         self._over, gate = True, rank_context().gate
@@ -71,7 +77,8 @@ class JoinedRun:
                 self._store.set(f"{ENDED}/{self._rank}", json.dumps(None if mine is None else asdict(mine)))
 
     def _chosen(self, mine: Failure | None) -> Failure | None:
-        """Return the failure that ended the run, from the ranks' reports; waits up to WAIT seconds for missing ones."""
+        """Return the failure that ended the run, chosen from the reports of all ranks. Waits up to WAIT seconds for
+        missing reports."""
         if self._store is None or (mine is None and self._rank > 0):
             return mine
         told: dict[int, Failure | None] = {self._rank: mine}
@@ -98,7 +105,11 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """After the store is gone with rank 0: if rank 0 recorded no end, take a victim's failure for its loss."""
+        """Return the failure that ended the run when the store is gone, because rank 0 served it and has ended.
+
+        If rank 0 recorded no end of the run, and this rank failed only because it lost a connection, the failure is
+        that rank 0 disappeared. Otherwise it is `mine`.
+        """
         with contextlib.suppress(UsageError):  # a folder that this machine does not share
             last = names.read_run(self.folder)["sessions"][-1]
             if last.get("kind") or last.get("status") in ("finished", "stopped"):
@@ -107,9 +118,11 @@ class JoinedRun:
 
 
 def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
-    """On rank 0, open the run by `open_run`, which returns folder and attempt; other ranks receive both. Collective.
+    """Open the run on rank 0 by calling `open_run`, and send the folder and attempt number to the other ranks.
+    Collective.
 
-    If `open_run` raises, rank 0 raises that error, and the other ranks exit with its exit code.
+    open_run: returns the run folder and the number of the attempt. If it raises, rank 0 raises that error, and the
+        other ranks exit with its exit code.
     """
     world = rank_context().world
     store = store_of_ranks() if world.size > 1 else None
@@ -137,7 +150,7 @@ def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
 
 
 class _Both:
-    """A stream whose text is also written to the log of a rank."""
+    """A text stream that also writes everything to the log of a rank."""
 
     def __init__(self, stream: TextIO, log: BinaryIO) -> None:
         self._stream, self._log = stream, log

@@ -1,18 +1,20 @@
 """Record a program that uses none of our verbs.
 
-The program may use plain PyTorch, DDP or FSDP2 on a process group that it makes itself, or a Trainer.
+The program may use plain PyTorch, or DDP or FSDP2 on a process group that it makes itself, or a Trainer. Our verbs are
+the functions of meshwise that a training loop calls, such as `mw.backward`.
 
-What the program does is seen from its calls of torch: the next batch of a DataLoader, a backward, an optimizer's step,
-a collective. The program is not changed, and its records begin with its first backward.
+What the program does is seen from its calls of torch: the next batch of a DataLoader, a backward, a step of an
+optimizer, a collective. The program is not changed. Recording begins with its first backward.
 
 next batch asked for .. given                            data
 batch given, or step ended .. backward                   forward: whatever the program does there
 batch given .. next batch asked for, without a backward  evaluate; also the time between model.eval() and .train()
 optimizer.step                                           optimizer; ends a step
 
-Not recorded: samples and losses; a backward by `torch.autograd.grad`; steps of optimizers that are not torch's;
-processes that the program starts itself. A step is a batch with all optimizers' steps on it; without a DataLoader, each
-optimizer step is a step. If no optimizer steps in the first 64 backwards, each batch is a step from then on.
+Not recorded: samples and losses; a backward by `torch.autograd.grad`; steps of optimizers that do not belong to torch;
+processes that the program starts itself. A step is a batch with the steps that all optimizers make on it. Without a
+DataLoader, each optimizer step is a step. If no optimizer steps in the first 64 backwards, each batch is a step from
+then on.
 """
 
 from __future__ import annotations
@@ -40,17 +42,21 @@ from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
 MOST_ACCUMULATED = 64
-"""After this many backwards without an optimizer step, each batch (without a loader, each backward) is a step."""
+"""After this many backwards without an optimizer step, each batch counts as a step. Without a loader, each backward
+does."""
 UNSEEN = 1.0
-"""Child processes are reported if they have computed for at least this many seconds."""
+"""Child processes are reported if they have used at least this many seconds of CPU time."""
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
-"""The program of this process, until it uses one of our verbs."""
+"""The watched program of this process, in a list that is empty once the program uses one of our verbs."""
 
 
 def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = None) -> None:
-    """Watch this process from now on. say: prints a line for the user. own_group: called when the program makes a
-    process group itself, which only programs without our verbs do."""
+    """Watch the calls that this process makes to torch, from now on.
+
+    say: prints a line for the user.
+    own_group: called when the program makes a process group itself, which only programs without our verbs do.
+    """
     context = rank_context()
     context.gate.interrupts = True
     if context.gate.stopped:  # while this process started
@@ -59,13 +65,17 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
 
 
 def end() -> Recording | None:
-    """Stop watching, because the program uses our verbs. Return its Recording, if that has begun."""
+    """Stop watching, because the program uses our verbs. Returns its `Recording`, or None if recording has not
+    begun."""
     return _programs.pop().close() if _programs else None
 
 
 def tell_what_is_missing(script: str) -> None:
-    """At the end, report if nothing of a program was recorded although its child processes computed, or if its workers
-    trained separate models."""
+    """Warn at the end of a program about what its recording does not show.
+
+    Rank 0 warns if the workers exchanged nothing, so that each trained a separate model. A warning is also printed if
+    no step was recorded although the child processes of the program used CPU time.
+    """
     theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     for program in _programs:
         size = program.world.size
@@ -84,12 +94,12 @@ def tell_what_is_missing(script: str) -> None:
 
 
 class PlainProgram:
-    """A process whose calls of torch are watched, and the state of its loop."""
+    """A process that trains without our verbs: the watched calls to torch, and the state of its training loop."""
 
     def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
         self.world, self._own_group, self.say = world, own_group, say
         self.exchanges = world.size == 1
-        """Whether ranks have exchanged values, as far as it can be seen."""
+        """Whether ranks have exchanged values, as far as the watched calls show."""
         self._by_reducer: list[str] = []
         self._everyone = f"{','.join(map(str, range(world.size)))}/{heartbeat.PLAIN}"
         self._recorder = Recorder(world.device, on=False)
@@ -100,15 +110,16 @@ class PlainProgram:
         self._inside = False
         self._asked: Mark = 0
         self._since: Mark | None = None
-        """When the program began its present work between two watched calls; None inside one."""
+        """When the last watched call ended and the program went on by itself. None during a watched call."""
         self._read = self._trained = self._stepped = self._evaluates = False
-        """Whether the program has read a batch; has run a backward since then, or since model.eval(); has ended a step
-        since the last began; and has called model.eval()."""
+        """Four states of the loop. _read: a batch has been read. _trained: a backward has run since that batch, or
+        since model.eval(). _stepped: a step has ended and the next has not begun. _evaluates: model.eval() has been
+        called."""
         self._optimizer: Mark | None = None
         self._optimizers_known = False
         self._backwards = 0
         self._optimizers: set[int] = set()
-        """Optimizers (by id) that have made a step since the batch was read."""
+        """The ids of the optimizers that have made a step since the batch was read."""
         self._ends = [
             program_calls.around_batches(self._batch),
             program_calls.around_backwards(self._backward),
@@ -118,7 +129,7 @@ class PlainProgram:
         ]
 
     def close(self) -> Recording | None:
-        """Stop watching. Return the Recording, which continues, if it has begun."""
+        """Stop watching. Returns the `Recording`, which continues, or None if recording has not begun."""
         while self._ends:
             self._ends.pop()()
         if self.recording is None and current() is self._recorder:
@@ -232,7 +243,8 @@ class PlainProgram:
             raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
 
     def _is_inside(self) -> bool:
-        """Check whether the current call is inside another watched call, or in another thread than the loop's."""
+        """Return whether the current call runs inside another watched call, or in another thread than the training
+        loop."""
         return self._inside or threading.get_ident() != self._thread
 
     @contextlib.contextmanager
@@ -246,7 +258,10 @@ class PlainProgram:
     # The records.
 
     def _begin(self) -> None:
-        """Begin the Recording at the first backward or step with gradients, with the batch that was read for it."""
+        """Begin the `Recording`, if it has not begun, and add the span of the batch that was read before.
+
+        Called at each backward, and at each optimizer step with gradients.
+        """
         if self.recording is not None:
             return
         self.recording = record_script(
@@ -262,7 +277,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """Around the making of a process group: if the program made one itself, watch its collectives from now on."""
+        """Watch the collectives of the process group that is made in the with-body, if the program makes it itself."""
         was = dist.is_initialized()
         yield
         if was or made_process_group() or not dist.is_initialized() or self._clocks is not None:
@@ -303,7 +318,8 @@ class PlainProgram:
         return ended
 
     def _waits(self) -> Ended | None:
-        """Record the computing until a wait for an asynchronous collective begins; the wait itself is no computing."""
+        """Record the computation that ends when a wait for an asynchronous collective begins. The wait itself is not
+        part of it."""
         recorder, since = self._recorder, self._since
         if since is None or self._is_inside():
             return None

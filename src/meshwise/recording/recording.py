@@ -1,6 +1,6 @@
 """Begin and end a rank's recording: recorder, log, clock.
 
-The rank's clock is compared with rank 0's.
+The clock of each rank is compared with the clock of rank 0.
 
 Tested with whole runs in tests/cli/test_run_folder.py and tests/timeline.
 """
@@ -40,8 +40,11 @@ _numbers = count(1)  # of the recordings of this process: ranks begin them toget
 
 
 class Clocks:
-    """Compares this rank's clock with rank 0's. Collective: rank 0 serves its clock, and puts the address into the
-    process group's store."""
+    """Compares the clock of this rank with the clock of rank 0.
+
+    The constructor is collective: rank 0 starts a server for its clock and puts the address into the process group's
+    store.
+    """
 
     def __init__(
         self, world: World, clock: Callable[[], int] = time.perf_counter_ns, patience: timedelta = PATIENCE
@@ -59,18 +62,19 @@ class Clocks:
             self._probe = ClockProbe(address, bytes.fromhex(secret), clock)
 
     def sample(self, rounds: int) -> Sequence[tuple[int, int, int]]:
-        """Measure `rounds` round trips to rank 0's clock (see `SampleClock`); on rank 0, return none."""
+        """Measure `rounds` round trips to the clock of rank 0 (see `SampleClock`). Rank 0 itself returns an empty
+        sequence."""
         return () if self._probe is None else self._probe.sample(rounds)
 
     def close(self) -> None:
-        """Close the clock server (on rank 0), or the connection to it."""
+        """Close the clock server on rank 0; on other ranks, close the connection to it."""
         for end in (self._probe, self._server):
             if end is not None:
                 end.close()
 
 
 class Recording:
-    """The recorder of this process, with its log in a run folder. `close` ends both."""
+    """The recorder of this process and its log file in a run folder. `close` ends the recording."""
 
     def __init__(
         self,
@@ -82,8 +86,11 @@ class Recording:
         recorder: Recorder | None = None,
         clocks: Clocks | None = None,
     ) -> None:
-        """folder: the run folder; None records nothing. Collective if there are several ranks and a folder, except for
-        a program that uses none of our verbs, for which a recorder and perhaps clocks are passed."""
+        """Start to record into the run folder `folder`; None records nothing.
+
+        recorder, clocks: passed only for a program that uses none of our verbs. Otherwise both are made here, which is
+            collective if there are several ranks and a folder.
+        """
         self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
         faults.watch(self.recorder)
         self.recorder.pulse = heartbeat.beat
@@ -111,7 +118,7 @@ class Recording:
         self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
 
     def close(self, status: str = "finished") -> None:
-        """Write the remaining records and close the log. Later spans of this process go to the previous recorder."""
+        """Write the remaining records and close the log. The recorder that was current before becomes current again."""
         if self._log is not None:
             self._log.close(status)
             self._log = None
@@ -132,8 +139,12 @@ def record_script(
     recorder: Recorder | None = None,
     clocks: Clocks | None = None,
 ) -> Recording | None:
-    """Record a script with its own loop until its process ends, if MESHWISE_RUN names a run folder. Our launcher sets
-    it; under another one (`foreign`) the user may, and rank 0 then keeps run.json. recorder, clocks: see Recording."""
+    """Record a script that has its own training loop, until its process ends. Returns None if nothing is recorded.
+
+    The environment variable MESHWISE_RUN names the run folder, and without it nothing is recorded. Our launcher sets
+    the variable. Under another launcher (`foreign`) the user may set it, and rank 0 then writes run.json. recorder,
+    clocks: see `Recording`.
+    """
     named = os.environ.get(RUN_FOLDER)
     if named is None:
         return None

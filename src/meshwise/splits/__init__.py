@@ -1,8 +1,9 @@
 """Split tensors over a mesh axis; plain PyTorch code sees them whole.
 
-Each rank of the axis holds a part along one dim.
+Each rank of the axis holds a part of the tensor along one dim.
 
-tensor.py      a split tensor: the shape of the whole, the values of a part
-crossing.py    the four ways between a split tensor and a whole one, with their gradients
-rules.py       which operators run on the parts alone; all others gather first, so that every program stays right
+tensor.py      a split tensor, which shows the shape of the whole and holds the values of one part
+crossing.py    the conversions between a split tensor and a whole one, with their gradients
+rules.py       which operators run on the parts alone; before any other operator the parts are gathered, so that every
+               program stays right
 """

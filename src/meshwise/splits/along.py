@@ -25,9 +25,10 @@ Kwargs = Mapping[str, Any]
 
 
 def along(at: int, default: Any = None) -> Rule:
-    """Make a rule for operators that work along one or several dims, perhaps remove them, and do not mix other dims.
+    """Make a rule for operators that work along one or several dims, may remove these dims, and do not mix other dims.
 
-    at: the position of `dim` among the arguments. default: the default value of `dim`.
+    The rule applies if none of these dims is split. at: the position of `dim` among the arguments. default: the default
+    value of `dim`.
     """
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -54,7 +55,8 @@ def _unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _summed(mean: bool) -> Rule:
-    """Make a rule for a sum or mean over dims; if the split dim is among them, partial sums are summed over ranks."""
+    """Make a rule for a sum or mean over dims. If the split dim is among them, the partial sums are added over the
+    ranks."""
     other = along(1)
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -72,7 +74,7 @@ def _summed(mean: bool) -> Rule:
 
 
 def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run layer norms over the last dims on parts of another dim."""
+    """Run a layer norm over the last dims on this rank's part, which is split along another dim."""
     x = first_split(args)
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if x.part.dim >= x.dim() - len(shape):
@@ -84,7 +86,7 @@ def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run batch norm if channels are split: each rank normalises its channels. Running statistics stay whole."""
+    """Run batch norm on split channels: each rank normalises its own channels. The running statistics stay whole."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x, rest = values.pop("input"), args[len(names) :]

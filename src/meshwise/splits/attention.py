@@ -1,10 +1,11 @@
 """Compute attention over split positions, passing keys and values in turn.
 
-Each rank has rows of queries, and receives the keys and values of every rank in turn.
+Each rank has some rows of queries, and receives the keys and values of every rank in turn.
 
-Keys and values are passed around a ring of ranks, while softmax is accumulated (Ring Attention, arXiv:2310.01889); in
-the backward they are passed around again, with their gradients. A rank keeps only its queries, keys, values and
-results. For what a ring cannot do (dropout, a learned mask), keys and values are gathered on each rank.
+Keys and values are passed around a ring of ranks while the softmax is accumulated (Ring Attention, arXiv:2310.01889).
+In the backward they are passed around again, together with their gradients. A rank keeps only its own queries, keys,
+values and results. For calls that a ring cannot compute (dropout, a learned mask), keys and values are gathered on each
+rank.
 
 Shapes: B samples, H heads, K heads of keys, S own positions, T all positions of keys, E width of a head.
 
@@ -63,7 +64,8 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _within(qkv: Sequence[Tensor], mask: Tensor | None, asked: _Asked, columns: SplitPart) -> Tensor:
-    """Run the ring on local values; if heads or samples are split at an inner level, on this rank's part of them."""
+    """Run ring attention on the local values. If heads or samples are also split at an inner level, each rank computes
+    its part of them."""
     level = level_of(asked.rows)
     inner = [parts_of(each, level) for each in qkv]
     if any(part.dim > 1 or not part.is_even for parts in inner for part in parts) or any(
@@ -86,7 +88,7 @@ def _whole_within(tensor: Tensor, level: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The options of an attention call. rows: the part of the positions that this rank's queries have."""
+    """The options of one attention call. rows: how the positions of the queries are split over the ranks."""
 
     rows: SplitPart
     scale: float
@@ -94,7 +96,7 @@ class _Asked:
 
     @property
     def positions(self) -> Tensor:
-        """The positions of this rank's queries in the sequence."""
+        """The indices in the sequence of this rank's queries."""
         return _positions(self.rows, self.rows.axis.rank)
 
 
@@ -103,7 +105,7 @@ def _positions(part: SplitPart, rank: int) -> Tensor:
 
 
 def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: _Asked, dropout: float) -> Tensor:
-    """Return this rank's rows (B, H, S, E) of attention over all positions; gathers keys and values on each rank."""
+    """Gather keys and values on each rank, and return this rank's rows (B, H, S, E) of the attention result."""
     axis = asked.rows.axis
     k, v = (enter(gather(each), axis) for each in (k, v))
     if q.shape[-3] != k.shape[-3]:
@@ -117,7 +119,8 @@ def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: 
 
 
 class _Ring(Function):
-    """Attention of this rank's queries (B, H, S, E) to keys and values (B, K, own, E), split over all ranks."""
+    """Ring attention of this rank's queries (B, H, S, E) to keys and values (B, K, own, E) that are split over all
+    ranks."""
 
     @staticmethod
     def forward(
@@ -154,7 +157,7 @@ class _Ring(Function):
 
 
 def _ring_backward(saved: Sequence[Tensor], asked: _Asked, columns: SplitPart, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of this rank's queries, keys and values from the gradient of its results."""
+    """Compute the gradients of this rank's queries, keys and values from the gradient of this rank's results."""
     q, k, v, mask, result, log_sum = saved
     wide = log_sum.dtype
     grouped, gradient = (each.to(wide).unflatten(1, (k.shape[1], -1)) for each in (q, gradient))
@@ -182,7 +185,8 @@ def _longest(part: SplitPart) -> int:
 
 
 def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield the keys and values of each rank, and its number: this rank's first, then those of the ranks before it."""
+    """Yield the keys and values of each rank, with the number of that rank. This rank comes first, then the ranks
+    before it in descending order."""
     axis = columns.axis
     both = functional.pad(torch.cat([k, v], -1), (0, 0, 0, _longest(columns) - k.shape[2]))
     for step in range(axis.size):
@@ -192,7 +196,10 @@ def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, T
 
 
 def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tensor:
-    """Return attention scores (B, K, H / K, rows, columns). hidden: values to add, or True at masked entries."""
+    """Compute attention scores of shape (B, K, H / K, rows, columns).
+
+    hidden: a boolean tensor that is True at masked entries, or numbers that are added to the scores.
+    """
     scores = q @ k.transpose(-1, -2) * asked.scale
     if hidden is None:
         return scores
@@ -202,7 +209,12 @@ def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tenso
 def _blocks(
     asked: _Asked, columns: SplitPart, owner: int, mask: Tensor | None, grouped: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield blocks of this rank's rows and the owner's columns that attend, as local slices, and masked entries."""
+    """Yield the blocks of the score matrix that must be computed between this rank's queries and the keys of rank
+    `owner`.
+
+    Each block consists of the slice of the local rows, the slice of the owner's columns, and the mask of the block as
+    `_scores` takes it.
+    """
     top = 0
     for begin, end in asked.rows.of_rank(asked.rows.axis.rank):
         left = 0
@@ -219,7 +231,10 @@ def _blocks(
 
 
 def _hidden(mask: Tensor | None, rows: slice, columns: slice, grouped: Tensor) -> Tensor | None:
-    """Return a block of a mask (1 or B, 1 or H, 1 or S, 1 or T), with its heads grouped as in `grouped`."""
+    """Return one block of a mask of shape (1 or B, 1 or H, 1 or S, 1 or T), with the heads grouped as in `grouped`.
+
+    A boolean mask is negated, so that True stands for a masked entry. Other masks hold numbers to add.
+    """
     if mask is None:
         return None
     block = mask[:, :, rows if mask.shape[2] > 1 else slice(None), columns if mask.shape[3] > 1 else slice(None)]

@@ -18,11 +18,11 @@ from meshwise.transfer import collectives
 from meshwise.transfer.reading import meet
 
 _own: dict[str, MeshAxis] = {}
-"""The newest axis of each name, with this rank on it."""
+"""The most recently made axis of each name, with this rank's position on the axis."""
 
 
 class Axis(Protocol):
-    """The ranks that hold the parts of a tensor, with the exchanges between them."""
+    """The ranks that hold the parts of a tensor, with the collectives between these ranks."""
 
     @property
     def name(self) -> str: ...
@@ -35,27 +35,29 @@ class Axis(Protocol):
 
     @property
     def sequence(self) -> bool:
-        """Whether sums over the ranks stay split along positions, unless the whole is needed."""
+        """Whether a sum over the ranks stays split along positions (dim 1) until an operator needs the whole."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` over the ranks, in place, and return it."""
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor`, whose first dim has one entry for each rank, over the ranks; return this rank's entry."""
+        """Sum `tensor` over the ranks, and return this rank's entry of the sum. The first dim has one entry for each
+        rank."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather `tensor` from every rank, stacked in rank order."""
 
     def pass_on(self, tensor: Tensor) -> Tensor:
-        """Send `tensor` to the next rank, and return that of the rank before; all have the same shape."""
+        """Send `tensor` to the next rank, and return the tensor of the rank before. All tensors have the same shape."""
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks have come to exchange `what`."""
+        """Wait until all ranks are about to exchange `what`."""
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis of the device mesh. group: the ranks of the axis that differ from this rank in nothing else."""
+    """A named axis of the device mesh. group: the process group of the ranks that differ from this rank only on this
+    axis."""
 
     name: str
     size: int
@@ -73,11 +75,12 @@ class MeshAxis:
         return cls(name, one.size(), one.get_local_rank(), one.get_group(), sequence)
 
     def __deepcopy__(self, memo: Any) -> MeshAxis:
-        """Return the axis itself, as a copied model has its parts on the same ranks."""
+        """Return the axis itself, because a copied model has its parts on the same ranks."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the axis by its name: unpickled on another pipeline stage, it is that stage's axis."""
+        """Pickle the axis by its name. If it is unpickled on another pipeline stage, the name refers to the axis of
+        that stage."""
         return _axis_named, (self.name,)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -108,11 +111,12 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class SplitPart:
-    """The part of a tensor that each rank holds along `dim`, whose length in the whole tensor is `length`.
+    """How a tensor is split along `dim` over the ranks of an axis. In the whole tensor, this dim has length `length`.
 
-    repeats: how many runs follow each other in the dim, all divided in the same way, such as samples with divided
-    positions after the two dims are merged. pieces: what each rank holds of a run, as (begin, end) in rising order.
-    None: as `torch.chunk` divides.
+    repeats: the number of equal runs that make up the dim, all divided in the same way. Samples with divided positions
+        are such runs after the two dims are merged.
+    pieces: for each rank, the ranges (begin, end) of a run that it holds, in rising order. None: as `torch.chunk`
+        divides.
     """
 
     axis: Axis
@@ -128,11 +132,11 @@ class SplitPart:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the dim is a single run, divided as by `torch.chunk`."""
+        """Whether the dim is a single run that is divided as by `torch.chunk`."""
         return self.repeats == 1 and self.pieces is None
 
     def of_rank(self, rank: int) -> tuple[Range, ...]:
-        """Return the ranges of each run that a rank holds, without empty ones."""
+        """Return the non-empty ranges of each run that a rank holds."""
         if self.pieces is not None:
             return self.pieces[rank]
         step = -(-self.run // self.axis.size)
@@ -145,38 +149,44 @@ class SplitPart:
 
     @property
     def begin(self) -> int:
-        """Where this rank's part begins in the whole; only for a plain part."""
+        """The index in the whole at which this rank's part begins. Only valid for a plain part."""
         return min(self.length, self.axis.rank * -(-self.length // self.axis.size))
 
     @property
     def own(self) -> int:
-        """The length of this rank's part."""
+        """The length of the dim in this rank's part."""
         return self.repeats * self.held(self.axis.rank)
 
     @property
     def is_even(self) -> bool:
-        """Whether the part is plain, and equally long on all ranks."""
+        """Whether the dim is split plainly into parts of the same length on all ranks."""
         return self.is_plain and self.length % self.axis.size == 0
 
     def alike(self, other: SplitPart) -> bool:
-        """Return whether both parts divide a dim in the same way, whichever dim it is."""
+        """Return whether `other` divides its dim in the same way. The numbers of the two dims may differ."""
         return self == replace(other, dim=self.dim)
 
     def divided(self, pieces: Sequence[Sequence[Range]], length: int) -> SplitPart:
-        """Return the part, on the same dim, of a whole of length `length` of which ranks hold `pieces`."""
+        """Return how a whole of length `length` is split along the same dim if each rank holds its ranges in
+        `pieces`."""
         new = tuple(tuple(_joined(each)) for each in pieces)
         plain = SplitPart(self.axis, self.dim, length)
         return plain if all(plain.of_rank(r) == new[r] for r in range(self.axis.size)) else replace(plain, pieces=new)
 
     def folded(self) -> SplitPart:
-        """Return a part that gives each rank two ranges, equally far from the beginning and the end of the dim: under a
-        causal mask, all ranks then have the same amount of work."""
+        """Return a split that gives each rank two ranges, equally far from the beginning and from the end of the dim.
+
+        With this split, all ranks have the same amount of work under a causal mask.
+        """
         ends = [self.length * place // (2 * self.axis.size) for place in range(2 * self.axis.size + 1)]
         pairs = [(rank, 2 * self.axis.size - 1 - rank) for rank in range(self.axis.size)]
         return self.divided([[(ends[n], ends[n + 1]) for n in pair] for pair in pairs], self.length)
 
     def scaled(self, run: int) -> SplitPart | None:
-        """Return the part for runs of length `run`, when later dims are merged; None if rank bounds would not fit."""
+        """Return the split after later dims are merged into this dim, so that each run has length `run`.
+
+        Returns None if the bounds of the ranks would not be whole numbers.
+        """
         every = [self.of_rank(rank) for rank in range(self.axis.size)]
         if self.run == 0 or any(bound * run % self.run for held in every for each in held for bound in each):
             return None
@@ -185,7 +195,7 @@ class SplitPart:
         return replace(new, length=run * self.repeats, repeats=self.repeats)
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of `whole`, as a view if the part is contiguous in `whole`."""
+        """Return this rank's part of `whole`. The result is a view if the part is contiguous in `whole`."""
         dim = self.dim
         if self.repeats > 1:
             whole, dim = whole.unflatten(dim, (self.repeats, self.run)), dim + 1
@@ -194,7 +204,8 @@ class SplitPart:
         return part.flatten(self.dim, dim) if self.repeats > 1 else part
 
     def summed(self, value: Tensor) -> Tensor:
-        """Sum a whole tensor over the ranks; return this rank's part of the sum, which must be plain. Collective."""
+        """Sum a whole tensor over the ranks, and return this rank's part of the sum. Collective. Only valid for a plain
+        part."""
         size, dim = self.axis.size, self.dim
         step = -(-self.length // size)
         if self.length < size * step:
@@ -203,7 +214,7 @@ class SplitPart:
         return self.axis.reduce_scatter(parts).narrow(dim, 0, self.own)
 
     def gathered(self, local: Tensor) -> Tensor:
-        """Gather the parts of all ranks; return the whole tensor. Collective."""
+        """Gather the parts of all ranks, and return the whole tensor. Collective."""
         dim, ranks = self.dim, range(self.axis.size)
         if self.repeats > 1:
             local, dim = local.unflatten(dim, (self.repeats, local.shape[dim] // self.repeats)), dim + 1

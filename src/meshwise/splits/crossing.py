@@ -2,16 +2,17 @@
 
 Megatron-LM (arXiv:1909.08053) describes these conversions.
 
-A whole tensor and its gradient are the same on all ranks of the axis. The gradient of a split tensor is split like it.
+A whole tensor and its gradient are the same on all ranks of the axis. The gradient of a split tensor is split like the
+tensor.
 
     enter     a whole tensor is about to be used with parts      backward: the ranks' gradients are added
-    add_up    the ranks' values are added to a whole             backward: each rank's is that of the whole
+    add_up    the ranks' values are added to a whole             backward: each rank gets the gradient of the whole
     gather    a split tensor becomes whole                       backward: each rank takes its part
     scatter   each rank takes its part of a whole                backward: the parts are gathered
-    sum apart    the ranks' values are added, each takes a part  backward: spread
-    spread       a split tensor is used whole, with parts        backward: sum apart
+    sum apart    a reduce-scatter: the ranks' values are added, each takes a part     backward: spread
+    spread       an all-gather: a split tensor is used whole, with parts of others    backward: sum apart
 
-The backward of each conversion is another of them, so that all can be differentiated twice.
+The backward of each conversion is another conversion of this list, so each can be differentiated twice.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -32,13 +33,17 @@ from meshwise.splits.axis import Axis, SplitPart
 from meshwise.splits.tensor import LEVELS, SplitTensor, at_level, is_split, level_of, parts_of, split, split_again
 
 _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
-"""For each open `entering_once`, the tensors entered in it, by (id of the whole tensor, axis, tensor's version)."""
+"""For each open `entering_once`, the entered tensors by the id of the whole tensor, the axis and the tensor's
+version."""
 
 
 @contextlib.contextmanager
 def entering_once() -> Iterator[None]:
-    """In the with-body, enter a tensor that is used several times only once, so that its gradients are summed over the
-    ranks in one collective. A block that is recomputed in the backward does the same in its second run."""
+    """Convert a tensor that is used several times in the with-body only once, by `enter` or `spread`.
+
+    Its gradients are then summed over the ranks in one collective. A block that is recomputed in the backward does the
+    same in its second run.
+    """
     _entered.append({})
     try:
         yield
@@ -47,14 +52,17 @@ def entering_once() -> Iterator[None]:
 
 
 def enter(whole: Tensor, axis: Axis) -> Tensor:
-    """Return `whole` for use with parts; the backward sums the gradients of all ranks."""
+    """Return `whole` for use together with parts of other tensors. The backward sums its gradients over the ranks."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
     return _once(whole, "enter", axis, axis.name)
 
 
 def spread(tensor: Tensor, axis: Axis) -> Tensor:
-    """Gather a tensor if it is split, and enter it for use with parts of other tensors, in one step."""
+    """Return the whole of a tensor for use together with parts of other tensors; gather it if it is split.
+
+    The backward sums the gradients over the ranks and, for a split tensor, returns this rank's part of the sum.
+    """
     if not is_split(tensor):
         return enter(tensor, axis)
     return _once(tensor, "spread", tensor.part, axis.name)
@@ -70,12 +78,15 @@ def _once(tensor: Tensor, way: str, where: Any, axis: str) -> Tensor:
 
 
 def add_up(value: Tensor, axis: Axis) -> Tensor:
-    """Sum `value` over the ranks; the result is whole on each."""
+    """Sum `value` over the ranks. The result is whole on each rank."""
     return _crossed(value, "add up", axis)
 
 
 def add_apart(value: Tensor, axis: Axis) -> Tensor:
-    """Sum `value` over the ranks; the result is split along positions, dim 1, if `axis.sequence` asks for that."""
+    """Sum `value` over the ranks. If `axis.sequence` is set, the result is split along positions (dim 1).
+
+    The result is whole nevertheless if `value` does not have three dims, or has fewer positions than there are ranks.
+    """
     if not axis.sequence or value.dim() != 3 or value.shape[1] < axis.size:
         return add_up(value, axis)
     part = SplitPart(axis, 1, value.shape[1])
@@ -83,14 +94,14 @@ def add_apart(value: Tensor, axis: Axis) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the whole of a split tensor; any other tensor unchanged."""
+    """Return the whole of a split tensor. Any other tensor is returned unchanged."""
     while is_split(tensor):
         tensor = _crossed(tensor, "gather", tensor.part)
     return tensor
 
 
 def gather_over(axis: str, tensor: Tensor) -> Tensor:
-    """Gather a tensor over one axis; it stays split over others."""
+    """Gather a tensor over the axis named `axis`. Its splits over other axes stay."""
     level = LEVELS.index(axis)
     with at_level(level):
         whole = gather(tensor)
@@ -98,12 +109,12 @@ def gather_over(axis: str, tensor: Tensor) -> Tensor:
 
 
 def scatter(whole: Tensor, part: SplitPart) -> SplitTensor:
-    """Return this rank's part of a whole tensor, as a split tensor."""
+    """Return this rank's part of a whole tensor as a split tensor."""
     return split(_crossed(whole, "scatter", part), part)
 
 
 def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
-    """Convert a tensor over one axis. Its splits at inner levels stay, unless both axes split the same dim."""
+    """Convert a tensor over one axis. Its splits at inner levels stay, unless both axes would split the same dim."""
     if not isinstance(tensor, SplitTensor):
         return through(_Crossing, tensor, way, where)
     level = LEVELS.index(where.axis.name if isinstance(where, SplitPart) else where.name)
@@ -114,7 +125,10 @@ def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
 
 
 def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
-    """Return `made`, computed from the local values of `tensor`, with the splits of `tensor` inside `level`."""
+    """Return `made` with the splits that `tensor` has at the levels inside `level`.
+
+    `made` must have been computed from the local values of `tensor`.
+    """
     found = split_again(made, parts_of(tensor, level))
     if isinstance(found, SplitTensor) and getattr(tensor, "of_parameter", False):
         found.of_parameter = True  # type: ignore[attr-defined]
@@ -122,14 +136,15 @@ def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
 
 
 def through(function: Any, *given: Any) -> Tensor:
-    """Apply an autograd function to the local values of split tensors."""
+    """Apply an autograd function to the local values of tensors, which may be split."""
     with on_parts():
         made: Tensor = function.apply(*given)
     return made
 
 
 class _Crossing(Function):
-    """Converts a tensor in one of `_WAYS`. where: the axis or the part of the conversion."""
+    """One of the conversions of `_WAYS` as an autograd function. where: the axis or the part that the conversion
+    takes."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any) -> Tensor:
@@ -153,4 +168,4 @@ _WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "sum apart": (lambda value, part: part.summed(value), "spread"),
     "spread": (lambda local, part: part.gathered(local), "sum apart"),
 }
-"""For each conversion: its function, and the conversion that is its backward."""
+"""For each conversion, its function and the name of the conversion that is its backward."""

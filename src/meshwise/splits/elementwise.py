@@ -38,7 +38,7 @@ untyped_storage __get__ __set__ __hash__ record_stream is_pinned"""
 
 
 def _same_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator on one or several operands, with broadcasting."""
+    """Run an elementwise operator on one or several operands, with broadcasting."""
     if "out" in kwargs or (len(args) + len(kwargs) == 1 and called(func) == "where"):
         raise NoRule
     operands = [*args, *kwargs.values()]
@@ -51,7 +51,7 @@ def _same_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def _in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an in-place operator on its first operand, if that is split."""
+    """Run an in-place operator if its first operand is split."""
     first = args[0]
     if not is_split(first):
         raise NoRule
@@ -86,7 +86,8 @@ def _length(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Draw the dropout mask of the whole tensor, as one device does, and apply this rank's part of it."""
+    """Draw the dropout mask of the whole tensor, so that random numbers are those of one device, and apply this rank's
+    part."""
     values = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
     x, p, training = values["input"], values.get("p", 0.5), values.get("training", True)
     if not is_split(x):
@@ -102,7 +103,7 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Register a gradient hook, which gets the gradient split as its tensor is, at all levels."""
+    """Register a gradient hook. The hook receives the gradient split like its tensor, at all levels."""
     tensor, hook = args[0], args[1]
     parts = sorted(parts_of(tensor), key=level_of)
 

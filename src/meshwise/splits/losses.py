@@ -1,8 +1,9 @@
 """Compute softmax and losses over a split dim.
 
-If the vocabulary is split, a few numbers per row are exchanged; if rows are split, only the sum.
+If the vocabulary is split, the ranks exchange a few numbers per row. If rows are split, they exchange only the sum.
 
-This is Megatron-LM's vocabulary-parallel cross entropy, with label smoothing and ignored targets, but no class weights.
+This is the vocabulary-parallel cross entropy of Megatron-LM, with label smoothing and ignored targets, but without
+class weights.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -37,13 +38,17 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
-    """Cast a result to the dtype that torch's `func` gives for `x`, also under autocast. rest: further arguments."""
+    """Cast `made` to the dtype that torch's `func` returns for `x`, also under autocast. rest: further arguments of
+    `func`."""
     return made.to(func(x.new_zeros([1] * x.dim()), *rest).dtype) if x.dtype in HALF else made
 
 
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of x minus the maximum of each whole row, and the log of the sum of its exponentials over
-    the whole row, in which the split dim has length 1."""
+    """Compute the two terms of a log-softmax along the split dim, numerically stable.
+
+    Returns this rank's part of x minus the maximum of each whole row, and the logarithm of the sum of the exponentials
+    of these differences over the whole row. In the second tensor the split dim has length 1.
+    """
     part = x.part
     if x.dtype in HALF:  # as torch, which sums in float32
         x = split(x.to(torch.float32), part)
@@ -97,7 +102,8 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _over_rows(func: Func, values: dict[str, Any]) -> Any:
-    """Compute a loss whose rows are split: sum the ranks' sums, and divide by the total count."""
+    """Compute a loss with split rows: add the sums of all ranks, and for a mean divide by the total number of
+    targets."""
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     part, reduction = x.part, values.pop("reduction", "mean")
     rows = moved(part, part.dim - (part.dim > 1))
@@ -118,13 +124,13 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
 
 
 def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return how many targets count, or the sum of their class weights."""
+    """Return the number of targets that are not ignored, or the sum of their class weights if there are any."""
     counted = target != ignored
     return counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
 
 
 def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute losses of one term for each element."""
+    """Compute a loss that has one term per element."""
     options = dict(kwargs)
     reduction = options.pop("reduction", "mean")
     if len(args) > 2 or options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
@@ -137,7 +143,7 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _own_targets(rows: Tensor, target: Tensor, x: SplitTensor, classes: int) -> Tensor:
-    """Return each row's value at its target, if this rank holds that class; else 0."""
+    """Return the value of each row at its target class if this rank holds that class, and 0 otherwise."""
     own = target - x.part.begin
     elsewhere = (own < 0) | (own >= x.part.own)
     if x.part.own == 0:

@@ -2,8 +2,8 @@
 
 A trial run of the layer's parent module shows it.
 
-The module that holds the layer is run with a stand-in for the layer, whose result records how it is taken apart. A
-wrong finding costs only communication: the result is exact for any number of sections.
+The parent runs with a stand-in for the layer. The output of the stand-in records how the parent's code slices it. A
+wrong finding costs only communication, because the result is exact for any number of sections.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_models.py.
 """
@@ -24,11 +24,11 @@ from meshwise.compat.torch_function import called, on_parts
 
 
 class _Taken(Exception):
-    """Raised when the result is split into sections, with their number."""
+    """Raised when the code cuts the stand-in's output into sections. Its argument is the number of sections."""
 
 
 class _Result(Tensor):
-    """The stand-in's output, which records how its last dim is sliced."""
+    """The output of the stand-in, which records how its last dim is sliced."""
 
     slices: list[tuple[int, int]]
 
@@ -63,7 +63,10 @@ def _watched(result: Tensor, slices: list[tuple[int, int]]) -> Tensor:
 
 
 def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives: int) -> int:
-    """Return how many equal sections the layer's output packs; 1 if unknown. takes, gives: in and out features."""
+    """Return how many equal sections the layer's output packs, or 1 if this is unknown.
+
+    takes, gives: the number of input and output features of the layer.
+    """
     parent = model.get_submodule(name.rpartition(".")[0])
     weight, slices = next(layer.parameters()), list[tuple[int, int]]()
     stand_in = nn.Module()

@@ -1,7 +1,7 @@
 """Cut, pick, pad and join along the split dim.
 
-Each rank keeps the entries that it holds, so that nothing is sent, and parts may become unequally long. If a part has
-several runs (`SplitPart.repeats`), only whole runs can be cut out.
+Each rank keeps the entries that it holds, so no entries are sent, and the parts may become unequally long. If the split
+dim has several runs (`SplitPart.repeats`), only whole runs can be cut out.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -21,7 +21,10 @@ from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
-    """Return this rank's part of the entries from `begin` to `end`; whole runs only, if the part has several runs."""
+    """Cut the entries from `begin` to `end` out of the split dim; return this rank's share and how the result is split.
+
+    If the split dim has several runs, raises NoRule unless whole runs are cut out.
+    """
     part = x.part
     if part.repeats > 1:
         run, held = part.run, part.own // part.repeats
@@ -37,7 +40,7 @@ def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
 
 
 def row(x: SplitTensor, place: int) -> Tensor:
-    """Return the entry at one position of the split dim, whole on each rank, without that dim."""
+    """Return the entry at index `place` of the split dim, without that dim. The result is whole on each rank."""
     part = _one_run(x.part)
     if not -part.length <= place < part.length:
         raise NoRule  # torch says so
@@ -46,7 +49,10 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """Return this rank's share of constant padding, and the new part. at: where `pads` has the split dim's widths."""
+    """Return the widths of this rank's share of constant padding, and how the padded tensor is split.
+
+    at: the index in `pads` of the widths for the split dim.
+    """
     before, behind = pads[at : at + 2]
     if _one_run(part).length == 0 or before < 0 or behind < 0:
         raise NoRule
@@ -62,7 +68,10 @@ def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitP
 
 
 def joined(tensors: Sequence[Tensor], like: SplitPart) -> tuple[Tensor, SplitPart]:
-    """Concatenate tensors along the split dim of `like`; each rank takes its part of whole tensors among them."""
+    """Concatenate tensors along the split dim of `like`. Of whole tensors among them, each rank takes its part.
+
+    Returns this rank's part of the result, and how the result is split.
+    """
     dim, length, parts = like.dim, 0, []
     pieces: list[list[Range]] = [[] for _ in range(like.axis.size)]
     for each in tensors:

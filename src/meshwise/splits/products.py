@@ -1,9 +1,10 @@
 """Compute products by the letters of their dims, as einsum does.
 
-The split dim remains in the result, or is summed over.
+In the result, the split dim remains or is summed over.
 
-    a letter of the result        each rank makes its part: operands that have it too are divided, others enter whole
-    a letter that is summed over  each rank's product is of its part: they are added up
+    the split letter is in the result   each rank computes its part of the result: operands with this letter are split,
+                                        other operands are used whole
+    the split letter is summed over     each rank computes a partial sum from its parts: the partial sums are added
 
 Convolutions (over channels), embeddings and attention (over heads, over samples) are products in this sense.
 
@@ -37,9 +38,11 @@ BATCH = "ABCDEFGHIJKLMNOP"  # letters of leading dims
 def by_letters(
     operands: Sequence[Any], letters: Sequence[str], result: str, call: Callable[..., Tensor], may: str | None = None
 ) -> Any:
-    """Run `call` on parts of `operands`. letters, result: a letter for each dim, `.` for a dim that may not be split.
+    """Run `call` on this rank's parts of the operands of a product.
 
-    may: the letters that may be split; by default all.
+    letters: for each operand, one letter per dim, as in einsum; `.` for a dim that may not be split.
+    result: the letters of the result.
+    may: the letters that may be split; all by default.
     """
     letter, like = _chosen(operands, letters, may)
     length, axis = like.part.length, like.part.axis
@@ -58,13 +61,16 @@ def by_letters(
 
 
 def _entered(operand: Tensor, axis: Axis) -> Tensor:
-    """Return an operand whole, to be used with parts of others."""
+    """Return an operand whole, for use together with parts of other operands."""
     plain = is_split(operand) and operand.part.is_plain
     return spread(operand, axis) if plain and torch.is_grad_enabled() else enter(gather(operand), axis)
 
 
 def _chosen(operands: Sequence[Any], letters: Sequence[str], may: str | None) -> tuple[str, SplitTensor]:
-    """Return the letter to split, and the operand that decides how: a parameter or the largest, which then stays."""
+    """Choose the letter to split. Returns it with the operand that decides how it is split and that is not moved.
+
+    This operand is the largest of the split parameters, or the largest split operand if no parameter is split.
+    """
     found = []
     for operand, own in zip(operands, letters, strict=True):
         if is_split(operand):
@@ -107,7 +113,10 @@ def _linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _with_bias(
     func: Func, operands: Sequence[Any], letters: Sequence[str], result: str, bias: Tensor | None, at: int = -1
 ) -> Any:
-    """Compute a product with a bias, which is added after partial sums. at: the position of its dim in the result."""
+    """Compute a product with a bias. If partial sums are added over the ranks, the bias is added after them.
+
+    at: the position in the result of the dim that the bias belongs to.
+    """
     chosen, _ = _chosen(operands, letters, None)
     if bias is None:
         return by_letters(operands, letters, result, lambda *parts: func(*parts, None))
@@ -214,7 +223,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute attention if heads or samples are split."""
+    """Compute attention with split heads or samples."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     q, k, v, mask = (values.pop(name, None) for name in names[:4])
@@ -242,7 +251,8 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, axis: Axis) -> Any:
-    """Compute attention with fewer key heads than query heads: each rank has the query heads of its key heads."""
+    """Compute attention with fewer key heads than query heads. Each rank has the query heads that belong to its key
+    heads."""
     parts = []
     for each in operands:
         first = split_in(operands)[0].part
@@ -256,7 +266,7 @@ def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, 
 
 
 def _attended(values: Kwargs, part: SplitPart, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute this rank's heads or samples of an attention whose whole result is split as `part` says."""
+    """Compute this rank's heads or samples of an attention. part: how the whole result is split."""
     dropout = values.get("dropout_p", 0.0)
     if not dropout:
         return functional.scaled_dot_product_attention(q, k, v, mask, **values)
@@ -271,7 +281,10 @@ def _attended(values: Kwargs, part: SplitPart, q: Tensor, k: Tensor, v: Tensor, 
 def dropped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, part: SplitPart
 ) -> Tensor:
-    """Compute this rank's part of an attention with dropout, whose mask is drawn for the whole, as on one device."""
+    """Compute this rank's part of an attention with dropout.
+
+    The dropout mask is drawn for the whole attention, so that the random numbers are those of one device.
+    """
     scores = q @ k.transpose(-1, -2) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

@@ -16,15 +16,15 @@ from meshwise.splits.crossing import enter, gather, scatter
 from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
 
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
-"""A function that runs an operator on split tensors. Raises NoRule, with nothing changed, for calls it cannot run."""
+"""A function that runs an operator on split tensors. Raises NoRule, with nothing changed, if it cannot run the call."""
 
 
 class NoRule(Exception):
-    """Raised if an operator must run on whole tensors."""
+    """Raised by a rule if the operator must run on whole tensors."""
 
 
 def part_of(thing: Any) -> SplitPart | None:
-    """Return how `thing` is split; None if it is whole."""
+    """Return how `thing` is split, or None if it is not split."""
     return thing.part if is_split(thing) else None
 
 
@@ -34,7 +34,7 @@ def split_in(things: Sequence[Any]) -> list[SplitTensor]:
 
 
 def numbers(args: Sequence[Any]) -> tuple[int, ...]:
-    """Return sizes or dims that are given as separate arguments or as one tuple."""
+    """Return sizes or dims as one tuple. They may be given as separate arguments or as one sequence."""
     one = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
     return tuple(int(each) for each in one)
 
@@ -47,19 +47,20 @@ def first_split(args: Sequence[Any]) -> SplitTensor:
 
 
 def positive(dim: Any, dims: int) -> int:
-    """Return a dim counted from the front; `dim` may count from the end."""
+    """Convert a dim that may count from the end to one that counts from the front. Raise NoRule if it is not an
+    integer."""
     if not isinstance(dim, int):
         raise NoRule
     return dim % dims
 
 
 def moved(part: SplitPart, dim: int, length: int | None = None) -> SplitPart:
-    """Return the same part on another dim; a plain part may also get another length."""
+    """Return the same split on another dim. A plain part may also get another length."""
     return replace(part, dim=dim, length=part.length if length is None else length)
 
 
 def given(result: Any, part: SplitPart) -> Any:
-    """Return what an operator returned for parts, with its tensors as split tensors."""
+    """Turn the tensors in `result`, which an operator returned for parts, into split tensors."""
     if isinstance(result, Tensor):
         return split(result, part)
     return type(result)([given(each, part) for each in result]) if isinstance(result, tuple | list) else result
@@ -72,7 +73,11 @@ def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> No
 
 
 def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
-    """Prepare an operand of an elementwise operator whose result has `dims` dims and is split like `like`."""
+    """Prepare an operand of an elementwise operator: return this rank's part of it, or the operand whole if it is
+    broadcast.
+
+    like: how the result of the operator is split. dims: the number of dims of the result.
+    """
     if not isinstance(operand, Tensor):
         return operand
     from_end = like.dim - dims

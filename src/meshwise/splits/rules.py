@@ -1,8 +1,8 @@
 """Choose how an operator runs on split tensors: parts, or gather.
 
-A rule must give the operator's result for whole tensors, split or not, with right gradients; that alone ensures
-correctness. So a program is right for any placement of its parameters, and rules only save communication.
-tests/splits/test_split_rules.py compares each rule with the operator.
+A rule must return what the operator returns for whole tensors, whether the result is split or not, with right
+gradients. This alone makes the results correct. So a program is right for any placement of its parameters, and rules
+only save communication. tests/splits/test_split_rules.py compares each rule with its operator.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -29,9 +29,9 @@ RULES: dict[str, Rule] = {
     for room in (elementwise, shapes, along, products, losses, attention)
     for name, rule in room.RULES.items()
 }
-"""Rules by the name of the function that torch is called with."""
+"""The rule for each function of torch, by the function's name."""
 WRITTEN_OUT = {"multi_head_attention_forward"}
-"""Python functions that are run as written, as rules exist for the operators inside."""
+"""Python functions that are run line by line, because rules exist for the operators that they call."""
 READS = {
     "__bool__",
     "__float__",
@@ -46,9 +46,10 @@ READS = {
 READS |= {"item", "numpy", "tolist"}
 """Functions that read values out of tensors."""
 gathered: Counter[str] = Counter()
-"""How often an operator without a rule got a split tensor, by the operator's name."""
+"""How often each operator without a rule was called on a split tensor, by the operator's name."""
 _large: set[str] = set()
-"""The names of such operators that got activations, which are tensors with three dims or more."""
+"""The operators without a rule that were called on activations, taken to be floating-point tensors of three dims or
+more."""
 
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -94,7 +95,8 @@ def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Gather split tensors, and call the function on wholes. In-place results are written back to the parts."""
+    """Gather split tensors, and call the function on the whole tensors. In-place results are written back to the
+    parts."""
     whole: dict[int, Tensor] = {}
 
     def of(thing: SplitTensor) -> Tensor:
@@ -131,15 +133,17 @@ IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ia
 
 
 def prepare() -> None:
-    """Prepare for split tensors, before a model has any: from now on, the user's autograd functions get whole tensors.
-    Also reset the counts of gathers."""
+    """Set up the handling of split tensors, before a model has any, and reset the counts of gathers.
+
+    From now on, the user's autograd functions receive whole tensors.
+    """
     _give_functions_wholes()
     gathered.clear()
     _large.clear()
 
 
 def said() -> list[str]:
-    """Return a note on which activations of a model were gathered; empty if none were."""
+    """Return a note on which operators had to gather activations. The list is empty if none had to."""
     names = sorted(_large, key=lambda name: (-gathered[name], name))
     text = f"whole on every rank, for lack of a rule for parts: {some(names)}. Exact, and not divided."
     return [text] if names else []
@@ -151,7 +155,7 @@ def _give_functions_wholes() -> None:
 
 
 def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a user's autograd function, with split tensors gathered."""
+    """Return the arguments of a user's autograd function with split tensors gathered."""
     if any(is_split(each) for each in args):
         _count(name, args)
     return [gather(each) for each in args]

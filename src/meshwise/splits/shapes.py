@@ -28,7 +28,10 @@ Kwargs = Mapping[str, Any]
 
 
 def reshaped(part: SplitPart, before: Sequence[int], after: Sequence[int]) -> SplitPart:
-    """Return the part after a reshape of the whole from shape `before` to `after`. Raise NoRule if there is none."""
+    """Return how a tensor is split after its whole is reshaped from shape `before` to `after`.
+
+    Raises NoRule if no dim of the new shape can hold the same parts.
+    """
     lead, found = math.prod(before[: part.dim]) * part.repeats, list[SplitPart]()
     for dim, length in enumerate(after):
         repeats, rest = divmod(lead, max(math.prod(after[:dim]), 1))
@@ -93,7 +96,8 @@ def _expand(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _permuted(order: Callable[[Args, Kwargs, int], Sequence[int]]) -> Rule:
-    """Make a rule that permutes dims. order: returns the input's dims in the order of the output."""
+    """Make a rule that permutes dims. order: returns the dims of the input in the order that they have in the
+    output."""
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x = first_split(args)
@@ -135,7 +139,7 @@ def _unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Index with integers, slices, None and an ellipsis."""
+    """Index a split tensor with integers, slices, None and an ellipsis."""
     x, index = first_split(args), args[1] if isinstance(args[1], tuple) else (args[1],)
     if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index):
         raise NoRule
@@ -160,7 +164,8 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _sliced(x: SplitTensor, along: slice, others: tuple[Any, ...], now: int) -> Any:
-    """Take the slice `along` of the split dim, which becomes dim `now`; index the other dims with `others`."""
+    """Take the slice `along` of the split dim, which is dim `now` of the result. The other dims are indexed with
+    `others`."""
     begin, end, step = along.indices(x.part.length)
     if step != 1:
         raise NoRule
@@ -180,7 +185,7 @@ def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any:
-    """Run `cat`, or `stack` if `new`, on split tensors."""
+    """Run `torch.cat` on split tensors, or `torch.stack` if `new`."""
     empty = torch.Size([0])  # the start of a cache: it adds nothing
     tensors = [each for each in args[0] if new or whole_shape(each) != empty]
     first = max((each for each in tensors if is_split(each)), key=lambda each: whole_shape(each).numel())
@@ -201,7 +206,7 @@ def _stacked(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run `chunk` and `split`. Along a split dim with several runs, pieces must consist of whole runs."""
+    """Run `chunk` and `split`. A split dim must have several runs, and each piece must consist of whole runs."""
     x = first_split(args)
     dim = positive(args[2] if len(args) > 2 else kwargs.get("dim", 0), x.dim())
     if dim != x.part.dim:

@@ -1,11 +1,12 @@
 """Define the split tensor: whole to plain code, one part in memory.
 
-Its operators are intercepted by `__torch_function__`. Rules (rules.py) run them on parts, where that is exact; any
-other operator gets the whole. Autograd sees plain operators on parts: the gradient of a split tensor is split like it.
+Its operators are intercepted by `__torch_function__`. Rules (rules.py) run an operator on the parts where the result is
+exact. Any other operator gets the whole tensor. Autograd records plain operators on the parts, so the gradient of a
+split tensor is split like the tensor.
 
 A tensor may be split over several axes, one inside the other (`LEVELS`): a rank's part on the first axis is split over
-the next. A rule sees one level: a tensor is a part of that axis' whole, and operators that the rule calls on parts run
-by the rules of the next level, to which those parts are wholes.
+the next axis. A rule works at one level, where a tensor is a part of the whole on that axis. Operators that the rule
+calls on parts run by the rules of the next level, at which these parts are wholes.
 
 Tested in tests/splits/test_split_rules.py, tests/parallel/test_split_context.py and tests/splits/test_split_levels.py.
 """
@@ -33,17 +34,17 @@ class _View(threading.local):
 
 
 _view = _View()
-"""The level of the rule that is running; -1 outside of rules, where tensors look whole at all levels."""
+"""The level of the running rule in this thread. Outside of rules it is -1, and tensors look whole at all levels."""
 
 
 class SplitTensor(Tensor):
-    """A tensor that is split over ranks (see the module's docstring). parts: this rank's part at each level."""
+    """A tensor that is split over ranks (see the docstring of the module). parts: how it is split at each level."""
 
     parts: dict[int, SplitPart]
 
     @property
     def part(self) -> SplitPart:
-        """How the tensor is split at the level of the running rule; outside of rules, at the outermost level."""
+        """How the tensor is split at the level of the running rule, or at the outermost level outside of rules."""
         level = _view.level
         return self.parts[level if level >= 0 else min(self.parts)]
 
@@ -55,12 +56,16 @@ class SplitTensor(Tensor):
 
 
 def is_split(thing: Any) -> TypeGuard[SplitTensor]:
-    """Return whether `thing` is split at the level of the running rule; outside of rules, at any level."""
+    """Return whether `thing` is split at the level of the running rule. Outside of rules, return whether it is split at
+    all."""
     return isinstance(thing, SplitTensor) and (_view.level < 0 or _view.level in thing.parts)
 
 
 def split(local: Tensor, part: SplitPart) -> SplitTensor:
-    """Turn `local`, in place, into a split tensor that is this rank's part of a whole. Inner splits stay."""
+    """Turn `local`, in place, into a split tensor: this rank's part of a whole that is split as `part` says.
+
+    Splits of `local` at other levels stay.
+    """
     level = level_of(part)
     if isinstance(local, SplitTensor):
         local.parts = {**local.parts, level: part}
@@ -71,19 +76,22 @@ def split(local: Tensor, part: SplitPart) -> SplitTensor:
 
 
 def level_of(part: SplitPart) -> int:
-    """Return the level of a part: the position of its axis in `LEVELS`."""
+    """Return the level of a part, which is the position of its axis in `LEVELS`."""
     return LEVELS.index(part.axis.name)
 
 
 def parts_of(thing: Any, above: int = -1) -> tuple[SplitPart, ...]:
-    """Return how `thing` is split at the levels inside `above`, which is -1 for all levels."""
+    """Return how `thing` is split at all levels inside `above`. The default of -1 stands for all levels."""
     if not isinstance(thing, SplitTensor):
         return ()
     return tuple(part for level, part in thing.parts.items() if level > above)
 
 
 def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
-    """Split a tensor again as before autograd saved it, since autograd saves plain tensors only."""
+    """Turn a plain tensor that autograd saved back into a split tensor. A tensor that is split already stays unchanged.
+
+    parts: how the tensor was split before autograd saved it, at each level. Autograd saves plain tensors only.
+    """
     if not isinstance(tensor, SplitTensor):
         for part in parts:
             split(tensor, part)
@@ -91,7 +99,7 @@ def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
 
 
 def levels_below(things: Iterable[Any]) -> list[int]:
-    """Return the levels inside that of the running rule at which any of `things` is split, outermost first."""
+    """Return the levels inside the level of the running rule at which any of `things` is split, outermost first."""
     found: set[int] = set()
     _add_levels(things, found)
     return sorted(level for level in found if level > _view.level) if len(found) > 1 or _view.level >= 0 else [*found]
@@ -106,7 +114,7 @@ def _add_levels(things: Iterable[Any], found: set[int]) -> None:
 
 
 class at_level:
-    """Sets the level at which rules run in the with-body."""
+    """A context manager that sets the level at which rules run in the with-body."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -119,12 +127,12 @@ class at_level:
 
 
 def dispatch_with(rules: Dispatch) -> None:
-    """Use `rules` to run functions that are called on split tensors."""
+    """Let `rules` run the functions that are called on split tensors."""
     _dispatch[:] = [rules]
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Return the shape of the whole tensor. For use in rules, where `.shape` is that of the part."""
+    """Return the shape of the whole tensor. In a rule, `.shape` is only the shape of the part."""
     shape = list(tensor.shape)
     if is_split(tensor):
         shape[tensor.part.dim] = tensor.part.length
