@@ -12,8 +12,10 @@ from meshwise.compat.dispatch import without_interception
 
 
 def scale_of(loss: Tensor) -> float:
-    """Return the product of the plain numbers that `loss` was finally multiplied and divided by: 1/16 for `loss / 4 /
-    4`."""
+    """Return the factor by which `loss` was finally multiplied: the product of the plain numbers in its last operators.
+
+    For `loss / 4 / 4`, this is 1/16.
+    """
     node, scale = loss.grad_fn, 1.0
     while node is not None and node.name() in FACTORS:
         above = [each for each, _ in node.next_functions]

@@ -3,23 +3,24 @@
 The techniques, each with the reason for its place:
 
     precision    first: later techniques must see the parameters in the dtype that they are stored in
-    placement    on the device, with the start values of rank 0; those of a deferred model come later
-    stages       what a rank of a pipeline holds: what others hold needs nothing of what follows
-    batch norm   over all ranks: a layer's own forward, which recompute and shard then take as it is; so are
+    placement    moves the model to the device, with the start values of rank 0; a deferred model gets values later
+    stages       drops what other stages of a pipeline hold, so that later techniques need not handle it
+    batch norm   over all ranks: changes a layer's own forward, which recompute and shard then wrap; the same holds for
     balance losses, of mixtures of experts
-    expert       each module of experts' forward finds this rank's experts, and the tokens of all ranks that go to them
-    tensor       each module's forward, as its author wrote it, finds this rank's parts of its parameters
-    context      the whole model's forward finds this rank's positions of what it is given
-    compile      a block's own forward, as its author wrote it: what others put around it is not compiled
-    recompute    inside a block: what is sharded gathers a block's parameters once for its second run and its backward
+    expert       in each experts module, the forward finds this rank's experts, and the tokens routed to them
+    tensor       in each module, the forward, as its author wrote it, finds this rank's parts of its parameters
+    context      the whole model's forward finds this rank's positions of its inputs
+    compile      compiles a block's own forward, as its author wrote it; wrappers around the forward are not compiled
+    recompute    inside a sharded block: shard then gathers the parameters once for the second run and the backward
     offload      around the whole model's forward, and inside what shard does before and after that
-    shard        after it: a block is gathered around its forward, whatever that forward has become
+    shard        after recompute and offload: it gathers a block around the block's wrapped forward
     start values of a deferred model (deferred.py): once each rank has its part, and before data, which needs them
-    pipeline     around a block, whatever its forward has become: it is left, or passed by, as a whole
-    data         last: it reduces the gradients of whatever the others have made; with shard, shard does it for both
+    pipeline     around the wrapped forward of a block, which is run or skipped as a whole
+    data         last: it reduces the gradients of the parameters that the other techniques have made; with shard,
+                 shard does this for both
     zero1        and offload of the optimizer: they need parameters that do not change any more
 
-A technique is a field of the plan, a file of its own (`technique.py` says what is in it), and its place in
+A technique is a field of the plan, a file of its own (`technique.py` describes its functions), and a place in
 `TECHNIQUES`.
 """
 
@@ -81,14 +82,17 @@ def apply(
     samples: Callable[[], int | None] | None = None,
     stage_cost: Callable[[str, nn.Module], float] | None = None,
 ) -> Setup:
-    """Change `model` in place as `plan` says, on this rank's device, with the start values of rank 0. Collective.
+    """Change `model` in place as `plan` requires, on this rank's device and with the start values of rank 0.
+    Collective.
 
-    Afterwards call `bind` on an optimizer of the model's parameters; re-bind an earlier one first (`rebind.py`).
+    Afterwards call `bind` on an optimizer of the model's parameters. An optimizer that was made before must first be
+    pointed at the new parameters (`rebind.py`).
 
-    piggyback_loss: most calls of `backward` will ask for the mean of a value, so it should be sent with the gradients.
-    samples: how many samples this rank works on now (0: a padding sample; None: not in a loop over batches). Where it
-        is given, batch norms take the statistics of all ranks: forwards in training are then collective.
-    stage_cost: what a block costs, by its name; see `Job`.
+    piggyback_loss: whether most calls of `backward` ask for the mean of a value, which should be sent with the
+        gradients.
+    samples: returns how many samples this rank works on now: 0 for a padding sample, None outside of a loop over
+        batches. If given, batch norms use the statistics of all ranks, and forwards in training are then collective.
+    stage_cost: returns the cost of a block, given its name and the block; see `Job`.
     """
     if plan.devices != world.size * plan.within_samples:
         check_devices(plan, world.size * plan.within_samples)
@@ -104,7 +108,7 @@ def apply(
 
 
 def bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    """Change an optimizer as the plan requires that was applied to the optimizer's model."""
+    """Change an optimizer as the plan requires. The plan must have been applied to the optimizer's model."""
     for technique in TECHNIQUES:
         if technique.bind:
             technique.bind(optimizer, plan, world)

@@ -33,7 +33,7 @@ from meshwise.transfer import collectives
 NAME = "load_balancing_loss_func"
 Samples = Callable[[], int | None]
 _running: list[Samples] = []
-"""For each model whose forward runs, the innermost last: a function that returns this rank's number of samples."""
+"""For each running forward of a model, the innermost last: a function that returns this rank's number of samples."""
 
 
 def _apply(setup: Setup) -> None:
@@ -63,7 +63,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that a module's forward calls for the balance loss; None if there is none."""
+    """Return the function that a module's forward calls to compute the balance loss, or None if there is none."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or NAME not in code.co_names:
         return None
@@ -71,8 +71,11 @@ def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _counts_tokens(kind: type) -> bool:
-    """Return whether a router's code counts tokens over all samples, for a capacity. Counting along dim -2 of (samples,
-    positions, experts) is within each sample (Switch), and does not matter."""
+    """Return whether a router's code counts tokens over all samples to apply a capacity.
+
+    Counting along dim -2 of (samples, positions, experts) is not meant: it stays within each sample (Switch), so it
+    does not matter.
+    """
     codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
     return any(
         "cumsum" in code.co_names
@@ -97,7 +100,10 @@ def _forward(forward: Callable[..., Any], samples: Samples, /, *given: Any, **na
 
 
 def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """Return the balance loss over all ranks; outside of batches, or of a model's forward, the original function's."""
+    """Compute the balance loss over the samples of all ranks.
+
+    Outside of a loop over batches or of a model's forward, the result is that of the original function.
+    """
     samples = _running[-1]() if _running else None
     bound = inspect.signature(original).bind(*given, **named)
     layers, mask = bound.arguments["gate_logits"], bound.arguments.get("attention_mask")
@@ -114,7 +120,8 @@ def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
 
 
 def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
-    """Gather the rows of all ranks, in rank order. counts: whether this rank's rows count, and are not padding."""
+    """Gather the rows of all ranks, in rank order. counts: whether the rows of this rank count; False for a padding
+    sample."""
     own = rows if counts else rows[:0]
     lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()
     return through(_Rows, own, tuple(lengths.tolist()))

@@ -1,11 +1,12 @@
 """Compute batch-norm statistics over the global microbatch.
 
-They cover the samples of all ranks, as on one device.
+The statistics cover the samples of all ranks, as on one device.
 
-Layers keep their forward; while it runs, `torch.nn.functional.batch_norm` takes the statistics of all ranks. So a
-subclass keeps what it adds (an activation), and modules that call the function themselves are right too. Means and
-squared deviations of each rank are gathered in one collective and joined by the parallel form of Chan, Golub and
-LeVeque (1979), which does not cancel; the backward sums two numbers a channel. torch's SyncBatchNorm has no CPU form.
+Layers keep their own forward. While it runs, `torch.nn.functional.batch_norm` uses the statistics of all ranks. So a
+subclass keeps what it adds (such as an activation), and modules that call the function themselves are right too. The
+means and squared deviations of all ranks are gathered in one collective and combined by the parallel formula of Chan,
+Golub and LeVeque (1979), which avoids cancellation. The backward sums two numbers per channel over the ranks. torch's
+SyncBatchNorm has no CPU implementation.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training
 
 
 def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[str]:
-    """Make the batch norms of `model` use the statistics of all ranks; return their names.
+    """Make the batch norms of `model` use the statistics of all ranks. Returns the names of the changed modules.
 
     From now on, a forward in training is collective: every rank must run the same layers. Raises PlanError for a batch
-    norm whose computation cannot be replaced.
+    norm in TorchScript, whose computation cannot be replaced.
     """
     joined = []
     found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if normalises(m)]
@@ -59,7 +60,8 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
 
 
 class _JoinedForward(functools.partial[Any]):
-    """A batch norm's forward over all ranks. A copied module keeps it; a pickled one gets the original forward back."""
+    """A batch norm's forward over all ranks. A copied module keeps it; a pickled module gets the original forward
+    back."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _JoinedForward:
         return _JoinedForward(self.func, *copy.deepcopy(self.args, memo))
@@ -71,7 +73,7 @@ class _JoinedForward(functools.partial[Any]):
 
 @contextlib.contextmanager
 def unjoined(model: nn.Module) -> Iterator[None]:
-    """Restore the original forwards of batch norms in the with-body, so that the model can be written to a file."""
+    """Restore the original forwards of batch norms in the with-body, so that the model can be saved to a file."""
     joined = [(module, vars(module)["forward"]) for module in model.modules() if is_joined(module)]
     for module, forward in joined:
         _, own, *_ = forward.args
@@ -86,7 +88,8 @@ def unjoined(model: nn.Module) -> Iterator[None]:
 
 
 def is_joined(module: nn.Module) -> bool:
-    """Return whether the batch norm `module` uses the statistics of all ranks; true also for copies."""
+    """Return whether `module` is a batch norm that uses the statistics of all ranks. Also true for a copy of such a
+    module."""
     return getattr(getattr(module, "forward", None), "func", None) is _forward
 
 
@@ -111,7 +114,8 @@ def _calls(kind: type[nn.Module]) -> bool:
 
 
 def _mentions(function: Any, seen: set[FunctionType]) -> bool:
-    """Return whether a function, or one that it calls in the same file, refers to torch's batch norm."""
+    """Return whether a function refers to torch's batch norm. Functions of the same file that it calls are searched,
+    too."""
     if not isinstance(function, FunctionType) or function in seen or function.__module__.startswith("torch."):
         return False
     seen.add(function)
@@ -142,7 +146,7 @@ def _forward(module: Any, own: Callable[..., Any], samples: Samples, name: str, 
 
 
 class _Joined(TorchFunctionMode):
-    """Makes torch's batch norm, in the with-body, use the statistics of all ranks."""
+    """A context manager in which torch's batch norm uses the statistics of all ranks."""
 
     def __init__(self, samples: Samples) -> None:
         super().__init__()
@@ -169,9 +173,10 @@ def batch_norm(
     training: bool = False,
     **rates: float,
 ) -> Tensor:
-    """Compute `torch.nn.functional.batch_norm` over all ranks. Collective in training. rates: momentum and eps.
+    """Compute `torch.nn.functional.batch_norm` with the statistics of all ranks. Collective in training.
 
-    If `input` is a parameter (weight standardisation), it is the same on all ranks, and torch computes the result.
+    rates: momentum and eps. If `input` is a parameter (weight standardization), its values are the same on all ranks,
+        and torch's own function computes the result.
     """
     if not training or isinstance(base_of(input), nn.Parameter):
         return functional.batch_norm(input, running_mean, running_var, weight, bias, training, **rates)
@@ -191,11 +196,15 @@ def _track(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, count
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalises x of shape (samples, channels, ...) per channel over all ranks, then multiplies by weight and adds
-    bias. Also returns each channel's mean and biased variance, and the number of elements behind them.
+    """Normalizes x of shape (samples, channels, ...) per channel over all ranks, then multiplies by weight and adds
+    bias.
 
-    An input that is the same on all ranks (noise drawn before the loop) counts once. The sign of one: statistics that
-    are bitwise equal on all ranks, and a number of samples that is not that of this rank's slice.
+    Also returns the mean and the biased variance of each channel, and the number of elements that they were computed
+    from.
+
+    An input that is the same on all ranks (noise drawn before the loop) is counted once. It is recognized by two facts:
+    its statistics are bitwise equal on all ranks, and its number of samples is not that of this rank's slice of the
+    batch.
     """
 
     @staticmethod
@@ -276,5 +285,5 @@ BATCH_NORM = Technique(apply=_apply)
 
 
 def _along(channels: Tensor, like: Tensor) -> Tensor:
-    """Reshape one number per channel to broadcast with a tensor of shape (samples, channels, ...)."""
+    """Reshape one number per channel so that it broadcasts with a tensor of shape (samples, channels, ...)."""
     return channels.view(1, -1, *[1] * (like.ndim - 2))

@@ -16,15 +16,18 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def called_in(model: nn.Module) -> list[nn.Module]:
-    """Return the models that are called: `model` itself, or those in a list or dictionary, which has no forward."""
+    """Return the models that the program calls: `model` itself, or the entries of a list or dictionary of models."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         return [root for child in model.children() for root in called_in(child)]
     return [unwrapped(model)]
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the parts of `model` in order, by name: the entries of module lists and sequences, and every other module
-    that contains no such list. Modules without parameters are left out."""
+    """Return the parts of `model` in order, with their names.
+
+    The parts are the entries of module lists, dictionaries and sequences, and every other module that contains none of
+    these. Modules without parameters are left out.
+    """
     return list(_parts("", model, root=True))
 
 
@@ -41,10 +44,11 @@ def _holds_a_list(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers that `model` repeats, with names: entries of lists and sequences whose class occurs repeatedly.
+    """Return the layers that `model` repeats, with their names; an empty list if nothing is repeated.
 
-    A list inside a layer belongs to that layer; a sequence that contains repeated layers (as a ResNet's stages do) is
-    searched, too. Empty if nothing is repeated.
+    They are the entries of module lists and sequences whose class occurs several times among these entries. A list
+    inside a layer belongs to that layer. A sequence that contains repeated layers, as a ResNet's stages do, is searched
+    as well.
     """
     entries = dict[nn.Module, str]()  # a list that two modules hold is found twice
     for name, module in _entries("", model):
@@ -65,11 +69,12 @@ def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _holds_layers(container: nn.Module) -> bool:
-    """Return whether several entries of `container` have the same class, and have submodules."""
+    """Return whether several entries of `container` have the same class and have submodules."""
     kinds = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
     return any(count > 1 for count in kinds.values())
 
 
 def _is_called(container: nn.Module) -> bool:
-    """Return whether `container` may be called: a list has no forward, nor has a list of lists (Funnel's stages)."""
+    """Return whether the program may call `container`. A module list has no forward, nor has a list of lists (Funnel's
+    stages)."""
     return isinstance(container, nn.Sequential)

@@ -17,7 +17,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def buckets_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Group adjacent tensors of one dtype and device, up to `most` bytes on this rank; a larger one is alone."""
+    """Group adjacent tensors of the same dtype and device into buckets of at most `most` bytes on this rank.
+
+    A tensor that is larger than `most` has a bucket of its own.
+    """
     buckets: list[list[Tensor]] = []
     size = 0
     for t in tensors:

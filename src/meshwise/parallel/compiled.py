@@ -1,8 +1,8 @@
 """Compile the forward of each repeated layer, and nothing around it.
 
-A graph over the whole model would include the points where blocks are gathered, recomputed or moved. Applied to each
-block's forward, the compiler sees what the author wrote; the model's class, hooks and state_dict keys stay. Layers of
-one class share a graph, which is compiled once.
+A graph over the whole model would include the points at which blocks are gathered, recomputed or moved. If each block's
+forward is compiled separately, the compiler sees the code as the author wrote it. The model's class, hooks and
+state_dict keys stay. Layers of one class share a graph, which is compiled once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
-    """Let the forward of each block of `model` be compiled when it first runs; return the blocks' names.
+    """Make torch compile the forward of each block of `model` when it first runs. Returns the names of the blocks.
 
-    Blocks are the repeated layers; in a model without repeated layers, all of its parts in order.
+    Blocks are the repeated layers or, in a model without repeated layers, all of its parts in order. backend: the
+    compiler backend of `torch.compile`; None for the default of this module.
     """
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:
@@ -44,7 +45,8 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
 
 
 def check_can_compile(device: str) -> None:
-    """Raise PlanError if the compiler lacks what it needs to generate code for `device`."""
+    """Raise PlanError if triton or a C++ compiler is missing, which torch.compile needs to generate code for
+    `device`."""
     if BACKEND != "inductor":
         return
     if has_streams(device) and importlib.util.find_spec("triton") is None:

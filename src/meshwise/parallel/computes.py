@@ -20,9 +20,9 @@ from meshwise.spec.errors import PlanError
 
 
 def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:
-    """Raise PlanError if torch cannot compute in the precision of `dtypes` on `device`, as far as a short trial tells.
+    """Raise PlanError if torch cannot compute in the precision of `dtypes` on `device`, as far as a short trial shows.
 
-    Tried are a matrix product, and an LSTM if `model` holds one (torch 2.13 has none in float16 on CPU).
+    The trial runs a matrix product, and an LSTM if `model` contains one (torch 2.13 has none in float16 on CPU).
     """
     computed = dtypes.computed
     if computed in ("fp64", "fp32"):
@@ -37,7 +37,7 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
 
 @functools.cache
 def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
-    """Return the modules that fail on the device in this precision, each with torch's message."""
+    """Run small modules in this precision. Returns the class names of those that fail, each with torch's message."""
     failed = []
     with torch.random.fork_rng(), torch.enable_grad():  # start values are drawn
         parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
@@ -52,12 +52,12 @@ def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]
 
 
 def lacks(device: str, computed: str) -> str:
-    """Return the beginning of an error: what the device cannot compute."""
+    """Return the beginning of an error message, which says in which dtype the device cannot compute."""
     return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute it on {device.split(':')[0]}"
 
 
 def instead(computed: str) -> str:
-    """Return a sentence on what to write instead of a precision that the device lacks."""
+    """Return a sentence that recommends another precision in place of one that the device lacks."""
     return _use("bf16" if computed == "fp16" else "fp32")
 
 

@@ -1,15 +1,16 @@
 """Split the sequence: each rank holds some positions of every sample.
 
-This is context parallelism, through the whole model.
+This is context parallelism through the whole model.
 
 The inputs of the model's forward are split along their positions (dim 1) into split tensors (splits/tensor.py), which
 show the whole shape to the model's code. Embeddings, layers, norms and the loss process each position on the rank that
-has it; attention passes keys and values around the ranks (splits/attention.py); anything else that mixes positions is
-gathered, with a note. So no line of the model changes, and the result is exact for any model.
+holds it. Attention passes keys and values around the ranks (splits/attention.py). Any other operator that mixes
+positions gathers them first, and a note says so. So no line of the model changes, and the result is exact for any
+model.
 
-Parameters are whole on every rank. Each rank's gradients come from its positions: they are summed over the axis as they
-arise (splits/crossing.py), so that all ranks then have the same gradients. With `tensor`, each rank has parts of the
-parameters too, and tensors split along positions are also split along heads or features.
+Parameters are whole on every rank. A rank's gradients come from its own positions only, so they are summed over the
+axis as soon as they are computed (splits/crossing.py), and all ranks then have the same gradients. With `tensor`, each
+rank has parts of the parameters too, and tensors that are split along positions are also split along heads or features.
 
 Tested in tests/parallel/test_split_context.py and test_split_levels.py.
 """
@@ -46,7 +47,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the model's forward with this rank's positions of the inputs."""
+    """Run the model's forward on this rank's positions of the inputs."""
     names = _names(forward, len(args))
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     divided = {name: _divided(value, axis) for name, value in given.items() if _has_positions(name, value)}
@@ -62,15 +63,19 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
 
 
 def _names(forward: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of the first `count` parameters of a forward; `input N` for those without a name."""
+    """Return the names of the first `count` positional parameters of a forward. A parameter without a name is called
+    `input N`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds]
     return [*named, *(f"input {number}" for number in range(len(named), count))][:count]
 
 
 def _has_positions(name: str, value: Any) -> bool:
-    """Return whether an input has one number or vector per position. Masks and labels are not split here: they stay
-    whole on all ranks, as neighbouring positions are needed when they meet split tensors later."""
+    """Return whether an input has one number or one vector per position.
+
+    Masks and labels are not split here. They stay whole on all ranks, because neighboring positions are needed when
+    they meet split tensors later.
+    """
     if not isinstance(value, Tensor) or "mask" in name or "label" in name or value.dim() < 2:
         return False
     return value.dim() == (3 if value.is_floating_point() else 2)

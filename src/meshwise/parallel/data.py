@@ -2,19 +2,20 @@
 
 This is data parallelism: each rank takes its slice of each batch.
 
-The reducer of DistributedDataParallel averages gradients, driven from outside, so that the model stays unchanged.
-Parameters that fit one bucket need no such reducer: the bucket is full only after the backward, and is averaged then.
+Gradients are averaged by the reducer of DistributedDataParallel. This module calls the reducer directly, so the model
+stays unchanged. Parameters that fit into one bucket need no such reducer: the bucket is full only after the backward,
+and is averaged then.
 
-    first backward    nothing is armed; every rank learns which parameters its loss reached and in which order. Ranks
-                      compare notes, a reducer is made for the parameters reached anywhere, its bucket rebuild is played
-                      through, and the gradients at hand are reduced by it. From here on buckets never change: a resumed
-                      run adds up in the same order.
-    every backward    the reducer is armed, buckets are averaged while the backward still runs; the only one behind it.
+    first backward    no reducer runs yet; every rank records which parameters its loss reached and in which order. The
+                      ranks exchange these lists. A reducer is made for the parameters reached on any rank, its bucket
+                      rebuild is run in advance, and it reduces the gradients at hand. From here on buckets never
+                      change, so a resumed run adds up in the same order.
+    every backward    the reducer is armed, and buckets are averaged while the backward still runs.
     a parameter that this rank's loss did not reach takes part with zero; one that no rank reached keeps its `grad`.
     a parameter reached for the first time later gets a reducer of its own.
 
-`.grad` after a backward is the mean over ranks of each rank's `.grad`: gradients that earlier local backwards kept back
-are part of it, and gradients already reduced do not change, as they are equal on all ranks.
+`.grad` after a backward is the mean over ranks of each rank's `.grad`. Gradients that earlier local backwards left
+unreduced are part of this mean. Gradients that were already reduced do not change, because they are equal on all ranks.
 
 Tested in tests/parallel/test_equal_steps.py.
 """
@@ -56,7 +57,8 @@ LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter th
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters whose gradients one reducer averages, in the order in which a backward reaches them."""
+    """Parameters that share one reducer, in the order in which a backward reaches them. buckets: the reducer's number
+    of buckets."""
 
     parameters: list[nn.Parameter]
     names: list[str]
@@ -67,7 +69,8 @@ class _Group:
 class DataParallel:
     """Averages the gradients of `named` parameters over all ranks.
 
-    dtype: the dtype to send and sum gradients in, if not that of the parameters; a loss is then not sent with them.
+    dtype: the dtype in which gradients are sent and summed; None for the dtype of the parameters. If given, a loss is
+        not sent with the gradients.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class DataParallel:
         self._kept: dict[int, Tensor] = {}
         self.shared_terms = False
         self.unreduced = False
-        """Whether `.grad` contains contributions that were not yet averaged over the ranks."""
+        """Whether `.grad` contains contributions that have not been averaged over the ranks."""
 
     def backward(
         self,
@@ -104,8 +107,11 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Implement `Reduction.backward`. value: if `piggyback_loss`, it is sent along as the gradient of an extra
-        parameter, as a separate collective would cost more time than a step of a small model can hide."""
+        """Implement `Reduction.backward`.
+
+        With `piggyback_loss`, `value` is sent as the gradient of an extra parameter, because a separate collective
+        would cost more time than a step of a small model can hide.
+        """
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
@@ -157,17 +163,17 @@ class DataParallel:
         return mean if same else mean[: value.numel()].view(value.shape).to(value.dtype)
 
     def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Set aside gradients of earlier backwards, so that the factor of this backward does not multiply them."""
+        """Set aside the gradients of earlier backwards, so that the factor of this backward does not multiply them."""
         self._kept = {key: gradient for key, (gradient, _) in before.items()}
         for p in self._parameters:
             p.grad = None
 
     def plain(self, loss: Tensor) -> Tensor:
-        """Implement `Reduction.plain`."""
+        """Return `loss` unchanged: it is a plain tensor already. See `Reduction.plain`."""
         return loss
 
     def reduce_now(self) -> None:
-        """Average the gradients in `.grad`, all of which earlier backwards left unreduced. Collective."""
+        """Average all gradients in `.grad`, which earlier backwards have left unreduced. Collective."""
         held = collectives.gather_objects([p.grad is not None for _, p in self._named])
         somewhere = {id(p) for (_, p), ranks in zip(self._named, zip(*held, strict=True), strict=True) if any(ranks)}
         groups = list(self._groups)
@@ -180,11 +186,13 @@ class DataParallel:
         self.unreduced = False
 
     def close(self) -> None:
-        """Release the parameters, as reducers and their hooks refer to each other."""
+        """Release the parameters. Otherwise reducers and their hooks, which refer to each other, would keep them in
+        memory."""
         self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
     def _watched(self, loss: Tensor) -> list[int]:
-        """Run the backward; return the indices of the parameters that it reaches, in that order."""
+        """Run the backward. Returns the indices of the parameters that it reaches, in the order in which it reaches
+        them."""
         order: list[int] = []
         handles = []
         for index, p in enumerate(self._parameters):
@@ -196,14 +204,15 @@ class DataParallel:
         return order
 
     def _reached(self, loss: Tensor) -> list[_Group]:
-        """Return the groups whose parameters this loss reaches."""
+        """Return the groups with parameters that this loss reaches. Raise PlanError if other ranks reach other
+        groups."""
         reached = reached_parameters(loss)
         groups = [g for g in self._groups if any(id(p) in reached for p in g.parameters)]
         self._agree("loss", [name for g in groups for name in g.names[-1:]])
         return groups
 
     def _on_bucket(self, bucket: GradBucket | PlainBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average a full bucket; the reducer calls this."""
+        """Begin to average a full bucket. The reducer calls this method."""
         self._calls += 1
         buffer = bucket.buffer()
         if self._factor is not None or self._kept:
@@ -214,7 +223,8 @@ class DataParallel:
         return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _reduce(self, bucket: PlainBucket) -> bool:
-        """Average the gradients of a bucket's parameters; return False, without averaging, if one has no gradient."""
+        """Average the gradients of a bucket's parameters. If a parameter has no gradient, averages nothing and returns
+        False."""
         gradients = list(map(_GRADIENT, bucket.members))
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
@@ -228,7 +238,7 @@ class DataParallel:
         return True
 
     def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
-        """Multiply a bucket by the factor, and add the gradients that were set aside."""
+        """Multiply a bucket by the factor, then add the gradients that were set aside."""
         if self._factor is not None:
             bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))
         for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
@@ -236,8 +246,10 @@ class DataParallel:
                 gradient.add_(self._kept.pop(id(p)))
 
     def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Reduce the buckets that no hook has reduced. before: by the id of a parameter, its gradient before this
-        backward, and that gradient's version."""
+        """Reduce the buckets that no hook has reduced.
+
+        before: for each parameter, by id, its gradient before this backward and the version of that gradient.
+        """
         missing = [
             (name, p)
             for group in armed
@@ -256,8 +268,8 @@ class DataParallel:
     ) -> Callable[[], None]:
         """Contribute zero for the parameters that this rank's loss did not reach, so that no rank waits for them.
 
-        Each rank first counts its missing parameters in the store. After the reduction, all ranks have counted; the
-        returned function then sets `grad` back to None for parameters that all ranks missed.
+        Each rank first counts its missing parameters in the store. After the reduction, all ranks have counted. The
+        returned function then sets `grad` back to None for the parameters that all ranks missed.
         """
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
@@ -273,7 +285,8 @@ class DataParallel:
         return missed_by_all
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
-        """Multiply gradients outside the armed reducers by the factor, and add back those that were set aside."""
+        """Handle the gradients that no armed reducer has handled: multiply them by the factor, and add the ones set
+        aside."""
         done = {id(p) for group in armed for p in group.parameters}
         for _, p in self._named:
             if id(p) in done:
@@ -285,7 +298,8 @@ class DataParallel:
                 p.grad = old if p.grad is None else p.grad.add_(old)
 
     def _reduce_ungrouped(self, order: Sequence[int]) -> None:
-        """Make a reducer for parameters that have a gradient but no reducer yet, and reduce their gradients with it."""
+        """Make a reducer for the parameters that have a gradient but no reducer yet, and reduce their gradients with
+        it."""
         fresh = [i for i, (_, p) in enumerate(self._named) if p.grad is not None and id(p) not in self._grouped]
         if self._groups:
             if not fresh:
@@ -308,7 +322,8 @@ class DataParallel:
             self._named[i][1].grad = None
 
     def _check_trained(self, ranks: Sequence[Sequence[bool]]) -> None:
-        """Raise PlanError for a parameter that only some ranks train. ranks: what each rank trains."""
+        """Raise PlanError for a parameter that only some ranks train. ranks: for each rank, which parameters it
+        trains."""
         for (name, _), trains in zip(self._named, zip(*ranks, strict=False), strict=False):
             if len(set(trains)) > 1:
                 raise PlanError(
@@ -317,7 +332,8 @@ class DataParallel:
                 )
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
-        """Make a reducer for these parameters, in their order of readiness, and play its bucket rebuild through."""
+        """Make a reducer for these parameters, in the order in which a backward reaches them, and run its bucket
+        rebuild."""
         names = [self._named[i][0] for i in indices]
         parameters = [self._named[i][1] for i in indices]
         if self._loss_carrier is not None and not self._groups:
@@ -347,7 +363,8 @@ class DataParallel:
             self._reduce(group.reducer)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
-        """Raise PlanError unless all ranks come here with the same names, before any rank enters their collective."""
+        """Raise PlanError unless all ranks reach this call with the same names, before any rank enters a collective for
+        them."""
         text = ", ".join(names)
         key = f"{self._key}/{what}/{self._backwards}"
         other = agree(key, text, collectives.world_size(), LATE_GRACE)
@@ -361,26 +378,27 @@ class DataParallel:
 
 
 def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
-    """Make a parameter whose gradient carries the loss and further values along with the other gradients."""
+    """Make a parameter that carries the loss and further values, as its gradient, along with the other gradients."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
 
 
 def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
-    """Return whether a backward did not change a parameter's earlier gradient, or left the parameter without one."""
+    """Return whether a backward left the gradient of `p` unchanged, or left `p` without a gradient."""
     return p.grad is None or (p.grad is gradient and reducer.version(p.grad) == version)
 
 
 def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_loss: bool) -> DataParallel:
-    """Make the reduction that averages gradients of replicated parameters, of one or several models."""
+    """Make the object that averages the gradients of replicated parameters, which may belong to several models."""
     dtype = reduced_in(plan.dtypes)
     return DataParallel(list(named.items()), bucket_mb=plan.bucket_mb, piggyback_loss=piggyback_loss, dtype=dtype)
 
 
 def check_can_be_averaged(model: nn.Module) -> None:
-    """Raise PlanError for a model with parameters without a shape yet, or with sparse gradients, on several devices.
+    """Raise PlanError for a model whose gradients cannot be averaged over ranks.
 
-    `shard` checks which parameters cannot be sharded.
+    These are models with parameters that have no shape yet, or with modules that make sparse gradients. `shard` checks
+    separately which parameters cannot be sharded.
     """
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):

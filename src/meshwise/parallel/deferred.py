@@ -2,12 +2,12 @@
 
 This is deferred construction, for a model that is too large for one device.
 
-The constructor runs once, with shapes and no values, and its operators are recorded; so are later operators, such as
-`model.half()`. Once the plan has divided the parameters, each rank replays the record with rank 0's random numbers and
-keeps its part of each tensor, bitwise equal to that of one device. A rank never holds more than its parts and about one
-whole parameter, and no values are sent.
+The constructor runs once, with shapes and no values, and its operators are recorded. Later operators on the model, such
+as `model.half()`, are recorded too. Once the plan has divided the parameters, each rank replays the record with the
+random numbers of rank 0 and keeps its part of each tensor, bitwise equal to the values on one device. A rank never
+holds more than its parts and about one whole parameter, and no values are sent.
 
-A constructor that reads a value (`.item()`) gets it: the operators behind the value are replayed at once.
+A constructor that reads a value (`.item()`) gets it: the operators that lead to the value are replayed at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def deferred() -> Iterator[None]:
     """Build models with shapes but no values yet: `with mw.deferred(): model = Net()`.
 
     `mw.distribute` (or a Job's plan) then gives each rank its part, with the values of a plain construction. Draw no
-    random numbers in between: they would differ from those of a plain run.
+    random numbers in between, because they would differ from those of a plain run.
     """
     record = OpRecord()
     with warnings.catch_warnings(), record.mode:
@@ -65,7 +65,10 @@ def deferred() -> Iterator[None]:
 
 
 def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-    """Build a model with `make` inside `deferred()`; if that fails, build it plainly, and return a note on why."""
+    """Build a model by calling `make` inside `deferred()`. If this fails, build it without `deferred()`.
+
+    Returns the model and a note on why it was not built deferred. The note is empty if it was, or in a rehearsal.
+    """
     if fake.rehearsing():
         return make(), ""
     try:
@@ -81,16 +84,18 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
 
 
 def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give all tensors of a deferred model their whole values, on `device`; leave other models unchanged."""
+    """Fill all tensors of a deferred model with their whole values, on `device`. Other models stay unchanged."""
     fill = take_fakes(model)
     if fill is not None:
         fill(device, device)
 
 
 def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device | str], None] | None:
-    """Replace the fake tensors of a deferred `model` by meta tensors; return None if the model has no fake tensors.
+    """Replace the fake tensors of a deferred `model` by meta tensors, and return a function that fills the model with
+    values.
 
-    Else return a function that fills the model with values: `(device, device for parts of divided parameters)`.
+    The function takes two devices: the device for whole tensors, and the device for parts of divided parameters.
+    Returns None if the model has no fake tensors.
     """
     fakes = {key: t for key, t in _tensors(model).items() if fake.is_fake(t)}
     if not fakes:
@@ -103,7 +108,7 @@ def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device |
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter or buffer of a module: the view of a recorded storage that holds its values, and its attributes."""
+    """A parameter or buffer of a module. view: the part of a recorded storage that holds its values."""
 
     module: str
     name: str
@@ -123,7 +128,7 @@ class _Slot:
 class _Skeleton:
     """A deferred model whose tensors are on the meta device until it is filled.
 
-    attributes: by (module, name), other attributes of modules, if they hold fake tensors.
+    attributes: attributes of modules that hold fake tensors but are neither parameters nor buffers, by (module, name).
     """
 
     def __init__(self, model: nn.Module, fakes: dict[tuple[str, str], Tensor], record: OpRecord) -> None:
@@ -148,8 +153,10 @@ class _Skeleton:
         return [(t, self.record.known(t)) for t in tensors_in(value) if fake.is_fake(t)]
 
     def fill(self, device: torch.device | str, parts: torch.device | str) -> None:
-        """Replay the record, and set this rank's part of each tensor as soon as its values are known. Collective: all
-        ranks use rank 0's random numbers, and must have built the same model."""
+        """Replay the record, and set this rank's part of each tensor as soon as its values are known.
+
+        Collective: all ranks use the random numbers of rank 0, and must have built the same model.
+        """
         record, filling = self.record, _Filling(self.model, device, parts)
         _agree(record)
         for slot in self.slots:
@@ -181,33 +188,34 @@ class _Skeleton:
 
 
 class _Filling:
-    """The tensors of a skeleton while they get values: slots and other tensors, by the number of their storage."""
+    """The tensors of a deferred model while they are filled: slots and other tensors, by the number of their
+    storage."""
 
     def __init__(self, model: nn.Module, device: torch.device | str, parts: torch.device | str) -> None:
         self.slots: dict[int, list[_Slot]] = {}
         self.others: dict[int, list[tuple[Tensor, StorageView]]] = {}
         self.values: dict[int, Tensor] = {}
-        """The values of tensors that are neither parameter nor buffer, by the id of the fake tensor."""
+        """The values of the tensors that are neither parameters nor buffers, by the id of the fake tensor."""
         self._model, self._device, self._parts = model, device, parts
         self._metas, self._made = _tensors(model), dict[int, Tensor]()
         self._absent = {id(p) for p in stages.absent_parameters(model)}
 
     def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
-        """Fill a slot with `make(meta tensor, device)`; make a tied tensor only once."""
+        """Fill a slot with `make(meta tensor, device)`. A tied tensor is made only once."""
         meta = self._metas[slot.module, slot.name]
         if id(meta) not in self._made:
             self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
         slot.put(self._model, self._made[id(meta)])
 
     def put_nothing_of_others(self) -> None:
-        """Fill tensors of other pipeline stages with empty stand-ins, without computing their values."""
+        """Fill the tensors of other pipeline stages with stand-ins, without computing their values."""
         for number, slots in list(self.slots.items()):
             if all(id(self._metas[slot.module, slot.name]) in self._absent for slot in slots):
                 for slot in self.slots.pop(number):
                     self.put(slot, _nothing)
 
     def finished(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Fill the slots and other tensors that view a storage, which has its final values now."""
+        """Fill the slots and other tensors that view storage `number`, which has its final values now."""
         if storage.nbytes() >= LARGE:
             trim_heap()
         whole = functools.cache(lambda view: view.of(storage))  # what was one tensor stays one
@@ -223,7 +231,8 @@ def _like(t: Tensor, value: Tensor) -> Tensor:
 
 
 def _agree(record: OpRecord) -> None:
-    """Set rank 0's random numbers on all ranks; raise PlanError if they have not recorded the same constructor."""
+    """Use the random numbers of rank 0 on all ranks. Raise PlanError if the ranks have recorded different
+    constructors."""
     everyone = collectives.everyone()
     if collectives.world_size(everyone) > 1:
         of_rank_0, digest = collectives.broadcast_object((record.drawn_from(), record.digest()), everyone)
@@ -236,7 +245,8 @@ def _agree(record: OpRecord) -> None:
 
 
 def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
-    """Convert `whole` to the dtype of `like`, on `device`; if `like` is sharded, return a copy of this rank's part."""
+    """Convert `whole` to the dtype of `like`, on `device`. If `like` is sharded, return a copy of this rank's part
+    only."""
     whole = whole.to(like.dtype)
     if not isinstance(like, DTensor):
         return whole.to(device)
@@ -244,12 +254,14 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _nothing(like: Tensor, device: torch.device | str) -> Tensor:
-    """Return a stand-in of the shape of `like`, in the memory of one number, for a parameter of another stage."""
+    """Return a stand-in for a parameter of another stage: a tensor of NaN with the shape of `like`, in the memory of
+    one number."""
     return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """Return all parameters and buffers by (module name, name in the module), tied tensors under each name."""
+    """Return all parameters and buffers by (module name, name in the module). A tied tensor is listed under each of its
+    names."""
     found: dict[tuple[str, str], Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found |= {(name, own): p for own, p in module.named_parameters(recurse=False, remove_duplicate=False)}

@@ -2,16 +2,16 @@
 
 Each rank of the axis holds some of the experts, and works on different samples.
 
-The experts are one module with stacked parameters, each of shape (experts, ...), whose forward takes hidden states, the
-experts of each token and their routing weights, as in transformers; or rows already sorted by expert. The parameters
-become DTensors on the mesh axis `expert`, of which each rank holds consecutive experts. Rows of hidden states, one for
-each token and expert, are sent to the rank that has the expert, where the module's forward runs on them; the results
-are sent back and summed (GShard, arXiv:2006.16668). No line of the model changes. For experts that are modules of a
-list, see expert_list.py.
+The experts are one module with stacked parameters, each of shape (experts, ...). Its forward takes hidden states, the
+experts of each token and their routing weights, as in transformers; or it takes rows that are already sorted by expert.
+The parameters become DTensors on the mesh axis `expert`, of which each rank holds consecutive experts. There is one row
+of hidden states for each token and expert. It is sent to the rank that has the expert, where the module's forward runs
+on it, and the result is sent back and summed (GShard, arXiv:2006.16668). No line of the model changes. For experts that
+are modules of a list, see expert_list.py.
 
-An expert's gradient comes from the tokens of all ranks of the axis. It is divided by the number of ranks as it arrives,
-so that it is their mean, and only the other axes remain to be reduced over. All other parameters are replicated over
-the axis, and are reduced over it as over `data` (shard.py).
+The gradient of an expert comes from the tokens of all ranks of the axis. It is divided by the number of ranks when it
+arrives, so that it is the mean over the ranks, and only the other axes remain to be reduced over. All other parameters
+are replicated over the axis, and are reduced over it as over `data` (shard.py).
 
 Tested in tests/parallel/test_experts.py.
 """
@@ -80,8 +80,13 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _layout(module: nn.Module) -> str:
-    """Return what the forward takes: "weights": the experts and routing weights of each token; "sizes": rows sorted by
-    expert, and how many each has; "even": rows sorted by expert, equally many each; empty for anything else."""
+    """Return which arguments the forward of a module of stacked experts takes.
+
+    - "weights": hidden states, the experts of each token, and the routing weights.
+    - "sizes": rows sorted by expert, and the number of rows of each expert.
+    - "even": rows sorted by expert, with the same number for each expert.
+    - an empty string: anything else.
+    """
     names = list(inspect.signature(module.forward).parameters)
     if len(names) > 2 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]:
         return "weights"
@@ -127,7 +132,8 @@ def _apply(setup: Setup) -> None:
 
 
 def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
-    """Divide an expert's parameters over the innermost mesh axis; return how many elements they have."""
+    """Divide the parameters of an expert over the innermost mesh axis. Returns the number of elements in these
+    parameters."""
     names = {id(p): name for name, p in setup.model.named_parameters()}
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     divided = 0
@@ -142,7 +148,7 @@ def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of stacked experts; each rank of the axis holds `count / axis.size` of them."""
+    """A module of stacked experts. Each rank of the axis holds `count / axis.size` of these experts."""
 
     name: str
     module: nn.Module
@@ -156,7 +162,7 @@ class Experts:
 
 
 def _run(experts: Experts, forward: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """Run the module's forward, each expert on the rank that holds it."""
+    """Run the module's forward so that each expert runs on the rank that holds it."""
     bound = inspect.signature(experts.module.forward).bind(*given, **named)
     hidden, *more = bound.arguments.values()
     layout = _layout(experts.module)
@@ -192,7 +198,7 @@ def _check_given(experts: Experts, hidden: Any, index: Any, weights: Any) -> Non
 
 
 def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> Tensor:
-    """Run the module's forward as if it had only the experts that this rank holds."""
+    """Run the module's forward as if the module had only the experts that this rank holds."""
     module, held = experts.module, dict(parameters_in(experts.module))
     counts = {n: v for n, v in vars(module).items() if "expert" in n and type(v) is int and v == experts.count}
     local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in held.items()}
@@ -212,10 +218,13 @@ def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> T
 def route(
     experts: Experts, run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Run all experts, each on the rank that holds it, and return the summed results. The backward is collective, too.
+    """Run all experts, each on the rank that holds it, and return the summed results. The backward is collective as
+    well.
 
-    run: takes rows (R, width), their experts on this rank (R, 1) and routing weights (R, 1); returns (R, width).
-    hidden: (..., width). index, weights: the experts and routing weights of each token, (tokens, k).
+    run: takes rows (R, width), their experts as local numbers (R, 1) and routing weights (R, 1), and returns (R,
+        width).
+    hidden: hidden states of shape (..., width).
+    index, weights: the experts and the routing weights of each token, both of shape (tokens, k).
     """
     axis, flat = experts.axis, index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < experts.count:

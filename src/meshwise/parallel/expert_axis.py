@@ -16,7 +16,8 @@ from meshwise.transfer import collectives
 
 
 class ExpertAxis(Protocol):
-    """The ranks over which experts are divided, with the exchanges between them. device: the type of their device."""
+    """The ranks over which experts are divided, with the collectives between them. device: the type of their
+    devices."""
 
     @property
     def device(self) -> str: ...
@@ -31,19 +32,22 @@ class ExpertAxis(Protocol):
         """Gather `tensor` from every rank, stacked in rank order."""
 
     def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        """Send `sent[r]` to rank r, and receive `taken[r]` from rank r; any of them may have no rows."""
+        """Send `sent[r]` to rank r and receive `taken[r]` from rank r. Each of these tensors may have no rows."""
 
     def gather_objects(self, value: Any) -> tuple[list[Any], list[Any]]:
-        """Gather `value` in two lists: from the ranks of the axis, and from all ranks that divide the work."""
+        """Gather `value` from the ranks of the axis, and from all ranks that divide the batch. Returns both lists."""
 
     def mean_of_replicas(self, gradient: Tensor) -> None:
-        """Average a gradient, in place, over the ranks that hold the same experts."""
+        """Average a gradient, in place, over the ranks that hold the same part of the experts."""
 
 
 @dataclass(frozen=True)
 class ExpertMeshAxis:
-    """The ranks of the mesh axis over which experts are divided. group: those of this rank's axis. replicas: the ranks
-    at the same position in all such groups."""
+    """The ranks of the mesh axis over which experts are divided.
+
+    group: the process group of this rank's position on the other axes. replicas: the ranks at the same position in all
+        such groups.
+    """
 
     device: str
     size: int
@@ -74,15 +78,19 @@ class ExpertMeshAxis:
 def exchanged(
     axis: ExpertAxis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Send the rows of each tensor to the ranks as `sent` says; return the received rows. See `_Exchange`."""
+    """Send rows of each tensor to the other ranks, with autograd. Returns the received rows of each tensor. See
+    `_Exchange`."""
     function: Any = _Exchange
     found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
     return found
 
 
 class _Exchange(Function):
-    """Sends rows to the ranks of their experts, or back. sent, taken: how many rows go to, and come from, each rank.
-    scale: a factor on the gradients in the backward."""
+    """Sends rows to the ranks of their experts, or sends results back.
+
+    sent, taken: how many rows go to each rank, and come from each rank.
+    scale: a factor that multiplies the gradients in the backward.
+    """
 
     @staticmethod
     def forward(

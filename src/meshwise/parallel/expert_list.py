@@ -45,7 +45,7 @@ INSTEAD = "Use data or shard, under which every mixture of experts is exact."
 
 @dataclass(frozen=True)
 class Found:
-    """A list of experts, its name, and the module whose forward calls the experts."""
+    """A list of experts, its name, and the module that calls the experts in its forward."""
 
     name: str
     caller: nn.Module
@@ -53,7 +53,8 @@ class Found:
 
 
 def lists_of(model: nn.Module) -> Iterator[Found]:
-    """Yield the lists of experts in `model`: entries of one class, with "expert" in the list's or class's name."""
+    """Yield the lists of experts in `model`: entries of one class, with "expert" in the name of the list or of a
+    class."""
     modules = dict(model.named_modules())
     for name, container in modules.items():
         entries = tuple(child for child in container.children() if any(True for _ in child.parameters()))
@@ -72,7 +73,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def check_list(found: Found, model: nn.Module, ranks: int) -> None:
-    """Raise PlanError if the experts of a list cannot be divided over `ranks`."""
+    """Raise PlanError if the experts of a list cannot be divided over `ranks` ranks."""
     count = len(found.experts)
     if count < ranks:
         raise PlanError(f"expert={ranks}: {found.name} has {count} experts. Use expert={count} or less.")
@@ -95,7 +96,8 @@ def check_list(found: Found, model: nn.Module, ranks: int) -> None:
 
 @dataclass
 class ExpertList:
-    """A list of experts, each run by one rank of the axis, to which the other ranks send their rows."""
+    """A list of experts that are divided over an axis. One rank runs each expert, on rows that all ranks of the axis
+    send."""
 
     found: Found
     axis: ExpertAxis
@@ -105,18 +107,19 @@ class ExpertList:
     _forwards: list[Callable[..., Any]] = field(default_factory=list)
 
     def take_over(self) -> None:
-        """Replace the experts' forwards, so that each expert runs on one rank from now on."""
+        """Replace the forwards of the experts, so that each expert runs on one rank from now on."""
         for number, expert in enumerate(self.found.experts):
             self._forwards.append(expert.forward)
             put_forward(expert, functools.partial(self._called, number))
         put_forward(self.found.caller, functools.partial(self._run, self.found.caller.forward))
 
     def owner(self, number: int) -> int:
-        """Return the rank of the axis that runs the expert with this number."""
+        """Return the rank, counted on the axis, that runs the expert with this number."""
         return number * self.axis.size // len(self.found.experts)
 
     def refused(self, what: str) -> PlanError:
-        """Return a PlanError for a mixture whose forward cannot run with divided experts, because of `what`."""
+        """Return a PlanError which says that this mixture's forward cannot run with divided experts. what: the
+        reason."""
         kind = type(self.found.caller).__name__
         return PlanError(f"expert={self.axis.size} with {self.found.name}, called by {kind}: {what}. {INSTEAD}")
 
@@ -158,8 +161,10 @@ class ExpertList:
 
 
 def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[list[Tensor], Tensor | None]:
-    """Return the experts' results for `calls`, each computed on the expert's rank; and a scalar 0 that makes ranks
-    without calls take part in the backward, or None. Collective, and so is the backward."""
+    """Run the experts of `calls`, each on its rank, and return the results. Collective, and so is the backward.
+
+    Also returns a scalar 0 that makes ranks without calls take part in the backward, or None if no backward follows.
+    """
     axis, facts = experts.axis, [(number, [_form(t) for t in given]) for number, given in calls]
     of_axis, of_all = axis.gather_objects(facts)
     called = sorted({number for rank in of_all for number, _ in rank})
@@ -197,7 +202,8 @@ def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[l
 def _run_own(
     experts: ExpertList, weights: dict[int, dict[str, Tensor]], calls: list[Any], columns: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Run this rank's experts for the calls of all ranks; `columns` holds the inputs of all calls, concatenated."""
+    """Run this rank's experts for the calls of all ranks. columns: each input of the experts, concatenated over these
+    calls."""
     parts = [column.split([math.prod(forms[place][0]) for _, forms in calls]) for place, column in enumerate(columns)]
     given = [tuple(p[n].view(f[0]) for p, f in zip(parts, forms, strict=True)) for n, (_, forms) in enumerate(calls)]
     outs: list[Tensor] = [torch.empty(0)] * len(calls)
@@ -216,7 +222,8 @@ def _run_own(
 
 
 def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtype) -> torch.dtype:
-    """Return the dtype of the experts' results on all ranks. Collective under autocast, where ranks may differ."""
+    """Return the dtype of the experts' results on all ranks. Collective under autocast, where it may differ between
+    ranks."""
     kinds = {out.dtype for out in outs}
     if torch.is_autocast_enabled(experts.axis.device):
         kinds = set().union(*experts.axis.gather_objects(kinds)[0])
@@ -226,7 +233,7 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
 
 
 def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-    """Gather, by number and name, the parameters of those experts in `called` that this rank runs. Also return an empty
+    """Gather the parameters of those experts in `called` that this rank runs, by number and name. Also return an empty
     tensor that makes every rank take part in the backward."""
     named = [(n, name, p) for n in called for name, p in experts.found.experts[n].named_parameters()]
     parts = [p.to_local() if isinstance(p, DTensor) else p for _, _, p in named]
@@ -241,25 +248,27 @@ def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class _Fact:
-    """A parameter of an expert: the rank that gathers it, its shape, and whether it is trained."""
+    """What ranks must know of an expert's parameter to gather it. owner: the rank of the axis that gathers the
+    whole."""
 
     owner: int
     shape: torch.Size
     trained: bool
 
     def bounds(self, axis: ExpertAxis) -> list[tuple[int, int]]:
-        """Return the range of rows that each rank holds of the parameter, divided as by torch.chunk."""
+        """Return the range of rows that each rank holds. The parameter is divided as by torch.chunk."""
         step = -(-self.shape[0] // axis.size)
         ends = [min(self.shape[0], rank * step) for rank in range(axis.size + 1)]
         return list(itertools.pairwise(ends))
 
     def sizes(self, axis: ExpertAxis) -> list[int]:
-        """Return how many elements each rank holds of the parameter."""
+        """Return the number of elements of the parameter that each rank holds."""
         return [(end - begin) * math.prod(self.shape[1:]) for begin, end in self.bounds(axis)]
 
 
 class _Whole(Function):
-    """Gathers parameters on the ranks that run the experts; the backward returns gradients, averaged over replicas."""
+    """Gathers parameters on the ranks that run the experts. The backward sends gradients back, averaged over
+    replicas."""
 
     @staticmethod
     def forward(ctx: Any, axis: ExpertAxis, facts: list[_Fact], *parts: Tensor) -> tuple[Tensor, ...]:
@@ -302,7 +311,7 @@ class _Whole(Function):
 
 @contextlib.contextmanager
 def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
-    """Undo, after the with-body, the random draws and the changes of lists, attributes and buffers made in it."""
+    """After the with-body, restore the random state and the lists, attributes and buffers that were changed in it."""
     tensors = list(tensors_in(given))
     versions = [version(t) for t in tensors]
     inside = {part for expert in experts.found.experts for part in expert.modules()}
@@ -327,7 +336,7 @@ def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """Yield the lists, dictionaries and sets among the arguments, nested ones too."""
+    """Yield the lists, dictionaries and sets among the arguments, including nested ones."""
     if type(value) in (list, dict, set, tuple):
         if type(value) is not tuple:
             yield value
@@ -345,5 +354,5 @@ def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, bool]:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same numbers; NaN equals NaN."""
+    """Return whether two tensors hold the same numbers. NaN counts as equal to NaN."""
     return one.shape == other.shape and bool(((one == other) | (one != one)).all())

@@ -1,6 +1,6 @@
 """Check whether a run can have a plan, before torch starts.
 
-It uses what the launcher knows, and imports torch only if needed.
+The check uses what the launcher knows, and imports torch only if needed.
 
 Tested in tests/parallel/test_apply.py.
 """
@@ -15,7 +15,8 @@ from meshwise.spec.world import World
 
 
 def check_fits(plan: Plan, world: World) -> None:
-    """Raise PlanError if the run has another number of devices than the plan, or devices that cannot run the plan."""
+    """Raise PlanError if the run has another number of devices than the plan needs, or if its devices cannot run the
+    plan."""
     check_devices(plan, world.size)
     if world.kind == "cpu" and plan.dtypes.computed not in ("fp64", "fp32"):  # a launcher leaves GPUs alone
         parallel.computes.check_computes(None, world.device, plan.dtypes)
@@ -24,7 +25,7 @@ def check_fits(plan: Plan, world: World) -> None:
 
 
 def check_for_scripts(plan: Plan) -> None:
-    """Raise PlanError for options of a plan that a script with its own training loop cannot use."""
+    """Raise PlanError for an option of the plan that a script with its own training loop cannot use."""
     if plan.pipeline > 1:
         raise PlanError(
             f"pipeline={plan.pipeline}: stages run the loss in an order of their own, and a script runs it "

@@ -1,9 +1,9 @@
 """Check that all ranks gather the same blocks in one order.
 
-A rank then never waits in a gather that others skip.
+Then no rank waits in a gather that the other ranks skip.
 
-A rank asks the others only about orders that are new to it, so that a step in a known order asks nobody. Only blocks
-that a forward might skip are checked (skipped.py).
+A rank asks the others only about an order that it has not seen before, so a step in a known order asks no other rank.
+Only blocks that a forward might skip are checked (skipped.py).
 
 Tested in tests/parallel/test_skipped.py.
 """
@@ -28,7 +28,10 @@ GRACE = 60.0  # seconds for an order that is new later: a rank with a known orde
 
 
 class GatherOrder:
-    """Checks the order by hooks on the forwards of `root` and of `blocks`. key: a prefix in the store for the ranks."""
+    """Checks, by hooks on the forwards of `root` and of `blocks`, that all ranks run these blocks in the same order.
+
+    key: a prefix for the keys in the process group's store through which the ranks compare.
+    """
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:
         names = {id(module): name for name, module in root.named_modules()}
@@ -50,7 +53,8 @@ class GatherOrder:
         self._runs, self._met = False, True
 
     def _come(self, number: int, *unused: Any) -> None:
-        """Record that a forward is about to gather a block. Recomputation in a backward is the same on all ranks."""
+        """Note that a forward is about to gather a block. A recomputation in a backward is not noted: it is the same on
+        all ranks."""
         if not self._runs:
             return
         self._so_far = hash((self._so_far, number))

@@ -2,11 +2,12 @@
 
 A stage holds its blocks, and the modules outside of blocks that it uses.
 
-During the first step, all ranks hold all modules outside of blocks. The gradients of that step then decide: a parameter
-stays on stages where it got a gradient; elsewhere it becomes NaN that takes no memory. If several stages have one (tied
-weights), their gradients are summed. A buffer belongs to the first stage in whose layers its module ran.
+During the first step, all ranks hold all modules outside of blocks. The gradients of that step then decide. A parameter
+stays on the stages where it got a gradient. On other stages it becomes NaN and takes no memory. If several stages hold
+a parameter (tied weights), its gradients are summed over these stages. A buffer belongs to the first stage in whose
+layers its module ran.
 
-Under shard, what a stage holds is divided over the ranks of the stage; under tensor, modules outside of the blocks are
+Under shard, what a stage holds is divided over the ranks of the stage. Under tensor, modules outside of the blocks are
 split before stages drop them.
 
 Tested in tests/parallel/test_pipeline.py.
@@ -39,21 +40,22 @@ _absent = WeakIdKeyDictionary()  # parameters whose values are on other stages
 class Holding:
     """The modules of `model` that this rank of a pipeline holds.
 
-    blocks: the blocks of all stages. own: the blocks of this rank's stage.
+    blocks: the blocks of all stages. own: the blocks of the stages on this rank.
     """
 
     def __init__(self, model: nn.Module, pipe: Pipe, blocks: Sequence[nn.Module], own: Sequence[nn.Module]) -> None:
         self._model, self._pipe = weakref.ref(model), pipe
         self.decided = False
-        """Whether it is decided, after the first step, which stage holds each module outside of the blocks."""
+        """Whether it has been decided, after the first step, which stages hold the modules outside of the blocks."""
         self.reached: set[int] = set()
-        """The ids of the parameters that the backwards of the first step reach."""
+        """The ids of the parameters that got a gradient in the backwards of the first step."""
         self._live_modules: set[str] = set()
         self._trained: tuple[bool, ...] = ()
         self._shared: list[tuple[str, collectives.Group]] = []
         self._owned: set[str] = set()  # names of the parameters that count for this rank, where several hold them
         self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
-        """Frees divided parameters that this stage drops: see `Setup.let_go`."""
+        """Frees the shards of parameters that this stage drops; see `Setup.let_go`. None if parameters are not
+        sharded."""
         self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._hold(blocks, own)
 
@@ -87,11 +89,12 @@ class Holding:
                 module.register_forward_pre_hook(_Notes(self._live_modules, name))
 
     def let_go_again(self) -> None:
-        """Drop the parameters of other stages again, after the parameters of a deferred model were filled."""
+        """Drop the parameters of other stages a second time, because filling a deferred model has given them memory
+        again."""
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
-        """Replace dropped parameters in modules by plain NaN tensors during a forward (seen), or put them back."""
+        """Replace dropped parameters by plain NaN tensors for a forward (`seen`), or put the parameters back."""
         for module, name, held, shown in self._seen:
             parameters_in(module)[name] = shown if seen else held
 
@@ -142,7 +145,7 @@ class Holding:
         self.decided = True
 
     def _buffers_of_others(self, live: Sequence[set[str]]) -> set[str]:
-        """Return the names of buffers outside of the blocks whose modules ran on other stages only."""
+        """Return the names of buffers outside of the blocks whose modules ran on other stages but not on this one."""
         found = set()
         for name in set().union(*live) - live[self._pipe.rank]:
             module = self.model.get_submodule(name)
@@ -150,7 +153,8 @@ class Holding:
         return found
 
     def check_same(self) -> None:
-        """Raise PlanError if parameters were frozen or unfrozen since `decide`."""
+        """Raise PlanError if parameters were frozen or unfrozen since the stages decided which parameters to keep
+        (`decide`)."""
         if self.decided and tuple(p.requires_grad for p in self.model.parameters()) != self._trained:
             raise PlanError(
                 f"pipeline={self._pipe.size}: parameters were frozen or unfrozen after the first step, which decided "
@@ -158,7 +162,7 @@ class Holding:
             )
 
     def add_up(self) -> None:
-        """Sum, over stages, the gradients of parameters that several stages hold. Collective."""
+        """Sum the gradients of parameters that several stages hold over these stages. Collective."""
         named = dict(self.model.named_parameters()) if self._shared else {}
         for name, group in self._shared:
             p = named[name]
@@ -167,7 +171,10 @@ class Holding:
             collectives.all_reduce(sharding.local_of(p.grad), group=group, of="tied gradients")
 
     def clip(self, most: float) -> None:
-        """Clip gradients to a norm of `most` over all stages; parameters of several stages count once. Collective."""
+        """Clip the gradients to a norm of at most `most`, computed over all stages. Collective.
+
+        A parameter that several stages hold counts once.
+        """
         named = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
         held_by_several = {name for name, _ in self._shared}
         counted = [
@@ -184,7 +191,7 @@ class Holding:
 
 
 class _Notes:
-    """A hook that records which modules run inside the layers of this rank."""
+    """A hook that records the name of a module if it runs inside the layers of this rank."""
 
     def __init__(self, into: set[str], name: str) -> None:
         self._into, self._name = into, name
@@ -195,8 +202,10 @@ class _Notes:
 
 
 def _drop(model: nn.Module, names: set[str], rank: int) -> None:
-    """Free the values of these parameters, which other stages hold: each becomes NaN of the same shape, in the memory
-    of one number."""
+    """Free the values of the parameters in `names`, which other stages hold.
+
+    Each becomes a tensor of NaN with the same shape, in the memory of one number.
+    """
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in names and p not in _absent:
             _absent[p] = True
@@ -206,7 +215,8 @@ def _drop(model: nn.Module, names: set[str], rank: int) -> None:
 
 
 def _before_load(module: nn.Module, *unused: Any) -> None:
-    """Give dropped parameters memory before a load, as torch compares shapes; `_after_load` frees it again."""
+    """Give dropped parameters memory before a load, because torch compares shapes. `_after_load` frees this memory
+    again."""
     for p in module.parameters(recurse=False):
         if p in _absent:
             sharding.refill(p)
@@ -231,14 +241,14 @@ def is_absent(p: Tensor) -> bool:
 
 
 def own_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a loaded optimizer state without the entries of parameters whose values other stages hold."""
+    """Return a loaded optimizer state without the entries of parameters that only other stages hold."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     others = {n for n, p in zip(numbers, held_parameters(optimizer), strict=False) if p in _absent}
     return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
 
 def let_go(optimizer: Optimizer) -> None:
-    """Delete the optimizer state, such as an earlier load has set, of parameters that this rank dropped."""
+    """Delete the optimizer state of parameters that this rank has dropped. An earlier load may have set such state."""
     for p in held_parameters(optimizer):
         if p in _absent:
             optimizer.state.pop(p, None)

@@ -1,13 +1,13 @@
 """Choose along which dim each weight is split over an axis.
 
-Any choice is exact; a good one is fast.
+The result is exact for any choice; a good choice is fast.
 
-    column    by its outputs: what it gives is split too, and nothing is sent
-    row       by its inputs: it takes what is split, and the ranks' products are added up
+    column    the weight is split along its outputs: the layer's output is split too, and nothing is sent
+    row       the weight is split along its inputs: the input is split, and the ranks' products are added up
 
-A pair of column and row needs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053). The model's own
-plan (`tp_plan` of transformers) says which is which; else the last layer of a group that gives the width that the first
-one takes is the row.
+A column layer followed by a row layer needs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053).
+The model's own plan (`tp_plan` of transformers) says which layers are which. Without such a plan, the last layer of a
+group is the row if its output has the width of the first layer's input.
 
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
@@ -29,7 +29,8 @@ UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose weight parameter can be split. outputs, inputs: which dims of the weight these are."""
+    """A layer whose weight parameter can be split. outputs, inputs: the dims of the weight for output and input
+    features."""
 
     name: str
     module: nn.Module
@@ -56,8 +57,10 @@ class Layer:
 class Cut:
     """The dim along which a parameter is split.
 
-    sections: how many equal sections the dim packs, such as queries, keys and values; each rank has a part of each.
-    gathered: whether to gather the layer's output at once, because every block that adds to it would gather it.
+    sections: how many equal sections the dim packs, such as queries, keys and values. Each rank has a part of each
+        section.
+    gathered: whether to gather the layer's output at once, because otherwise every block that adds to it would gather
+        it.
     """
 
     dim: int
@@ -66,9 +69,9 @@ class Cut:
 
 
 def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
-    """Return how parameters are split, by id; parameters without an entry stay whole on every rank.
+    """Return how each parameter is split, by the parameter's id. Parameters without an entry stay whole on every rank.
 
-    packed: whether to split packed sections along dim 0, which `shard` divides as well.
+    packed: whether packed sections may be split along dim 0, which `shard` divides as well.
     """
     found = _of_multi_head(model, ranks) if packed else {}
     layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
@@ -94,7 +97,7 @@ def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, C
 
 
 def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
-    """Return cuts, by parameter id, for nn.MultiheadAttention, whose input projections are one packed parameter."""
+    """Return how the parameters of nn.MultiheadAttention are split. Its input projections are one packed parameter."""
     found = {}
     for module in model.modules():
         if not isinstance(module, nn.MultiheadAttention) or module.num_heads % ranks or module.bias_k is not None:
@@ -128,7 +131,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
 
 
 def _rows(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """Return the names of the layers whose weight parameters are split along their inputs."""
+    """Return the names of the layers with a weight that is split along its inputs."""
     own = _own_plan(model)
     if own is not None:
         styles = {layer.name: _style(layer.name, own) for layer in layers}
@@ -151,7 +154,8 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
 
 
 def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """Return the names of layers before the blocks whose outputs the blocks take as inputs, judging by widths."""
+    """Return the names of the layers before the blocks whose output is the input of the blocks, judging by its
+    width."""
     blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
     begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0
     return {
@@ -184,7 +188,8 @@ def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
 
 
 def _group_of(name: str, inside: list[Layer]) -> str:
-    """Return the name of the innermost module that contains both the layer `name` and another one."""
+    """Return the name of the innermost module that contains the layer `name` and at least one other layer of
+    `inside`."""
     parent = name.rpartition(".")[0]
     while parent and sum(layer.name.startswith(f"{parent}.") for layer in inside) == 1:
         parent = parent.rpartition(".")[0]
