@@ -45,8 +45,8 @@ class ExpertAxis(Protocol):
 class ExpertMeshAxis:
     """The ranks of the mesh axis over which experts are divided.
 
-    group: the process group of this rank's position on the other axes. replicas: the ranks at the same position in all
-        such groups.
+    group: the process group of the ranks that differ from this rank only on this axis.
+    replicas: the process group of the ranks at the same position in all such groups.
     """
 
     device: str

@@ -3,13 +3,12 @@
 Each expert runs on one rank, on the rows of all ranks.
 
 The forward of such a mixture loops over its experts, gives each the rows that were routed to it, and sums the results.
-It runs twice. In the first run, every expert records its inputs and returns zeros; then rows are sent to the experts'
-ranks, the experts run, and results are sent back; in the second run, experts return these results. Other parts of the
-forward run twice (a router, a shared expert); what the first run draws, writes and counts is undone.
+It runs twice. In the first run, every expert records its inputs and returns zeros. Then rows are sent to the experts'
+ranks, the experts run, and results are sent back. In the second run, the experts return these results. Other parts of
+the forward run twice (a router, a shared expert); what they draw, write and count in the first run is undone.
 
 Every rank of the axis holds a part of each expert parameter, as under shard, so that it is saved, clipped and stepped
-like any other. The rank that runs an expert gathers the other parts just before: only that rank gets the whole
-parameter, whereas shard gathers it on all ranks.
+like any other. The rank that runs an expert gathers the other parts just before. Shard would gather them on all ranks.
 
 Tested in tests/parallel/test_expert_list.py.
 """
@@ -53,8 +52,7 @@ class Found:
 
 
 def lists_of(model: nn.Module) -> Iterator[Found]:
-    """Yield the lists of experts in `model`: entries of one class, with "expert" in the name of the list or of a
-    class."""
+    """Yield the lists of experts in `model`: entries of one class, with "expert" in the name of list or class."""
     modules = dict(model.named_modules())
     for name, container in modules.items():
         entries = tuple(child for child in container.children() if any(True for _ in child.parameters()))
@@ -96,8 +94,7 @@ def check_list(found: Found, model: nn.Module, ranks: int) -> None:
 
 @dataclass
 class ExpertList:
-    """A list of experts that are divided over an axis. One rank runs each expert, on rows that all ranks of the axis
-    send."""
+    """A list of experts. Each expert runs on one rank of the axis, to which the other ranks send their rows."""
 
     found: Found
     axis: ExpertAxis
@@ -118,8 +115,7 @@ class ExpertList:
         return number * self.axis.size // len(self.found.experts)
 
     def refused(self, what: str) -> PlanError:
-        """Return a PlanError which says that this mixture's forward cannot run with divided experts. what: the
-        reason."""
+        """Return a PlanError which says that this forward cannot run with divided experts. what: the reason."""
         kind = type(self.found.caller).__name__
         return PlanError(f"expert={self.axis.size} with {self.found.name}, called by {kind}: {what}. {INSTEAD}")
 
@@ -161,10 +157,8 @@ class ExpertList:
 
 
 def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[list[Tensor], Tensor | None]:
-    """Run the experts of `calls`, each on its rank, and return the results. Collective, and so is the backward.
-
-    Also returns a scalar 0 that makes ranks without calls take part in the backward, or None if no backward follows.
-    """
+    """Run the experts of `calls`, each on its rank. Returns the results and a scalar 0 that makes ranks without calls
+    take part in the backward, or None if there is no backward. Collective, and so is the backward."""
     axis, facts = experts.axis, [(number, [_form(t) for t in given]) for number, given in calls]
     of_axis, of_all = axis.gather_objects(facts)
     called = sorted({number for rank in of_all for number, _ in rank})
@@ -202,8 +196,7 @@ def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[l
 def _run_own(
     experts: ExpertList, weights: dict[int, dict[str, Tensor]], calls: list[Any], columns: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Run this rank's experts for the calls of all ranks. columns: each input of the experts, concatenated over these
-    calls."""
+    """Run this rank's experts for the calls of all ranks. columns: each input, concatenated over all calls."""
     parts = [column.split([math.prod(forms[place][0]) for _, forms in calls]) for place, column in enumerate(columns)]
     given = [tuple(p[n].view(f[0]) for p, f in zip(parts, forms, strict=True)) for n, (_, forms) in enumerate(calls)]
     outs: list[Tensor] = [torch.empty(0)] * len(calls)
@@ -222,8 +215,7 @@ def _run_own(
 
 
 def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtype) -> torch.dtype:
-    """Return the dtype of the experts' results on all ranks. Collective under autocast, where it may differ between
-    ranks."""
+    """Return the dtype of the experts' results. Collective under autocast, where it may differ between ranks."""
     kinds = {out.dtype for out in outs}
     if torch.is_autocast_enabled(experts.axis.device):
         kinds = set().union(*experts.axis.gather_objects(kinds)[0])
@@ -248,8 +240,7 @@ def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class _Fact:
-    """What ranks must know of an expert's parameter to gather it. owner: the rank of the axis that gathers the
-    whole."""
+    """A parameter of an expert. owner: the rank of the axis that gathers it."""
 
     owner: int
     shape: torch.Size
@@ -267,8 +258,7 @@ class _Fact:
 
 
 class _Whole(Function):
-    """Gathers parameters on the ranks that run the experts. The backward sends gradients back, averaged over
-    replicas."""
+    """Gathers parameters on the ranks that run the experts. Gradients are sent back, averaged over replicas."""
 
     @staticmethod
     def forward(ctx: Any, axis: ExpertAxis, facts: list[_Fact], *parts: Tensor) -> tuple[Tensor, ...]:

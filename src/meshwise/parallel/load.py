@@ -2,8 +2,9 @@
 
 Each rank reads only its part of each tensor.
 
-A checkpoint is one file, or several with the index that Hugging Face writes. A deferred model records where its values
-are, and reads them after the plan has divided it; tensors that the checkpoint lacks are replayed.
+A checkpoint is one file, or several files with the index that Hugging Face writes. A deferred model only records where
+its values are stored, and reads them after the plan has divided the model. Tensors that the checkpoint lacks are
+computed by replaying the constructor.
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """The names loaded, conversions (`name: bfloat16 to float32`), and names only in the model or in the checkpoint."""
+    """What `load_weights` has done, in names of parameters and buffers.
+
+    names: the loaded tensors.
+    converted: the tensors that changed their dtype, such as `name: bfloat16 to float32`.
+    kept: the tensors of the model that the checkpoint lacks.
+    unused: the tensors of the checkpoint that the model lacks.
+    """
 
     names: tuple[str, ...]
     converted: tuple[str, ...] = ()
@@ -55,7 +62,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a checkpoint file."""
+    """A tensor in a checkpoint file. dtype: None if torch has no such dtype."""
 
     file: Path
     name: str
@@ -63,7 +70,7 @@ class _Stored:
     dtype: torch.dtype | None
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
-        """Read this rank's part of the stored tensor, sharded like `like` and in the dtype of `like`."""
+        """Read this rank's part of the stored tensor. The result is sharded like `like` and has the dtype of `like`."""
         with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
             stored = opened.get_slice(self.name) if like.dim() else None
             read = opened.get_tensor(self.name) if stored is None else local_part(like, stored.__getitem__)
@@ -75,10 +82,12 @@ class _Stored:
 def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> Loaded:
     """Read the parameters and buffers of `model` from a safetensors checkpoint, in place.
 
-    path: a file, an index (`model.safetensors.index.json`), or a folder with one of the two. The model may be plain,
-    distributed, or deferred. A tied tensor may be stored under any of its names. strict: if False, keep the start
-    values of tensors that the checkpoint lacks, and ignore tensors that the model lacks. Raises UsageError for names
-    and shapes that do not fit, before any values are read.
+    path: a file, an index (`model.safetensors.index.json`), or a folder that contains one of them.
+    strict: if False, tensors that the checkpoint lacks keep their start values, and tensors that the model lacks are
+        ignored.
+
+    The model may be plain, distributed, or deferred. A tied tensor may be stored under any of its names. Raises
+    UsageError for names and shapes that do not fit, before any values are read.
     """
     stored, own = _stored(Path(path)), _tied(model)
     chosen: dict[int, tuple[str, Tensor, _Stored]] = {}
@@ -114,7 +123,7 @@ def _give(tensor: Tensor, stored: _Stored) -> None:
 
 
 def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return every parameter and persistent buffer, each with all of its names."""
+    """Return every parameter and persistent buffer, each together with all of its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -124,7 +133,7 @@ def _tied(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _stored(path: Path) -> dict[str, _Stored]:
-    """Return the tensors of a checkpoint, by name. Raise UsageError if the checkpoint cannot be read."""
+    """Return the tensors of a checkpoint by name. Raise UsageError if the checkpoint cannot be read."""
     if path.is_dir():
         single = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not (path / INDEX).exists() and len(single) != 1:

@@ -1,6 +1,6 @@
 """Build the device mesh: a run's devices on named axes.
 
-A technique names the axis over which it communicates.
+Each technique names the axis over which it communicates.
 
 Tested in tests/parallel/test_apply.py.
 """
@@ -19,18 +19,19 @@ from meshwise.spec.world import World
 from meshwise.transfer import collectives, stages
 
 WITHIN_SAMPLES = ("pipeline", "context", "tensor")
-"""The mesh axes whose ranks work on the same samples; they are the innermost ones."""
+"""The mesh axes on which ranks work on the same samples. These axes are the innermost axes of the mesh."""
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh:
-    """Return a mesh of the run's devices, whose named axes are those that `plan` divides, outermost first. Collective.
+    """Return the mesh of the run's devices with a named axis for each way in which `plan` divides work. Collective.
 
-    Consecutive ranks are neighbours on the last axis. Launchers number the devices of a host consecutively, so the last
-    axis, which communicates most, uses the fastest links. An axis of size 1 is left out, except `shard` if split
-    parameters or experts need it to be reduced over `data`. One device has only the axis `shard`.
+    The axes are ordered from the outermost to the innermost. Consecutive ranks are neighbors on the innermost axis.
+    Launchers number the devices of a host consecutively, so this axis, which communicates most, uses the fastest links.
+    An axis of size 1 is left out, except `shard` if split parameters or experts need this axis to be reduced over
+    `data`. On one device, the only axis is `shard`.
 
-    replicas: whether to merge `expert` into `data`, for parameters that are not those of experts.
+    replicas: whether to merge `expert` into `data`, for parameters that do not belong to experts.
     """
     shapes = {axis: getattr(plan, axis) for axis in AXES}
     needed = plan.split or plan.expert > 1
@@ -44,12 +45,13 @@ def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh
 
 
 def forget_meshes() -> None:
-    """Forget all cached meshes after the process group is gone, so that new ones are made."""
+    """Delete all cached meshes. Called after the process group is gone, so that new meshes are made for the next
+    group."""
     _meshes.clear()
 
 
 def mesh_of_stage(plan: Plan, world: World) -> DeviceMesh:
-    """Return the part of the mesh with the devices of this rank's pipeline stage."""
+    """Return the submesh of the devices that hold this rank's pipeline stage."""
     mesh = make_mesh(plan, world, replicas=True)
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pipeline")
     return mesh[names] if 0 < len(names) < mesh.ndim else mesh
@@ -63,8 +65,10 @@ def _made(plan: Plan, world: World, kept: dict[str, int], replicas: bool) -> Dev
 
 
 def divide_work(plan: Plan, world: World) -> World:
-    """Return the world of ranks that divide a batch, in which ranks that hold parts of one split model count as one.
-    From now on, collectives run over these ranks by default. Collective if a plan splits models."""
+    """Return the world of the ranks that divide a batch; ranks that hold parts of one split model count as one rank.
+
+    From now on, collectives run over these ranks by default. Collective if the plan splits models.
+    """
     together = plan.within_samples
     stages.join_pipe(None)
     if together == 1 or world.size == 1:
@@ -80,7 +84,10 @@ def divide_work(plan: Plan, world: World) -> World:
 
 
 def _join_pipe(plan: Plan, world: World) -> None:
-    """Make the process groups of each pipeline, whose ranks differ only in their position on that axis. Collective."""
+    """Make the process groups of each pipeline and join this rank's. Collective.
+
+    The ranks of a pipeline differ only in their position on the axis `pipeline`.
+    """
     apart = plan.within_samples // plan.pipeline  # the axes within: neighbours on this one lie so far apart
     own = world.rank // apart % plan.pipeline
     for first in range(world.size):

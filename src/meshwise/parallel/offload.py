@@ -3,12 +3,12 @@
 They are fetched back a little before their use.
 
 Tensors that a forward saves for its backward are copied to the host: on a GPU, to pinned memory and on a separate
-stream, so that computing goes on. A backward requests them in reverse order. So at each request, fetching of earlier
-ones begins, up to `WINDOW` bytes that are on the device and not yet requested.
+stream, so that the computation continues. A backward requests these tensors in reverse order. So each request also
+begins to fetch tensors that were saved earlier, until `WINDOW` bytes are on the device that have not been requested.
 
-Parameters are not copied, as they are on the device anyway. Of a block that is recomputed in the backward, only the
-input is copied (what `selective` keeps inside stays on the device). The model's `forward` is wrapped; its class, hooks
-and state_dict keys stay.
+Parameters are not copied, because they are on the device anyway. Of a block that is recomputed in the backward, only
+the input is copied; what the option `selective` keeps inside the block stays on the device. The model's `forward` is
+wrapped. The model's class, hooks and state_dict keys stay.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ WINDOW = 256 << 20  # bytes that are fetched ahead of their use
 
 @dataclass(eq=False)
 class _HostCopy:
-    """A storage that waits in host memory. number: its position among the storages that the forward has offloaded."""
+    """A storage that was copied to host memory. number: its position among the storages that the forward has
+    offloaded."""
 
     number: int
     copy: Tensor
@@ -52,14 +53,17 @@ class _HostCopy:
     arrived: torch.Event | None = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the copied values are still those of `tensor`. Parts of one storage that are not views of one
-        tensor (an LSTM's gates, by `unsafe_chunk`) count versions separately, so other parts do not count as equal."""
+        """Return whether the copied values are still the values of `tensor`.
+
+        A storage may have parts that are not views of one tensor (an LSTM's gates, made by `unsafe_chunk`). Such parts
+        count versions separately, so another part does not count as equal.
+        """
         same = self.place == _place(tensor) or self.base() is base_of(tensor)
         return same and self.version == version(tensor)
 
     @property
     def ahead(self) -> bool:
-        """Whether the storage was fetched to the device, but not requested yet."""
+        """Whether the storage was fetched to the device, but has not been requested yet."""
         return self.ready is not None and not self.requested
 
 
@@ -69,7 +73,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor as a view of a storage in host memory, with its strides, as the compiler's code relies on them."""
+    """A tensor as a view of a storage in host memory. It keeps the strides, because compiled code relies on them."""
 
     of: _HostCopy
     dtype: torch.dtype
@@ -80,7 +84,8 @@ class _View:
 
 @dataclass
 class _SavedTensors:
-    """The storages that one forward has offloaded, in order. Autograd owns them; the references here are weak."""
+    """The storages that one forward has offloaded, in order. Autograd owns them; this object holds only weak
+    references."""
 
     window: int
     sent: list[weakref.ref[_HostCopy]] = field(default_factory=list)
@@ -88,7 +93,10 @@ class _SavedTensors:
     known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
-        """Copy a tensor that autograd would save to the host; return a view of the copy, which views may share."""
+        """Copy a tensor that autograd is about to save to the host, and return a view of the copy.
+
+        Tensors that are views of one storage share the copy. A tensor that is not offloaded is returned unchanged.
+        """
         if not _goes(tensor):
             return tensor
         known: weakref.ref[_HostCopy] | None = self.known.get(tensor)
@@ -101,7 +109,7 @@ class _SavedTensors:
         return _View(waiting, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def to_device(self, kept: Tensor | _View) -> Tensor:
-        """Return the tensor that `to_host` was given, when the backward needs it; fetch it if it is on the host."""
+        """Return the tensor that `to_host` received. It is fetched from the host if it is not on the device."""
         if isinstance(kept, Tensor):
             return kept
         waiting = kept.of
@@ -121,7 +129,7 @@ class _SavedTensors:
         return empty.set_(flat.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def _fetch_ahead(self, number: int) -> None:
-        """Begin to fetch storages that were offloaded before number `number`, as far as the window allows."""
+        """Begin to fetch storages that were offloaded before number `number`, until the window is full."""
         self.fetched = [ref for ref in self.fetched if (kept := ref()) is not None and kept.ahead]
         held = sum(kept.copy.nbytes for ref in self.fetched if (kept := ref()) is not None)
         for index in reversed(range(number)):
@@ -136,9 +144,10 @@ class _SavedTensors:
 
 
 def offload_activations(model: nn.Module, window: int | None = None) -> None:
-    """Keep in host memory what `model` saves for its backward.
+    """Keep the tensors that `model` saves for its backward in host memory.
 
-    window: how many bytes may be fetched ahead of their use. A list of models is handled model by model.
+    window: how many bytes may be fetched before they are needed; None for 256 MiB. A list of models is handled model by
+        model.
     """
     for root in called_in(model):
         put_forward(root, functools.partial(_offloaded, root.forward, WINDOW if window is None else window))
@@ -153,13 +162,14 @@ def _offloaded(forward: Callable[..., Any], window: int, /, *arguments: Any, **k
 
 
 def _goes(tensor: Tensor) -> bool:
-    """Return whether to offload a tensor: plain, strided, not small, and no parameter or view of one."""
+    """Return whether to offload a tensor: it must be plain, strided, not small, and neither a parameter nor a view of
+    one."""
     plain = is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return plain and not isinstance(base_of(tensor), nn.Parameter) and tensor.nbytes >= SMALLEST
 
 
 def _send(tensor: Tensor, number: int) -> _HostCopy:
-    """Copy the storage of a tensor to the host, on a separate stream if the device has streams."""
+    """Copy the whole storage of a tensor to the host, on a separate stream if the device has streams."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     copy = torch.empty_like(flat, device="cpu", pin_memory=has_streams(tensor.device))
@@ -173,7 +183,8 @@ def _send(tensor: Tensor, number: int) -> _HostCopy:
 
 
 def _fetch(waiting: _HostCopy) -> None:
-    """Begin to copy a storage back to the device, on the same stream as the copies out, so that it runs after those."""
+    """Begin to copy a storage back to the device. The copies to the host use the same stream, so this copy runs after
+    them."""
     stream = _copying(waiting.device)
     with _on(stream):
         waiting.ready = waiting.copy.to(waiting.device, non_blocking=True, copy=True)
@@ -181,14 +192,14 @@ def _fetch(waiting: _HostCopy) -> None:
 
 
 def _used_in(tensor: Tensor, stream: Any) -> None:
-    """Keep the tensor's memory from being reused before the stream has finished with it."""
+    """Keep the memory of a tensor from being reused before `stream` has finished with it."""
     if not rehearsing():
         tensor.record_stream(stream)
 
 
 @functools.cache
 def _copying(device: torch.device) -> Any:
-    """Return the stream for copies between host and `device`; None if copies are synchronous."""
+    """Return the stream for copies between the host and `device`, or None if copies are synchronous."""
     beside = has_streams(device) or device.type == fake_device.NAME
     return torch.get_device_module(device).Stream(device) if beside else None
 

@@ -1,13 +1,13 @@
 """Offload the optimizer's state to the host, bucket by bucket.
 
-State is on the device for one bucket at a time.
+The state of only one bucket at a time is on the device.
 
-`step` is made in parts: the parameters of one bucket have gradients and state; the others have neither, and every torch
-optimizer skips a parameter without a gradient. So any optimizer that treats each parameter separately works unchanged,
-and the device never holds more state than that of one bucket. Counters of a parameter group advance once per step.
+`step` runs once per bucket. Only the parameters of one bucket then have gradients and state, and every torch optimizer
+skips a parameter without a gradient. So any optimizer that treats each parameter separately works unchanged, and the
+device never holds more state than that of one bucket. Counters of a parameter group advance once per step.
 
 The copies on the host are pinned if the device is a GPU. On a CPU, host and device share one memory; copies are made
-all the same, so that tests there run the code of a GPU.
+nevertheless, so that tests there run the code of a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a
 
 
 class OffloadedState:
-    """Keeps the state of `optimizer` in host memory between steps; the optimizer itself is changed in place."""
+    """Keeps the state of `optimizer` in host memory between steps. The optimizer itself is changed in place."""
 
     def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
         if why := unlike_by_parameters(optimizer):
@@ -49,7 +49,7 @@ class OffloadedState:
         subscribe(Order.OFFLOAD, self._before, self._after, self._failed, optimizer=optimizer)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Step all buckets but the last, and prepare the last for the step that is about to run."""
+        """Step all buckets but the last one, and prepare the last bucket for the step that is about to run."""
         if has_closure(args, kwargs):
             raise PlanError(
                 "offload='optimizer': optimizer.step(closure) needs all of the state at once. Call backward, then "
@@ -86,7 +86,7 @@ class OffloadedState:
         self._gradients, self._last = {}, []
 
     def _begin(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
-        """Give a bucket's parameters their gradients, and copy their optimizer state to the device."""
+        """Restore the gradients of a bucket's parameters, and copy their optimizer state to the device."""
         for p in bucket:
             p.grad = self._gradients[p]
             entry = optimizer.state.get(p, {})
@@ -115,7 +115,7 @@ class OffloadedState:
 
 
 def _travels(value: Any) -> bool:
-    """Return whether a value of the optimizer state is offloaded; counters stay where the optimizer put them."""
+    """Return whether a value of the optimizer state is offloaded. Counters stay where the optimizer put them."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

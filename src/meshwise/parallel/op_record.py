@@ -1,10 +1,10 @@
 """Record a constructor's operators on fake tensors.
 
-It records their order, and which random numbers they would draw.
+The record holds the operators in order, and which random numbers they would draw.
 
 torch has no hook for code that sets a generator. So each random operator advances the real generator by one number,
-which gives every entry of the record a distinct state: a state that changed otherwise was set by the program, or put
-back to its value at a known entry.
+which gives every entry of the record a distinct generator state. If the state has changed otherwise, the program has
+set the generator, or has put it back to its state at a known entry.
 
 Tested in tests/parallel/test_deferred.py.
 """
@@ -25,14 +25,15 @@ from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGe
 from meshwise.spec.errors import UsageError
 
 Loaded = Callable[[Tensor, torch.device | str], Tensor]
-"""(tensor sharded like the wanted one, device) -> this rank's part of the wanted tensor."""
+"""Takes a tensor that is sharded like the wanted tensor, and a device. Returns this rank's part of the wanted
+tensor."""
 
 PLAIN = (int, float, str, list, tuple, dict)
-"""The types of operators' arguments that go into the digest of a record."""
+"""The types of operator arguments that go into the digest of a record."""
 
 
 class OpRecord:
-    """A record of the operators on fake tensors, in order, and of the random numbers that they would draw."""
+    """A record of the operators that ran on fake tensors, in order, and of the random numbers that they would draw."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -40,7 +41,8 @@ class OpRecord:
         self.start = torch.default_generator.get_state()
         self.left: dict[torch.Generator, bytes] = {}
         self.loaded: dict[int, Loaded] = {}
-        """By storage number: reads this rank's part of a loaded tensor, which is therefore not replayed."""
+        """By storage number, the function that reads this rank's part of a loaded tensor. Such a tensor is not
+        replayed."""
         self.loaded_after = 0
         self._storages = StorageMap()
         self._count = 0
@@ -49,11 +51,11 @@ class OpRecord:
 
     @property
     def operators(self) -> list[RecordedOp]:
-        """The recorded operators, without the entries for generators that were set."""
+        """The recorded operators, without the entries that set a generator."""
         return [entry for entry in self.entries if isinstance(entry, RecordedOp)]
 
     def leave(self) -> None:
-        """Record the states of the generators, as the constructor has ended."""
+        """Record the states of the generators at the end of the constructor."""
         for generator in self._last:
             self._note_generator(generator)
         self.left = dict(self._last)
@@ -101,7 +103,10 @@ class OpRecord:
         )
 
     def known(self, value: Any) -> Any:
-        """Return the storage view of a fake tensor, or `value`. Raise ReplayMismatch for one that no operator made."""
+        """Return the `StorageView` of a fake tensor. Any other value is returned unchanged.
+
+        Raises ReplayMismatch for a fake tensor that no recorded operator made, and for a storage.
+        """
         if isinstance(value, torch.UntypedStorage) or (fake.is_fake(value) and self._storages.get(value) is None):
             raise ReplayMismatch("a tensor was read from a file, or made outside of torch's operators.")
         return self._view_of(value)
@@ -126,7 +131,7 @@ class OpRecord:
         )
 
     def _note_generator(self, generator: torch.Generator) -> None:
-        """Record it if the program has set the generator since the last entry."""
+        """Record the state of the generator if the program has set the generator since the last entry."""
         key = _key(generator)
         if self._last.get(generator) != key:
             known = self._marks.get((generator, key))
@@ -134,18 +139,19 @@ class OpRecord:
             self._mark(generator)
 
     def _tick(self, generator: torch.Generator) -> None:
-        """Advance the generator after a random operator, to make its state unique and recognisable when restored."""
+        """Advance the generator after a random operator, so that its state is unique and is recognized if it is
+        restored."""
         with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
         self._mark(generator)
 
     def _mark(self, generator: torch.Generator) -> None:
-        """Record that the newest entry leaves the generator in its current state."""
+        """Note that the newest entry leaves the generator in its current state."""
         key = self._last[generator] = _key(generator)
         self._marks[generator, key] = len(self.entries) - 1
 
     def _compute(self, operator: Any, before: Any) -> Any:
-        """Compute an operator's result now, from the values that its arguments will have."""
+        """Compute the result of an operator now, by replaying the operators that its arguments depend on."""
         found: dict[int, torch.UntypedStorage] = {}
         states = {generator: generator.get_state() for generator in self._last}
         with without_interception():
@@ -160,7 +166,7 @@ class OpRecord:
                 return operator(*args, **kwargs)
 
     def digest(self) -> str:
-        """Return a digest of the record, equal on all ranks whose constructors ran the same operators."""
+        """Return a hash of the record, which is equal on all ranks that have recorded the same operators."""
         digest = hashlib.sha256()
         for entry in self.operators:
             plain = map_leaves(lambda v: None, (entry.args, entry.kwargs), lambda v: not isinstance(v, PLAIN))
@@ -169,14 +175,17 @@ class OpRecord:
         return digest.hexdigest()
 
     def drawn_from(self) -> tuple[Any, ...]:
-        """Return the start state of the random numbers, and to what generators were set, by position in the record.
-        Generators are numbered, in the same way on all ranks whose constructors ran the same operators."""
+        """Return the start state of the default generator and, by position in the record, the states that generators
+        were set to.
+
+        Generators are identified by numbers, which are the same on all ranks that have recorded the same operators.
+        """
         numbers = {generator: number for number, generator in enumerate(self._last)}
         places = enumerate(self.entries)
         return self.start, {n: (numbers[e.generator], e.to) for n, e in places if isinstance(e, SetGenerator)}
 
     def draw_from(self, start: Tensor, settings: dict[int, tuple[int, Tensor | int]]) -> None:
-        """Use the random numbers of the rank that returned these values from `drawn_from`."""
+        """Use the random numbers of another rank. The arguments are what `drawn_from` returned on that rank."""
         generators, operators = list(self._last), self.operators
         self.start, own = start, iter(operators)
         self.entries = [
@@ -185,7 +194,8 @@ class OpRecord:
         ]
 
     def check_loaded(self) -> None:
-        """Raise UsageError if an operator used loaded tensors after the load: their values are not in the record."""
+        """Raise UsageError if an operator used loaded tensors after the load, because the record does not contain their
+        values."""
         for entry in self.operators[self.loaded_after :]:
             if not self.loaded.keys().isdisjoint(entry.reads):
                 raise UsageError(
@@ -201,8 +211,11 @@ class OpRecord:
         torch.default_generator.set_state(self.start)
 
     def rewind(self) -> Callable[[], None]:
-        """Reset the generators to the start, for a replay. The returned function ends the replay; a program that has
-        drawn nothing since the constructor then continues as after a plain construction."""
+        """Reset the default generator to the start state for a replay. Returns a function that ends the replay.
+
+        After that, a program that has drawn no numbers since the constructor continues as after a plain construction.
+        Generators that the program has moved get their present states back.
+        """
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)
 
@@ -214,7 +227,7 @@ class OpRecord:
 
 
 def record_of(tensor: Tensor) -> OpRecord:
-    """Return the record in which a fake tensor was made. Raise UsageError if there is none."""
+    """Return the record that contains a fake tensor. Raise UsageError if the tensor belongs to no record."""
     record = fake.owner_of(tensor)
     if not isinstance(record, OpRecord):
         raise UsageError("the model holds fake tensors of another mode. Build it inside mw.deferred.")

@@ -2,9 +2,9 @@
 
 The operators run in their recorded order.
 
-Operators on which no kept tensor depends are skipped, except random ones, which advance the generator as recorded. A
-storage is made when it is first filled, and freed when no operator needs its values any more: a storage that is filled
-anew later is not held in between. So a replay holds the kept tensors and about one more.
+Operators on which no wanted tensor depends are skipped, except random operators, which advance the generator as
+recorded. A storage is made when it is first filled, and freed when no operator needs its values any more. A storage
+that is overwritten later is not kept until then. So a replay holds the wanted tensors and about one more tensor.
 
 Tested in tests/parallel/test_deferred.py.
 """
@@ -23,17 +23,17 @@ from meshwise.compat.tree import leaves_of, map_kind
 
 DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 FILLS = DRAWS | {"zero_", "fill_", "copy_"}
-"""In-place operators that do not read their target, if they overwrite all of it."""
+"""In-place operators that do not read their target if they overwrite all of it."""
 Finished = Callable[[int, torch.UntypedStorage], None]
 
 
 class ReplayMismatch(Exception):
-    """An operator returned something else in the replay than when it was recorded."""
+    """Raised if an operator cannot be recorded, or returns something else in the replay than when it was recorded."""
 
 
 @dataclass(frozen=True)
 class StorageView:
-    """A tensor as a view of storage number `storage` (of `nbytes`), with its shape and strides."""
+    """A tensor as a view of a recorded storage. storage: the number of the storage. nbytes: the size of the storage."""
 
     storage: int
     nbytes: int
@@ -45,7 +45,7 @@ class StorageView:
 
     @property
     def whole(self) -> bool:
-        """Whether the tensor covers all of its storage, in order."""
+        """Whether the tensor covers its whole storage and is contiguous."""
         expected, step = [], 1
         for length in reversed(self.size):
             expected.append(step)
@@ -53,16 +53,18 @@ class StorageView:
         return math.prod(self.size) * self.dtype.itemsize == self.nbytes and self.stride == tuple(reversed(expected))
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor as a view of `storage`."""
+        """Make the tensor as a view of the real storage `storage`."""
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """A recorded operator. Tensors in its arguments are StorageViews, or real tensors that were made outside.
+    """A recorded operator. Tensors in its arguments are replaced by StorageViews; real tensors made outside are kept.
 
-    default: torch's default dtype at the time. name: such as `normal_`. fresh: the storages that the operator made.
-    generator: the one that a random operator drew from.
+    name: the operator's name, such as `normal_`.
+    reads, writes, fresh: the numbers of the storages that the operator reads, writes, and makes.
+    generator: the generator that a random operator drew from; None for other operators.
+    default: torch's default dtype when the operator was recorded.
     """
 
     operator: Any
@@ -78,7 +80,7 @@ class RecordedOp:
 
     @property
     def fills(self) -> bool:
-        """Whether the operator overwrites all of its first argument, without reading it."""
+        """Whether the operator overwrites all of its first argument without reading it."""
         first = self.args[0] if self.args else None
         others = {view.storage for view in leaves_of(StorageView, (self.args[1:], self.kwargs))}
         return isinstance(first, StorageView) and self.name in FILLS and first.whole and first.storage not in others
@@ -86,7 +88,11 @@ class RecordedOp:
 
 @dataclass(frozen=True)
 class SetGenerator:
-    """An entry: the program set a generator to a state, or to its state after the entry `to` (-1: at the start)."""
+    """A record entry: the program set a generator.
+
+    to: the state that was set. A number stands for the generator's state after the entry with this index, and -1 for
+        its state at the start.
+    """
 
     generator: torch.Generator
     to: Tensor | int
@@ -97,17 +103,21 @@ Entry = RecordedOp | SetGenerator
 
 @dataclass(frozen=True)
 class ReplayStep:
-    """An entry to run. done: the storages not needed after it, which are freed, or finished."""
+    """A record entry that must run in a replay.
+
+    done: the storages that later entries do not need. They are freed, or have their final values if they are wanted.
+    """
 
     index: int
     entry: Entry
     rng_only: bool = False
-    """Whether the entry runs only to advance the random numbers."""
+    """Whether the entry runs only to advance the random generator."""
     done: tuple[int, ...] = ()
 
 
 def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]:
-    """Return the entries that must run, so that the storages `keep` and all generators are right at the end."""
+    """Return the entries that must run so that the storages `keep` and all generators have the right values at the
+    end."""
     live, later = set(keep), set[int]()
     steps: list[ReplayStep] = []
     for index in reversed(range(len(entries))):
@@ -133,7 +143,7 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
 def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) -> None:
     """Run `entries` again. Call `finished(number, storage)` as soon as a storage of `keep` has its final values.
 
-    Raises ReplayMismatch if an operator returns another shape than when it was recorded.
+    Raises ReplayMismatch if an operator returns a tensor of another shape, dtype or layout than when it was recorded.
     """
     keep = set(keep)
     marks = {entry.to for entry in entries if isinstance(entry, SetGenerator) and isinstance(entry.to, int)}

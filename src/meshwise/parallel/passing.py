@@ -1,8 +1,8 @@
 """Pass hidden states forwards and gradients backwards between pipeline stages.
 
-Sends do not wait. A rank receives from another in the order in which the other sends, which both know from the
+Sends do not wait. A rank receives from another rank in the order in which that rank sends, which both know from the
 schedule, and keeps what it does not need yet. Shapes and structure are sent once for each kind of batch. Of a split
-tensor, each rank sends its part to the rank at the same position in the other stage, which holds that part there.
+tensor, each rank sends its part to the rank at the same position in the other stage, which holds the same part there.
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -30,7 +30,7 @@ from meshwise.transfer.stages import Pipe
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a tensor of a hidden state, as stored; parts: how it is split, empty for a whole tensor."""
+    """The shape, dtype and split of one tensor in a hidden state. parts: how it is split; empty for a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,8 +40,12 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """What a block returns, to be sent to the next stage. form: its structure, with a `_Form` in place of each tensor.
-    carried: values sent along. before: the forms of earlier blocks' results, by block number."""
+    """The output of a block that is sent to the next stage.
+
+    form: the structure of the output, with a `_Form` in place of each tensor.
+    carried: further values that are sent along.
+    before: the forms of the outputs of earlier blocks, by block number.
+    """
 
     form: Any
     carried: list[Any]
@@ -64,7 +68,8 @@ def _forms_in(tree: Any) -> Iterator[_Form]:
 
 
 class Pass:
-    """The forward of a microbatch in one stage, which runs blocks `lo` to `hi` of `blocks`."""
+    """The forward of one microbatch in one stage. The stage runs the blocks from `own[0]` up to, but not including,
+    `own[1]`."""
 
     def __init__(
         self, action: Action, own: tuple[int, int], is_last: bool, blocks: Sequence[tuple[str, nn.Module]]
@@ -83,11 +88,15 @@ class Pass:
 
     @property
     def came_to_its_blocks(self) -> bool:
-        """Whether the forward has reached this stage's blocks; always true on the first stage."""
+        """Whether the forward has reached this stage's blocks. Always true on the first stage."""
         return self._entered > 0 or self.lo == 0
 
     def passed_by(self, number: int, *, again: bool = False) -> Any:
-        """Return the result of a block of an earlier stage. again: whether a checkpoint runs it in the backward."""
+        """Return the output of a block of an earlier stage, which does not run on this stage.
+
+        The last of these blocks returns the received hidden state; the others return tensors of NaN. again: whether a
+        checkpoint recomputes the block in the backward.
+        """
         if number < self.lo - 1:
             return map_kind(_Form, lambda form: _poison(form, self.device), self.forms[number])
         if again:
@@ -97,7 +106,7 @@ class Pass:
         return self.received
 
     def enter(self, number: int) -> None:
-        """Check a call of a block of this stage. Raise PlanError if it is out of turn, or runs without gradients."""
+        """Check a call of a block of this stage. Raise PlanError if it is out of order, or runs without gradients."""
         name, block = self._blocks[number]
         if self._trains and not torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters()):
             raise PlanError(
@@ -114,7 +123,7 @@ class Pass:
         self._entered += 1
 
     def leave(self, number: int, result: Any) -> None:
-        """Record what a block of this stage has returned; after the last block, keep its result to be sent."""
+        """Record the output of a block of this stage. After the stage's last block, keep the output to be sent."""
         self._gave += 1
         if not self.is_last:
             self.forms[number] = _form_of(result)
@@ -126,7 +135,8 @@ class Pass:
                 stages.leave_own_layers(self._blocks[number][1])
 
     def check_complete(self, ranks: int) -> None:
-        """Raise PlanError if the forward missed a block of the stage, or went on after the stage's last block."""
+        """Raise PlanError if the forward missed a block of the stage, or ended before the first block of the next
+        stage."""
         if self._gave != self.hi - self.lo or not (self.is_last or self.left):
             missing = self._blocks[self.lo + self._gave if self._gave < self.hi - self.lo else self.hi][0]
             raise PlanError(
@@ -135,7 +145,8 @@ class Pass:
             )
 
     def end(self, *, check: bool) -> bool:
-        """End the forward, and keep what is to be sent. With `check`, return whether NaN appeared in this stage."""
+        """End the forward, and keep what is to be sent. With `check`, return whether NaN first appeared in this
+        stage."""
         sent = list(tensors_in(self.output))
         with on_parts():
             wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
@@ -146,16 +157,16 @@ class Pass:
         return wrong
 
     def let_go(self) -> None:
-        """Free the tensors of this forward after its backward."""
+        """Free the tensors of this forward. Called after its backward."""
         self.received = self.output = None
         self.sent = []
 
 
 class Passing:
-    """Sends and receives hidden states and gradients between this rank and the other stages."""
+    """Sends and receives hidden states and gradients between this rank and the other pipeline stages."""
 
     def __init__(self, pipe: Pipe, count: int, device: torch.device) -> None:
-        """count: the number of stages. device: where received tensors are stored."""
+        """count: the number of stages. device: the device on which received tensors are stored."""
         self._pipe, self._stages, self._device = pipe, count, device
         self._known: dict[tuple[int, object], _Hidden] = {}
         self._sends: deque[Callable[[], None]] = deque()
@@ -165,7 +176,8 @@ class Passing:
         self.checked = 0
 
     def begin(self, every: Sequence[Sequence[Action]], keys: Sequence[object]) -> None:
-        """Begin a step. every: the actions of each rank. keys: one per microbatch; equal keys mean equal shapes."""
+        """Begin a step. every: the actions of each rank, in order. keys: one per microbatch; equal keys mean equal
+        shapes."""
         self._keys = [(key, torch.is_grad_enabled()) for key in keys]
         own = self._pipe.rank
         self._coming = {
@@ -184,7 +196,7 @@ class Passing:
         return stage % self._pipe.size
 
     def _target(self, action: Action) -> int | None:
-        """Return the rank that receives the result of an action; None if no rank does."""
+        """Return the rank that receives the result of an action, or None if no rank receives it."""
         following = action.stage + (1 if action.forward else -1)
         return self._rank(following) if 0 <= following < self._stages else None
 
@@ -196,7 +208,8 @@ class Passing:
         self._send(now.action, target, now.form, now.sent)
 
     def receive_forward(self, now: Pass) -> None:
-        """Receive the hidden state from the stage before, in the form in which that stage's last block returned it."""
+        """Receive the hidden state from the stage before, in the structure that the last block of that stage
+        returned."""
         before = Action(True, now.action.stage - 1, now.action.microbatch)
         hidden, tensors = self._receive(before)
         now.carried, now.forms, now.device = hidden.carried, dict(hidden.before), self._device
@@ -211,7 +224,8 @@ class Passing:
     # Backwards.
 
     def receive_backward(self, now: Pass) -> Tensor:
-        """Receive the gradients of what this stage sent; return a scalar whose backward begins with them."""
+        """Receive the gradients of the hidden state that this stage sent. Returns a scalar to start the backward
+        from."""
         after = Action(False, now.action.stage + 1, now.action.microbatch)
         pairs = [tensor for tensor in now.sent if tensor.requires_grad]
         _, gradients = self._receive(after)
@@ -219,7 +233,7 @@ class Passing:
             return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-untyped-call]
 
     def send_backward(self, now: Pass) -> None:
-        """Send to the stage before the gradients of the hidden state that this stage received."""
+        """Send the gradients of the hidden state that this stage received to the stage before."""
         if now.action.stage:
             action = Action(False, now.action.stage, now.action.microbatch)
             target = self._target(action)
@@ -253,7 +267,7 @@ class Passing:
             self._sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
 
     def _receive(self, wanted: Action) -> tuple[_Hidden, list[Tensor]]:
-        """Receive the result of another stage's action, or return it if it was received earlier."""
+        """Receive the result of another stage's action. Results that arrive before it are kept for later."""
         source = self._rank(wanted.stage)
         while wanted not in self._kept:
             action = self._coming[source].popleft()
@@ -275,7 +289,8 @@ class Passing:
         return hidden, [collectives.receive(tensor, source, group) for tensor in tensors]
 
     def _of_backward(self, action: Action) -> _Hidden:
-        """Return the hidden state whose gradients the backward `action` computes: that of the stage before."""
+        """Return the hidden state that belongs to the gradients of a backward action: the output of the stage
+        before."""
         return self._known[action.stage - 1, self._keys[action.microbatch]]
 
 
@@ -291,7 +306,7 @@ def _enter(now: Pass, place: int, tensor: Tensor) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Makes of a received tensor one that blocks may write in place; keeps the tensor's gradient in the `Pass`."""
+    """Makes a copy of a received tensor that blocks may write in place. Stores the copy's gradient in the `Pass`."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, now: Pass, place: int, tensor: Tensor) -> Tensor:
@@ -305,7 +320,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Begin(torch.autograd.Function):
-    """Makes a scalar whose backward continues at `tensors`, with gradients from another stage."""
+    """Makes a scalar. Its backward continues at `tensors`, with the gradients that another stage sent."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -318,6 +333,9 @@ class _Begin(torch.autograd.Function):
 
 
 def _poison(form: _Form, device: torch.device) -> Tensor:
-    """Return a stand-in for a result that nothing may read, NaN, in separate memory, as blocks may write to it."""
+    """Return a stand-in for an output that no code may read. Floating-point numbers in it are NaN.
+
+    It has its own memory, because blocks may write to it.
+    """
     value = torch.nan if form.dtype.is_floating_point else 0
     return split_again(torch.full(form.shape, value, dtype=form.dtype, device=device), form.parts)

@@ -1,12 +1,12 @@
 """Run a model's blocks as stages of a pipeline.
 
-This is pipeline parallelism: each rank of the axis has stages, consecutive blocks of the model, and works on one
-microbatch after the other.
+This is pipeline parallelism: each rank of the axis has stages, which are consecutive blocks of the model, and works on
+one microbatch after the other.
 
 Each stage runs the job's `loss(model, batch)`, and no line of the model changes. Blocks of earlier stages are skipped:
 the last of them returns what the stage before has sent, and the others return NaN of the right shape, so that a model
-that reads it is detected. At the first block of a later stage, the forward ends. The last stage reaches the end of the
-forward, and has the loss.
+that reads these values is detected. The forward ends at the first block of a later stage. The last stage runs the
+forward to its end and computes the loss.
 
 For modules outside of the blocks (embeddings, norms, heads), see holding.py.
 
@@ -49,7 +49,10 @@ LOOKS = 3  # first forwards of a stage, and those after what it holds has change
 
 
 class Pipeline:
-    """Runs the blocks of a model as stages: `run` the forward of each microbatch, `back` its backward, in order."""
+    """Runs the blocks of a model as stages of a pipeline.
+
+    For each microbatch, call `run` for its forward and then `back` for its backward.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan, pipe: Pipe, cost: Cost | None = None) -> None:
         self.pipe = pipe
@@ -68,7 +71,8 @@ class Pipeline:
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
 
     def take_blocks(self, let_go_parts: Callable[[set[str]], list[Any]] | None) -> None:
-        """Replace the blocks' forwards, to run as stages from now on. let_go_parts: see `Setup.let_go`."""
+        """Replace the forwards of the blocks, so that they run as stages from now on. let_go_parts: see
+        `Setup.let_go`."""
         for number, (_, block) in enumerate(self._blocks):
             put_forward(block, functools.partial(_run_block, weakref.ref(self), number, block.forward))
         self.holding.let_go_parts = let_go_parts
@@ -77,11 +81,12 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The position, in the pipeline, of the rank with the last stage, which has the loss."""
+        """The position in the pipeline of the rank that has the last stage, and so the loss."""
         return self.pipe.size - 1
 
     def note(self, whole: int) -> str:
-        """Return a note on which blocks each stage has. whole: the number of elements in all parameters."""
+        """Return a sentence for the user on which blocks each stage has. whole: the number of elements in all
+        parameters."""
         cut = [self._blocks[lo:hi] for lo, hi in self._ranges]
         parts = [[p for _, block in blocks for p in block.parameters()] for blocks in cut]
         text = "; ".join(
@@ -96,26 +101,32 @@ class Pipeline:
         )
 
     def begin(self, keys: Sequence[object]) -> Sequence[Action]:
-        """Begin a step; return this rank's actions in order. keys: one for each microbatch; equal keys mean that hidden
-        states have equal shapes."""
+        """Begin a step. Returns this rank's actions, in order.
+
+        keys: one per microbatch; equal keys mean that hidden states have equal shapes.
+        """
         self.holding.check_same()
         every = orders(self._schedule, self.pipe.size, len(keys))
         self._passing.begin(every, keys)
         return every[self.pipe.rank]
 
     def begin_forward(self, key: object) -> Sequence[Action]:
-        """Begin a forward of one batch without a backward; return this rank's actions in order."""
+        """Begin a forward of one batch without a backward. Returns this rank's actions, in order."""
         every = forwards(self.pipe.size, self._chunks)
         self._passing.begin(every, [key])
         return every[self.pipe.rank]
 
     def is_last(self, action: Action) -> bool:
-        """Return whether an action belongs to the last stage, which has the loss."""
+        """Return whether an action belongs to the last stage, which computes the loss."""
         return action.stage == self.stages - 1
 
     def run(self, action: Action, call: Callable[[], Any]) -> tuple[Pass, Any]:
-        """Run the forward of a microbatch in a stage: receive from the stage before, and send to the next one. Return
-        the pass and, in the last stage, the result of `call`."""
+        """Run the forward of a microbatch in a stage: receive from the stage before, call `call`, and send to the next
+        stage.
+
+        Returns the `Pass`, which `back` takes, and the result of `call`. In all stages but the last, the result is
+        None.
+        """
         lo, hi = self._ranges[action.stage]
         now = Pass(action, (lo, hi), self.is_last(action), self._blocks)
         if action.stage:
@@ -160,7 +171,12 @@ class Pipeline:
         return now, None
 
     def back(self, now: Pass, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
-        """Run the backward of a pass by `run(scalar)`, which calls autograd. loss: the loss, in the last stage only."""
+        """Run the backward of a microbatch in a stage, and send the gradients to the stage before.
+
+        loss: the loss in the last stage, and None in other stages. run: a function that calls the backward of a scalar.
+            The scalar is the loss in the last stage; in other stages, its backward continues from the received
+            gradients.
+        """
         scalar = self._passing.receive_backward(now) if loss is None else loss
         if not self.holding.decided:
             self.holding.reached |= reached_parameters(scalar)
@@ -174,7 +190,10 @@ class Pipeline:
         self._passing.send_backward(now)
 
     def finish(self) -> None:
-        """Finish a step after the backwards: sum the gradients of parameters that several stages hold. Collective."""
+        """Finish a step after its backwards: sum the gradients of parameters that several stages hold. Collective.
+
+        The first step also decides which stages keep the parameters outside of the blocks.
+        """
         self._passing.finish()
         if not self.holding.decided:
             self.holding.decide()
@@ -186,7 +205,8 @@ class Pipeline:
         self._passing.finish()
 
     def block_call(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block in the forward of a stage, skip it, or end the forward, depending on the block's stage."""
+        """Run a block, skip it, or end the forward, depending on whether the block belongs to this, an earlier or a
+        later stage."""
         now, again = self._now, self._again
         if now is None and again is not None:  # a checkpoint runs it again
             if number < again.hi:
@@ -213,7 +233,8 @@ class Pipeline:
 
 
 class Leave(BaseException):
-    """Ends a stage's forward after its last block. Not an Exception, so that `except Exception` does not catch it."""
+    """Raised to end a stage's forward after its last block. It is no Exception, so `except Exception` does not catch
+    it."""
 
 
 def _run_block(
@@ -224,7 +245,10 @@ def _run_block(
 
 
 def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list[float]:
-    """Return the cost of each block: the number of its parameters, or rank 0's values of `cost`, as ranks differ."""
+    """Return the cost of each block: the number of its parameters if `cost` is None, else what `cost` returns for it.
+
+    The values of rank 0 are used on all ranks, because they may differ between ranks.
+    """
     if cost is None:
         return [sum(p.numel() for p in block.parameters()) for _, block in blocks]
     found = [cost(name, block) for name, block in blocks]

@@ -1,8 +1,8 @@
 """Set the dtypes of parameters and computation, and loss scaling.
 
-Parameters are the master weights; if the compute dtype is narrower, autocast casts the inputs of matrix products. A
-shard gathers such parameters already cast as autocast would: bitwise the same numbers, in half the bytes. All functions
-take the dtypes of a plan.
+Parameters are the master weights. If the compute dtype is narrower, autocast casts the inputs of matrix products. Under
+shard, parameters that autocast would cast are gathered in the narrow dtype already: the numbers are bitwise the same,
+in half the bytes. All functions take the dtypes of a plan.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # whose weigh
 
 
 def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
-    """Convert floating-point parameters and buffers in place, if their stored dtype is not float32; complex ones only
-    if it is float64."""
+    """Convert the parameters and buffers of `model` to the stored dtype in place, unless that dtype is float32.
+
+    Only floating-point tensors are converted. Complex tensors are converted only if the stored dtype is float64.
+    """
     stored = dtypes.stored
     if stored != "fp32":
         store_model(model, TORCH[stored])
@@ -40,7 +42,8 @@ def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
 
 @contextlib.contextmanager
 def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """Run a forward in the with-body in the compute dtype. Raise PlanError for an operator that torch lacks in it."""
+    """Run the forward in the with-body in the compute dtype. Raise PlanError if torch lacks an operator in this
+    dtype."""
     cast = dtypes.computed != dtypes.stored
     narrow = torch.autocast(device.split(":")[0], TORCH[dtypes.computed]) if cast else contextlib.nullcontext()
     with saying_what_lacks(device, dtypes), narrow:
@@ -48,7 +51,7 @@ def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
 
 
 def compute_in(model: nn.Module, dtypes: Dtypes, device: str) -> None:
-    """Make the model's forward compute in these dtypes and return float32, as the loss needs it."""
+    """Make the model's forward compute in the compute dtype and return float32, which the loss needs."""
     if dtypes.computed != dtypes.stored:
         put_forward(model, functools.partial(_computed, model.forward, dtypes, device))
 
@@ -65,7 +68,8 @@ def _widened(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """Turn torch's error about an operator missing in this dtype, in the with-body, into a PlanError with advice."""
+    """Turn torch's error about an operator that is missing in this dtype into a PlanError with advice, in the
+    with-body."""
     computed = dtypes.computed
     try:
         yield
@@ -76,15 +80,19 @@ def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
 
 
 def cast_batch(batch: Any, dtypes: Dtypes) -> Any:
-    """Cast floating-point and complex tensors of a batch to the stored dtype of parameters, if not float32."""
+    """Cast floating-point and complex tensors of a batch to the stored dtype of parameters, unless that dtype is
+    float32."""
     if dtypes.stored == "fp32":
         return batch
     return map_tensors(lambda tensor: stored_in(tensor, TORCH[dtypes.stored]), batch)
 
 
 def gathered_narrow(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that autocast always casts before use: the weights of linear layers, convolutions,
-    LSTMs and attention, except those shared with another module, such as a tied embedding."""
+    """Return the ids of the parameters that autocast always casts before use.
+
+    They are the weights of linear layers, convolutions, LSTMs and attention. A weight that another module shares, such
+    as a tied embedding, is not among them.
+    """
     cast: dict[int, bool] = {}
     for part in model.modules():
         for p in part.parameters(recurse=False):

@@ -3,8 +3,9 @@
 The plan replaces parameters by this rank's parts.
 
 An optimizer that was made before would step the old parameters, without an error and without effect. When it is
-re-bound, it stays the same object, with the same groups, settings and state; schedulers that hold it need no change.
-`load_state_dict` of a model and of an optimizer accepts what one device has saved: whole tensors are sharded first.
+re-bound, it stays the same object, with the same groups, settings and state. Schedulers that refer to it need no
+change. `load_state_dict` of a model and of an optimizer accepts what one device has saved: whole tensors are sharded
+first.
 
 Tested in tests/parallel/test_apply.py and test_load.py.
 """
@@ -24,9 +25,11 @@ from meshwise.transfer.sharded import shard_like
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of `optimizer`, in place, by those that the model has `now`; shard its state like them.
+    """Replace the parameters of `optimizer` in place by the parameters that the model has now, and shard its state
+    alike.
 
-    names: the name of each parameter that the optimizer holds, by id. Raises PlanError for one without a name.
+    names: the name of each parameter that the optimizer holds, by id. now: the model's present parameters, by name.
+        Raises PlanError if a parameter of the optimizer has no name.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -46,7 +49,7 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.
 
 
 def register_model_load_hooks(model: nn.Module) -> None:
-    """Let modules of `model` with sharded parameters accept whole tensors in `load_state_dict`."""
+    """Let the modules of `model` that have sharded parameters accept whole tensors in `load_state_dict`."""
     for module in model.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             module.register_load_state_dict_pre_hook(_shard_parameters)
@@ -60,7 +63,7 @@ def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *un
 
 
 def register_optimizer_load_hook(optimizer: Optimizer) -> None:
-    """Let `optimizer`, whose parameters are sharded, accept whole state tensors in `load_state_dict`."""
+    """Let `optimizer`, which holds sharded parameters, accept whole state tensors in `load_state_dict`."""
     optimizer.register_load_state_dict_pre_hook(_shard_state)
 
 
@@ -77,7 +80,7 @@ def _shard_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sharded_as(p: Tensor, entry: Any) -> Any:
-    """Shard the state of one parameter like `p`; leave counters unchanged."""
+    """Shard the optimizer state of one parameter like the parameter `p`. Counters stay unchanged."""
     if not isinstance(entry, dict):
         return entry
     return {k: shard_like(v, p) if isinstance(v, Tensor) and v.ndim > 0 else v for k, v in entry.items()}

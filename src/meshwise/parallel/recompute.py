@@ -2,10 +2,10 @@
 
 The block keeps only its input, and runs again in the backward.
 
-The block's `forward` is wrapped in torch's checkpoint; its class, hooks and state_dict keys stay. The second run draws
-the same random numbers as the first (dropout drops the same), and starts from the same state: what the first run wrote
-into buffers (the running statistics of a batch norm) or into its arguments (the cache of a language model) is not
-written again.
+The block's `forward` is wrapped in torch's checkpoint. The block's class, hooks and state_dict keys stay. The second
+run draws the same random numbers as the first run (dropout drops the same elements), and starts from the same state:
+what the first run wrote into buffers (the running statistics of a batch norm) or into its arguments (the cache of a
+language model) is not written again.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from meshwise.spec.words import some
 from meshwise.splits.tensor import parts_of, split_again
 
 COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "scaled_dot_product")
-"""Operators whose results `selective` keeps: matrix products, convolutions, and all kinds of attention."""
+"""Operators with results that `selective` keeps: matrix products, convolutions, and all kinds of attention."""
 
 HOLDERS = 3
-"""If at least this many modules contain the single layers, they are recomputed in place of the layers: while one runs
-again, only the inputs of the others are kept."""
+"""If the repeated single layers are contained in at least this many modules, these modules are recomputed instead.
+
+While one of these modules runs again, only the inputs of the others are kept.
+"""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
 def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
-    """Make the blocks of `model` recompute in the backward, as the plan's `recompute` says; return their names.
+    """Make the blocks of `model` recompute in the backward, as the plan's `recompute` requires. Returns their names.
 
-    Blocks are the repeated layers; in a model without repeated layers, all of its parts in order. Single layers are
+    Blocks are the repeated layers or, in a model without repeated layers, all of its parts in order. Single layers are
     replaced by the modules that contain them. Raises PlanError for a name that the model does not have.
     """
     if recompute == "none":
@@ -62,8 +64,11 @@ def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[s
 
 
 def _holders(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Replace single layers among the blocks by the modules that contain them, as a single layer saves no more memory
-    than it keeps. If too few modules contain them all (VGG's), keep the layers."""
+    """Replace single layers among the blocks by the modules that contain them.
+
+    To recompute a single layer saves no more memory than its input takes. If too few modules contain all the layers
+    (VGG), the layers are returned unchanged.
+    """
     found: dict[str, nn.Module] = {}
     for name, block in blocks:
         holder = name if any(True for _ in block.children()) else name.rpartition(".")[0]
@@ -91,7 +96,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 def _recomputed(
     block: nn.Module, forward: Callable[..., Any], selective: bool, /, *arguments: Any, **keywords: Any
 ) -> Any:
-    """Run a block's forward, with a checkpoint if gradients are enabled."""
+    """Run a block's forward, under a checkpoint if gradients are enabled."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
     buffers = [(part, name, b) for part in block.modules() for name, b in part.named_buffers(recurse=False)]
@@ -113,8 +118,10 @@ def _recomputed(
 
 
 class _Runs:
-    """A forward that takes only tensors as arguments, so that the checkpoint lets autograd save them. Other arguments
-    that the forward may change are restored for each later run."""
+    """A forward that takes only tensors as arguments, because only these can be saved by autograd in a checkpoint.
+
+    Other arguments that the forward may change are restored for each later run.
+    """
 
     def __init__(self, forward: Callable[..., Any], given: list[Any], names: list[str]) -> None:
         self._forward, self._names = forward, names
@@ -136,14 +143,14 @@ class _Runs:
 
 
 def _changeable(value: Any) -> bool:
-    """Return whether a forward could change `value`, other than by writing to a tensor."""
+    """Return whether a forward could change `value` in another way than by writing to a tensor."""
     if isinstance(value, tuple | list | dict):
         return any(map(_changeable, value.values() if isinstance(value, dict) else value))
     return _is_plain_object(value)
 
 
 def _copied(value: Any, done: dict[int, Any]) -> Any:
-    """Copy containers and plain objects in `value`, at any depth; share tensors, modules and all else."""
+    """Copy containers and plain objects in `value`, at any depth. Tensors, modules and all other objects are shared."""
     if id(value) in done:
         return done[id(value)]
     kind = type(value)
@@ -174,14 +181,15 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str]]) -> Contexts:
-    """Return the contexts for the first and the second run of a block."""
+    """Return the context managers for the first and the second run of a block."""
     again: contextlib.AbstractContextManager[Any]
     first, again = selective_contexts(_policy) if selective else (contextlib.nullcontext(), contextlib.nullcontext())
     return first, _Anew(functools.partial(_again, kind, again, written))
 
 
 class _Anew:
-    """A context that is created each time it is entered, as a double backward recomputes a block twice."""
+    """A context manager that makes a new inner one each time it is entered. A double backward recomputes a block
+    twice."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._make, self._open = make, list[contextlib.AbstractContextManager[None]]()
@@ -228,7 +236,8 @@ def _policy(context: SelectiveCheckpointContext, operator: Any, *arguments: Any,
 
 
 def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether an operator draws random numbers: if the second run skipped it, later draws would differ."""
+    """Return whether an operator draws random numbers. If the second run skipped such an operator, later draws would
+    differ."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     return bool(named_arguments(operator, arguments, keywords).get("dropout_p", 1.0) > 0)

@@ -19,7 +19,7 @@ TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "
 
 
 def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
-    """Return the dtype in which gradients are reduced; None if it is the stored dtype."""
+    """Return the dtype in which gradients are reduced, or None if it is the stored dtype."""
     return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
 
 
@@ -44,12 +44,14 @@ SKIPPED = "A model that skips layers at random (LayerDrop) skips the same ones o
 
 
 class Reduction(Protocol):
-    """Averages gradients over the ranks; every rank makes the same calls. See `DataParallel`, `Sharded`."""
+    """An object that averages gradients over the ranks. Every rank makes the same calls. See `DataParallel` and
+    `Sharded`."""
 
     unreduced: bool
-    """Whether gradients of this rank wait to be reduced."""
+    """Whether this rank has gradients that have not been reduced yet."""
     shared_terms: bool
-    """Whether a loss had terms of parameters: their gradients are means over ranks already, so ranks weigh alike."""
+    """Whether a loss had terms that depend on parameter shards, such as an L2 norm. Their gradients are means over
+    ranks already, so that all ranks must have the same weight."""
 
     def backward(
         self,
@@ -60,16 +62,20 @@ class Reduction(Protocol):
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Add the gradient of `loss` to `.grad`: with `reduce` the mean over ranks, else this rank's, to reduce later.
+        """Run the backward of `loss` and add its gradient to `.grad`.
 
-        factor: returns a scalar that multiplies what this backward adds; with `whole`, all that `.grad` then holds. It
-        is called when the first gradients are ready, so that it can be sent meanwhile.
-        value: a detached scalar, or a short vector, whose mean over ranks is returned.
+        With `reduce`, the mean over ranks is added. Otherwise this rank's own gradient is added, to be reduced later.
+
+        factor: returns a scalar that multiplies the gradient that this backward adds or, with `whole`, everything that
+            `.grad` then holds. It is called when the first gradients are ready, so that the factor can be sent
+            meanwhile.
+        value: a detached scalar or a short vector. Its mean over ranks is returned.
         """
         ...
 
     def plain(self, loss: Tensor) -> Tensor:
-        """Return a loss as a plain tensor, also if it was a DTensor. Collective if it contains parameter shards."""
+        """Return a loss as a plain tensor, even if it was a DTensor. Collective if the loss contains parameter
+        shards."""
         ...
 
     def reduce_now(self) -> None:

@@ -2,9 +2,9 @@
 
 The order covers one step.
 
-Orders are found by simulating the step, with each action of equal length: so ranks never deadlock, for any number of
-microbatches. 1F1B is from PipeDream (Narayanan and others, SOSP 2019); the interleaved order from Megatron-LM (SC
-2021).
+Orders are found by simulating the step, with actions of equal length. So ranks never deadlock, for any number of
+microbatches. The 1F1B order is from PipeDream (Narayanan and others, SOSP 2019); the interleaved order is from
+Megatron-LM (SC 2021).
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -17,7 +17,7 @@ from functools import cache
 from itertools import pairwise
 
 CHUNKS = {"interleaved": 2}
-"""The number of stages on each rank under a schedule, if more than one."""
+"""By schedule, the number of stages on each rank, where it is more than one."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Action:
 
 @cache
 def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank, in order. Stage s is on rank s % ranks."""
+    """Return the actions of each rank in one step, in order. Stage s is on rank s % ranks."""
     chunks = CHUNKS.get(schedule, 1)
     waiting = [_in_turn(rank, ranks, chunks, microbatches) for rank in range(ranks)]
     kept = [_most_kept(schedule, rank, ranks, chunks, microbatches) for rank in range(ranks)]
@@ -53,8 +53,10 @@ def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, 
 
 
 def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], list[Action]]:
-    """Return the forwards and the backwards of a rank: groups of as many microbatches as there are ranks go through one
-    of its stages, then through the next."""
+    """Return the forwards and the backwards of a rank, each in order.
+
+    A group of as many microbatches as there are ranks goes through one stage of the rank, then through its next stage.
+    """
     every = [(chunk, number) for number in range(microbatches) for chunk in range(chunks)]
     first = sorted(every, key=lambda pair: (pair[1] // ranks, pair[0], pair[1]))
     last = sorted(every, key=lambda pair: (pair[1] // ranks, -pair[0], pair[1]))
@@ -82,14 +84,15 @@ def _is_ready(action: Action, stages: int, done: set[Action]) -> bool:
 
 
 def forwards(ranks: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank for the forward of one batch that has no backward."""
+    """Return the actions of each rank for one batch that runs only forward."""
     return tuple(tuple(Action(True, chunk * ranks + rank, 0) for chunk in range(chunks)) for rank in range(ranks))
 
 
 def stage_ranges(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    """Cut layers, in order, into non-empty stages so that the most expensive stage is as cheap as possible.
+    """Cut layers, in order, into non-empty stages so that the cost of the most expensive stage is as small as possible.
 
-    costs: the cost of each layer. Among equally good cuts, the one with the most similar stages is chosen.
+    costs: the cost of each layer. Among equally good cuts, the cut with the most similar stages is chosen. Returns the
+        range of layers (begin, end) of each stage.
     """
     before = [0.0]
     for cost in costs:
