@@ -211,10 +211,11 @@ class OpRecord:
         torch.default_generator.set_state(self.start)
 
     def rewind(self) -> Callable[[], None]:
-        """Reset the default generator to the start state for a replay. Returns a function that ends the replay.
+        """Reset the default generator to the start state for a replay. Returns a function to call when the replay is
+        over.
 
-        After that, a program that has drawn no numbers since the constructor continues as after a plain construction.
-        Generators that the program has moved get their present states back.
+        If the program has drawn random numbers since the constructor, that function restores the generators to their
+        states before the replay. If not, the generators are then as after a plain construction.
         """
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)

@@ -1,18 +1,19 @@
 """Shard parameters, gradients and optimizer state over ranks.
 
-Each rank holds a part of each.
+Each rank holds a part of each of them.
 
 `fully_shard` gathers a block's parameters before the block's forward and backward, and leaves in `.grad` this rank's
-part of the mean over all ranks. Blocks are the model's repeated layers; all else, and layers too small to be worth a
-collective, belongs to the whole model: gathered before the model's forward, and kept until the backward is over.
+part of the mean over all ranks. Blocks are the model's repeated layers. All other parameters, and layers that are too
+small to be worth a collective, belong to the whole model: they are gathered before the model's forward, and kept until
+the backward is over.
 
-Every rank must run the same blocks in the same order. That is checked before each reduction, and a rank that diverges
-raises an error instead of waiting in a collective. Within a block, ranks may use different parameters: one that this
-rank's loss does not reach contributes zero, and one that no rank reaches keeps its `grad`.
+Every rank must run the same blocks in the same order. This is checked before each reduction, and a rank that diverges
+raises an error instead of waiting in a collective. Within a block, ranks may use different parameters: a parameter that
+this rank's loss does not reach contributes zero, and a parameter that no rank reaches keeps its `grad`.
 
 Gradient clipping needs no code here: `.grad` is a DTensor, so `torch.nn.utils.clip_grad_norm_` reduces the norm over
 all ranks, and every rank multiplies its part by the same factor. When the program reads values of a parameter, it gets
-those of the whole (compat/whole_values.py), if all ranks read them (transfer/reading.py).
+the values of the whole (compat/whole_values.py), if all ranks read them (transfer/reading.py).
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ _made = itertools.count()  # every rank shards its models in the same order
 class Sharded:
     """Shards a model's parameters over the ranks of a mesh, and runs backwards.
 
-    The mesh has the axis `shard`, and may have `data` outside of it, over which the shards are replicated. `reshard`
-    frees a block's parameters between forward and backward. `parts_on_host` keeps parameter shards, their gradients and
-    the optimizer's state in host memory.
+    The mesh has the axis `shard`. It may have an outer axis `data`, over which the shards are replicated. If the plan's
+    `reshard` is set, a block's parameters are freed between forward and backward. If `Setup.parts_on_host` is set,
+    parameter shards, their gradients and the optimizer's state stay in host memory.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -86,7 +87,8 @@ class Sharded:
         self._staged, self._apart = setup.plan.pipeline > 1, setup.apart
         absent = stages.absent_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
-        """The mesh of the parameters, with the axes over which they are split in addition to `mesh`."""
+        """The mesh of this rank's stage, which also has the axes over which parameters are split in addition to
+        `mesh`."""
         self._own_numbers = list[SingleNumbers]()  # none, or one
         if not (self._staged or setup.parts_on_host):
             absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)
@@ -146,7 +148,7 @@ class Sharded:
                 self._groups.append(group)
 
     def _waiting(self) -> Iterator[Tensor]:
-        """Yield the gradients of this rank that are not reduced yet."""
+        """Yield the gradients of this rank that have not been reduced yet."""
         for group in self._groups:
             yield from group.waiting()
         for numbers in self._own_numbers:
@@ -165,9 +167,10 @@ class Sharded:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Implement `Reduction.backward`: add this rank's part of the mean to `.grad`; in stages, `reduce_now` does so.
+        """Implement `Reduction.backward`: add this rank's part of the mean gradient to `.grad`.
 
-        factor: called when the first block is reduced, or before a backward that must not multiply waiting gradients.
+        In a pipeline stage, nothing is reduced here; `reduce_now` reduces the gradients at the end of the step. factor:
+        called when the first block is reduced, or before a backward that must not multiply waiting gradients.
         """
         if self._staged:
             self._backward_of_stage(loss, factor if reduce else None)
@@ -203,8 +206,11 @@ class Sharded:
         return None if mean is None else mean.wait()
 
     def _backward_of_stage(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of a microbatch in a pipeline stage. Forwards of other microbatches overlap with it, so
-        parameters outside of the blocks stay gathered, and all gradients are reduced at the end of the step."""
+        """Run the backward of a microbatch in a pipeline stage.
+
+        Forwards of other microbatches overlap with it. So parameters outside of the blocks stay gathered, and all
+        gradients are reduced at the end of the step.
+        """
         self._factor, self.unreduced = factor, True
         for root in self._roots:
             root.set_requires_gradient_sync(False)
@@ -212,7 +218,7 @@ class Sharded:
         loss.backward()
 
     def let_go(self, names: set[str]) -> list[Any]:
-        """Implement `Setup.let_go`: drop the shards of these parameters."""
+        """Implement `Setup.let_go`: free the shards of the parameters in `names`."""
         found = []
         for index, group in enumerate(self._groups):
             places = [place for place, name in enumerate(self._names[index]) if name in names]
@@ -223,7 +229,7 @@ class Sharded:
         return found
 
     def plain(self, loss: Tensor) -> Tensor:
-        """Implement `Reduction.plain`, for a loss that may have terms of parameter shards, such as an L2 norm."""
+        """Implement `Reduction.plain`. The loss may have terms that depend on parameter shards, such as an L2 norm."""
         meet_without_forward([] if self._staged else self._groups)
         with together():
             plain = plain_loss(loss, self.whole_mesh)
@@ -231,7 +237,8 @@ class Sharded:
         return loss if plain is None else plain
 
     def weighed(self, gradient: Tensor) -> Tensor:
-        """Multiply a gradient by the factor of the current backward, as the gradients of blocks are."""
+        """Multiply a gradient by the factor of the current backward, if there is one. The gradients of blocks are
+        treated alike."""
         return gradient if self._factor is None else gradient * self._factor().to(gradient.dtype)
 
     def reduce_now(self) -> None:
@@ -249,7 +256,8 @@ class Sharded:
         self.unreduced, self._factor = False, None
 
     def close(self) -> None:
-        """Do nothing: the model's hooks hold this object; this object holds no hooks."""
+        """Do nothing. The hooks of the model refer to this object, and this object owns no hooks that must be
+        removed."""
 
     def _start(self) -> None:
         self._backwards += 1
@@ -261,7 +269,10 @@ class Sharded:
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
 
     def _note_reached(self, name: str, placements: Any, gradient: Tensor) -> Tensor | None:
-        """Record a gradient of a parameter, and lay it out like the parameter: DTensor replicates a dim of size 1."""
+        """Note that a parameter got a gradient, and give the gradient the placements of the parameter.
+
+        DTensor replicates a dim of size 1, so the placements of a gradient may differ.
+        """
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
         if name in self._apart:
@@ -269,7 +280,8 @@ class Sharded:
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
-        """Prepare a group's reduction: check the order of blocks, fill in unreached parameters, and scale gradients."""
+        """Prepare the reduction of a group: check the order of blocks, fill in unreached parameters, and scale
+        gradients."""
         reached = dict(zip(self._names[index], group.reached(), strict=True))
         trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
         if not any(reached.values()) and self._idle is not None and self._idle >= trained:
@@ -299,7 +311,8 @@ class Sharded:
         self._passed += 1
 
     def _agree(self, what: str) -> None:
-        """Raise PlanError unless all ranks come to this point with the same fact, before any enters a collective."""
+        """Raise PlanError unless all ranks reach this point with the same text `what`, before any of them enters a
+        collective."""
         self._asked += 1
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)
@@ -312,13 +325,15 @@ class Sharded:
             )
 
     def _count(self, name: str) -> None:
-        """Tell other ranks, through the store, that this rank did not reach `name`, before it contributes zero."""
+        """Tell the other ranks through the store that this rank did not reach `name`. Called before this rank
+        contributes zero."""
         key = f"{self._key}/unused/{self._backwards}/{name}/{len(self._filled.get(name, []))}"
         self._filled.setdefault(name, []).append(key)
         default_store().add(key, 1)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter with its name, as this rank holds it, even while a block is gathered."""
+        """Yield every parameter with its name. While a block is gathered, its parameters are still yielded as
+        shards."""
         for index, group in enumerate(self._groups):
             yield from zip(self._names[index], group.parameters, strict=True)
         for places in [self._apart, *(numbers.places for numbers in self._own_numbers)]:
@@ -326,7 +341,10 @@ class Sharded:
                 yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
-        """Restore `grad` of parameters that no rank reached; the first time, all ranks learn which ones these are."""
+        """Set `grad` back to None for parameters that no rank reached and that had none before (`fresh`).
+
+        The first time, all ranks learn which parameters no rank reaches.
+        """
         self._agree_on_order(-1)
         self._met = True
         unreached = {name: keys for name, keys in self._filled.items() if name not in self._reached}
@@ -346,7 +364,7 @@ class Sharded:
                 p.grad = None
 
     def _multiply_reduced(self, factor: Callable[[], Tensor]) -> None:
-        """Multiply gradients that are reduced already by the mean of the ranks' factors."""
+        """Multiply the gradients that are already reduced by the mean over ranks of the factor."""
         reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
         if reduced:
             mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")
@@ -355,7 +373,7 @@ class Sharded:
 
 
 def _second_dim(p: nn.Parameter) -> Shard:
-    """Shard stacked experts along the second dim, as the first dim is already divided over ranks."""
+    """Shard stacked experts along the second dim, because the first dim is already divided over ranks."""
     return Shard(1)
 
 

@@ -1,6 +1,6 @@
 """Reject what a program cannot do with parts of parameters.
 
-Each error says why.
+Each error message gives the reason.
 
 Tested in tests/parallel/test_trial.py and tests/job/test_plans_in_a_loop.py.
 """
@@ -37,7 +37,7 @@ OF_ANOTHER = (
 
 
 def note_what_was_not_gathered(error: BaseException) -> None:
-    """Add advice to torch's error about code that uses parameter shards, or that copies a sharded model."""
+    """Add advice to an error that torch raised because code uses parameter shards or copies a sharded model."""
     text = str(error)
     if "FSDP does not support deepcopy" in text:
         error.add_note(f"A sharded model cannot be copied. {COPIED}")
@@ -69,7 +69,7 @@ def note_what_was_not_gathered(error: BaseException) -> None:
 
 
 def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
-    """Raise PlanError for an optimizer whose step on parameter shards may be wrong or fail."""
+    """Raise PlanError for an optimizer that may make a wrong step on parameter shards, or that may fail on them."""
     if plan is None or not plan.parameters_divided or optimizer in _tried:
         return
     name, divided = type(optimizer).__name__, any(isinstance(p, DTensor) for p in held_parameters(optimizer))
@@ -90,7 +90,9 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
 
 
 def meet_without_forward(groups: Sequence[Group]) -> None:
-    """If no forward has run since the last backward, wait for the other ranks before a collective for the loss. Raise
-    UsageError if they wait in a forward's collective."""
+    """If no forward has run since the last backward, wait for the other ranks before a collective for the loss.
+
+    Raises UsageError if the other ranks wait in a collective of a forward.
+    """
     if groups and not any(group.ran for group in groups):
         meet("a loss", OF_ANOTHER)

@@ -27,15 +27,15 @@ SMALL = 4096  # elements: below, a collective of its own costs more than keeping
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` that are called and that have parameters."""
+    """Return the modules of `model` that the program calls and that have parameters."""
     return [root for root in called_in(model) if any(True for _ in root.parameters())]
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:
     """Return the blocks of `root` that are gathered separately: repeated layers with at least `SMALL` elements.
 
-    A block that shares a parameter with a module outside of it (a tied embedding) is excluded, as the parameter is
-    needed when the block does not run. So is a block if the model calls one of its submodules directly.
+    A block that shares a parameter with a module outside of it (a tied embedding) is excluded, because the parameter is
+    also needed when the block does not run. A block is also excluded if the model calls one of its submodules directly.
     """
     places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
     units = []
@@ -47,8 +47,12 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """Return three lists: those of `units` that every rank calls, or may call, in a forward of `root`; those among them
-    that are uncertain; and notes on the other units, which are gathered with `root`."""
+    """Select the units that every rank calls in each forward of `root`. Returns three lists.
+
+    - The units that every rank calls, and the units for which this is uncertain.
+    - Only the units for which this is uncertain.
+    - Notes for the user on the other units, which are gathered together with `root`.
+    """
     names = {id(module): name for name, module in root.named_modules()}
     found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]
     skipped: dict[str, list[str]] = {}
@@ -63,12 +67,13 @@ def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """Count how many modules within `module` hold each parameter, by the parameter's id."""
+    """Count how many modules within `module` hold each parameter, by the id of the parameter."""
     return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
 def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raise PlanError, with the parameter's name, for a module that `fully_shard` cannot shard."""
+    """Raise PlanError, naming the parameter, if `fully_shard` cannot shard `module`. ignored: parameters to leave
+    out."""
     names = {id(p): name for name, p in model.named_parameters()}
     own = [p for p in module.parameters() if p not in ignored]
     for p in own:
@@ -93,7 +98,7 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
 
 
 def make_contiguous(model: nn.Module) -> list[str]:
-    """Make non-contiguous parameters contiguous in memory, in place; return notes on them."""
+    """Make non-contiguous parameters contiguous in memory, in place. Returns notes for the user on these parameters."""
     absent = stages.absent_parameters(model)
     changed = [(name, p) for name, p in model.named_parameters() if not p.is_contiguous() and p not in absent]
     for _, p in changed:
@@ -110,8 +115,11 @@ AGAIN = (
 
 
 def refuse_second_backward(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Raise PlanError at once in a backward with create_graph=True, while the user's line is still on the stack. A hook
-    on outputs does so in training; an evaluation may ask for such a backward and never use it."""
+    """Make a backward with create_graph=True raise PlanError at once, while the user's line is still on the stack.
+
+    This forward hook registers hooks on the outputs in training. An evaluation may ask for such a backward and never
+    use its graph, so it is not refused.
+    """
     for tensor in tensors_in(output) if module.training else ():
         if tensor.requires_grad:
             tensor.register_hook(_check_first_order)
@@ -125,7 +133,8 @@ def _check_first_order(gradient: Tensor) -> None:
 class StaysGathered:
     """Checks, by hooks around a block's forwards, that the block's gathered parameters keep their memory and values.
 
-    The first two forwards are checked completely, every `OFTEN`-th later one if autograd has counted a write.
+    The first two forwards are checked completely. Later, every `OFTEN`-th forward is checked if autograd has counted a
+    write.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[Group] = ()) -> None:
@@ -140,7 +149,10 @@ class StaysGathered:
             self._places = {id(p): place_in_memory(p) for p in module.parameters() if not isinstance(p, DTensor)}
 
     def leave(self, module: nn.Module, *unused: Any) -> None:
-        """Check the gathered parameters. Raise PlanError if the model replaced values: later steps would lose them."""
+        """Check the gathered parameters after a forward.
+
+        Raises PlanError if the model replaced their values, because the next gather would lose the new values.
+        """
         self._forwards += 1
         if self._forwards > 2:
             if self._forwards % OFTEN == 0:
@@ -170,13 +182,15 @@ def _written(module: nn.Module, name: str) -> PlanError:
 
 
 def watch_forward(module: Any) -> None:
-    """Register hooks that raise PlanError for a backward of a backward, and if gathered parameters are written."""
+    """Register hooks on `module` that raise PlanError for a backward of a backward, and for a write to gathered
+    parameters."""
     module.register_forward_hook(refuse_second_backward)
     StaysGathered(module, groups_of(module))
 
 
 def leave_in_order(root: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`; reset FSDP's state if an exception leaves it, as a pipeline stage does after its last block."""
+    """Run `forward`. If an exception leaves it, as after the last block of a pipeline stage, reset the state of
+    FSDP."""
     try:
         return forward(*args, **kwargs)
     except BaseException:

@@ -2,8 +2,9 @@
 
 A scalar, such as a temperature, cannot be divided.
 
-In its module's forward, a scalar parameter is replaced by a leaf tensor of this rank, in the same memory. The gradients
-of these leaves wait until sharded gradients are reduced, and are averaged over the ranks in one collective.
+In the forward of its module, a scalar parameter is replaced by a leaf tensor of this rank that shares its memory. The
+gradients of these leaves stay unreduced until sharded gradients are reduced. Then they are averaged over the ranks in
+one collective.
 
 Tested in tests/parallel/test_single_numbers.py.
 """
@@ -27,8 +28,11 @@ from meshwise.transfer.sharded import placed
 
 
 class SingleNumbers:
-    """The scalar parameters of `model` that are not in `absent`. mesh: that of all its parameters. places: by full
-    name, each scalar's module and name in that module."""
+    """The scalar parameters of `model`, except complex parameters and parameters in `absent`.
+
+    mesh: the mesh of all parameters of the model. places: for each scalar, by full name, its module and its name in
+        that module.
+    """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, absent: Collection[nn.Parameter]) -> None:
         self.places: dict[str, tuple[nn.Module, str]] = {}
@@ -70,7 +74,8 @@ class SingleNumbers:
             own.update(held)
 
     def _leaf(self, held: Any, name: str, mesh: DeviceMesh | None) -> Tensor:
-        """Return the leaf tensor for a scalar that all ranks hold. mesh: the mesh of tensor parallelism, if any."""
+        """Return the leaf tensor that stands for a scalar parameter. mesh: the mesh of tensor parallelism, if there is
+        one."""
         of, leaf = self._leaves.get(name, (None, None))
         if leaf is not None and (leaf is held or (of is held and of.requires_grad == leaf.requires_grad)):
             return leaf
@@ -80,11 +85,14 @@ class SingleNumbers:
         return self._leaves[name][1]
 
     def waiting(self) -> list[Tensor]:
-        """Return the gradients of this rank that are not reduced yet."""
+        """Return the gradients of this rank that have not been reduced yet."""
         return [leaf.grad for _, leaf in self._leaves.values() if leaf.grad is not None]
 
     def reduce(self, weighed: Callable[[Tensor], Tensor]) -> None:
-        """Add the ranks' mean gradients to `grad`, except of scalars that no rank reached. Collective."""
+        """Add the mean over ranks of each scalar's gradient to its `grad`. Collective.
+
+        Scalars that no rank reached are left out. weighed: multiplies a gradient by the factor of the current backward.
+        """
         found = [(held, leaf) for held, leaf in self._leaves.values() if leaf.requires_grad]
         if not found:
             return

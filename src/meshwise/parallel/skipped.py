@@ -2,9 +2,9 @@
 
 Examples are experts without rows, and layers that are dropped at random.
 
-A block that is gathered separately must be gathered by all ranks. The source of the class that calls it shows whether
-it is always called: under no condition, or under one that is the same on all ranks (on the module's settings, on loop
-counters, on arguments that are flags).
+A block that is gathered separately must be gathered by all ranks. The source of the class that calls the block shows
+whether it is always called: either the call is under no condition, or the condition is the same on all ranks (it
+depends on the module's settings, on loop counters, or on arguments that are flags).
 
 Tested in tests/parallel/test_skipped.py.
 """
@@ -32,8 +32,11 @@ SAME_EVERYWHERE = {"jit", "compiler", "is_grad_enabled", "is_autocast_enabled", 
 
 
 def may_be_skipped(root: nn.Module, name: str) -> str | None:
-    """Return why the forward of `root` may skip the module `name` on one rank only; "" if it cannot. None if that is
-    unknown: the source is missing, does not mention the module, or is a library's, which may skip in some settings."""
+    """Return why the forward of `root` may skip the module `name` on some ranks only. An empty string if it cannot.
+
+    Returns None if this is unknown: the source is missing or does not mention the module, or it belongs to a library,
+    which may skip modules under some settings.
+    """
     owner, path = unwrapped(root), name.split(".")
     why: str | None = ""
     while path:
@@ -56,21 +59,24 @@ def may_be_skipped(root: nn.Module, name: str) -> str | None:
 
 
 def parameters_that_may_be_skipped(model: nn.Module, roots: Sequence[nn.Module]) -> set[str]:
-    """Return the names in `model` of parameters in modules that a forward of one of `roots` may skip."""
+    """Return the names in `model` of the parameters in modules that a forward of one of `roots` may skip."""
     parts = [(root, *named) for root in roots for named in root.named_modules() if named[0]]
     skipped = {p for root, name, part in parts if may_be_skipped(root, name) for p in part.parameters(recurse=False)}
     return {name for name, p in model.named_parameters() if p in skipped}
 
 
 def is_of_a_library(kind: Any) -> bool:
-    """Return whether the class comes from a library, rather than from the user."""
+    """Return whether a class comes from an installed library rather than from the user's code."""
     places = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
     code = getattr(getattr(kind, "forward", None), "__code__", None)
     return code is not None and code.co_filename.startswith(places)
 
 
 def skips(kind: type, attribute: str) -> str | None:
-    """Return the line at which a class may skip `self.attribute`, or its entries; "" for none; None if unknown."""
+    """Return the source line, as `file:line`, at which a class may skip `self.attribute` or one of its entries.
+
+    An empty string if no line may skip it; None if no method of the class mentions it or the source is missing.
+    """
     seen = False
     for code, calls in _calls(kind, attribute):
         if calls.where is not None:
@@ -80,8 +86,10 @@ def skips(kind: type, attribute: str) -> str | None:
 
 
 def called_in_parts(root: nn.Module, name: str) -> bool:
-    """Return whether the module that holds this block in a list directly calls a submodule of the block, as in
-    `self.blocks[0].norm(x)`."""
+    """Return whether a submodule of the block `name` is called directly, as in `self.blocks[0].norm(x)`.
+
+    The code of the module that holds the block in a list is searched.
+    """
     path, block = name.split("."), root.get_submodule(name)
     place = len(path) - 1
     while place > 0 and isinstance(root.get_submodule(".".join(path[:place])), CONTAINERS):
@@ -94,7 +102,7 @@ def called_in_parts(root: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _calls(kind: Any, attribute: str) -> list[tuple[CodeType, _Calls]]:
-    """Return the calls of `self.attribute` in each function of a class."""
+    """Return the calls of `self.attribute` in each method of a class, together with the code object of the method."""
     found, own = [], kind.__mro__[: list(kind.__mro__).index(nn.Module)]
     for name in sorted({name for each in own for name in vars(each)} - {"__init__"}):
         function: Any = inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name, None)) else None
@@ -113,8 +121,10 @@ def _parsed(function: Any) -> ast.FunctionDef | None:
 
 
 class _Calls:
-    """The calls of `self.attribute`, or of its entries, in one function. where: the line of the first call that may be
-    skipped; None if there is none."""
+    """The calls of `self.attribute`, or of its entries, in one function.
+
+    where: the line of the first call that may be skipped on some ranks; None if there is no such call.
+    """
 
     def __init__(self, function: ast.FunctionDef, attribute: str) -> None:
         self._attribute, self.seen = attribute, False
@@ -155,7 +165,8 @@ class _Calls:
             self._varying |= set(names)
 
     def _holds(self, node: ast.expr) -> bool:
-        """Return whether the node is `self.attribute`, or a part or a view of it."""
+        """Return whether the node is `self.attribute`, a part of it, or a view of it such as
+        `self.attribute.items()`."""
         while isinstance(node, ast.Call | ast.Subscript | ast.Attribute):
             if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr == self._attribute:
                 return True
@@ -189,7 +200,8 @@ class _Calls:
         return any(self._varies(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
 
     def _varies_inside(self, node: ast.expr) -> bool:
-        """Return whether the contents of the node's value, such as an argument's length or rows, may differ by rank."""
+        """Return whether the contents of the node's value, such as the rows of an argument, may differ between
+        ranks."""
         if isinstance(node, ast.Name):
             return node.id != "self" and node.id not in self._entries and not hasattr(builtins, node.id)
         return self._varies(node)
@@ -222,11 +234,12 @@ class _Calls:
         return any(self._is_used_by(node) for statement in body for node in ast.walk(statement))
 
     def _is_used_by(self, node: ast.AST) -> bool:
-        """Return whether a call calls an entry, or passes an entry to a function that calls it, such as checkpoint."""
+        """Return whether the node calls an entry, or passes an entry to a function that calls it, such as
+        checkpoint."""
         return isinstance(node, ast.Call) and any(self._is_entry(each) for each in [node.func, *node.args])
 
     def _look_at(self, node: object, guarded: bool) -> None:
-        """Examine the calls inside an expression. guarded: whether some ranks may skip it."""
+        """Examine the calls inside an expression. guarded: whether some ranks may skip the expression."""
         if not isinstance(node, ast.AST):
             return
         if self._is_used_by(node):
@@ -270,5 +283,6 @@ def _first_name(node: ast.expr) -> str:
 
 
 def _leaves(statement: ast.If, by: Any = ast.Continue | ast.Break | ast.Return) -> bool:
-    """Return whether the code after an `if` is skipped when its condition holds."""
+    """Return whether the condition of an `if` decides that code after the `if` is skipped, by a return, break or
+    continue."""
     return any(isinstance(n, by) for each in statement.body for n in ast.walk(each))

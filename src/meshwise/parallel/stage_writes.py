@@ -2,8 +2,9 @@
 
 The backward of an earlier microbatch may need the values from before the write.
 
-Autograd raises in a backward if a parameter that it needs was written in place. It does not see writes to `p.data`
-(`p.data.lerp_(...)`): parameters that the first forwards write so are marked as written before each later forward.
+Autograd raises an error in a backward if a parameter that the backward needs was written in place. It does not see
+writes to `p.data` (`p.data.lerp_(...)`). So parameters that the first forwards write in this way are marked as written
+before each later forward.
 
 Tested in tests/parallel/test_written_parameters.py.
 """
@@ -29,7 +30,7 @@ class StageWrites:
         self._before: list[tuple[Tensor, int, int]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Begin a forward; mark parameters that earlier forwards wrote without autograd's notice as written."""
+        """Begin a forward. Parameters that earlier forwards wrote without autograd's notice are marked as written."""
         for p in self._past:
             p.detach().mul_(1)
         if self._left and not rehearsing():
@@ -38,7 +39,8 @@ class StageWrites:
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:
-        """End a forward; in the first ones, find parameters that it wrote without autograd's notice."""
+        """End a forward. After each of the first forwards, find the parameters that it wrote without autograd's
+        notice."""
         if self._left and self._before:
             self._left -= 1
             held = [p for p, _, _ in self._before]
@@ -48,7 +50,8 @@ class StageWrites:
 
 
 def refused(error: RuntimeError, ranks: int) -> PlanError | None:
-    """Return a PlanError that explains torch's error about a forward that writes parameters; None for other errors."""
+    """Return a PlanError that explains torch's error about a forward that writes parameters. None for any other
+    error."""
     text = str(error)
     if "written-to tensor refers to a single memory location" in text:
         what = "the forward writes into a parameter of another stage (p.lerp_(...)), of which this rank has no values"

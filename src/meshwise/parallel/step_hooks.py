@@ -1,10 +1,11 @@
 """Call everything that runs around an optimizer step, in order.
 
-Each optimizer has one pair of hooks, which call each subscriber once before and once after a step.
+A subscriber is a set of functions to call before and after a step. Each optimizer has one pair of hooks, which calls
+every subscriber once before and once after a step.
 
-An optimizer may call `super().step()`: only the outermost call counts as a step, whichever classes torch has put its
-hooks into. If a step raises, `failed` of those subscribers of this optimizer is called that were called before the
-step, as soon as the error leaves `optimizer.step`.
+An optimizer may call `super().step()`. Only the outermost call counts as a step, whichever classes torch has put its
+hooks into. If a step raises an error, `failed` is called as soon as the error leaves `optimizer.step`, for each
+subscriber of this optimizer that was called before the step.
 
 The order around a step, from the outside: subscribers to all optimizers of the process, then the program's hooks, then
 subscribers to this optimizer. So the program's hooks (clipping, an EMA) see all gradients and all new parameters.
@@ -30,12 +31,12 @@ from meshwise.compat import optimizers
 
 MAKES_STATE = "_init_optim_state"  # of torch's distributed/checkpoint/state_dict.py
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
-"""(optimizer, the positional arguments of its step, the keyword arguments)"""
+"""A function called with the optimizer, the positional arguments of its step, and the keyword arguments."""
 After = Callable[[Optimizer], None]
 
 
 class Order(enum.IntEnum):
-    """The order in which subscribers are called before a step; after it, the order is reversed."""
+    """The order in which subscribers are called before a step. After a step, they are called in reverse order."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -47,7 +48,7 @@ class Order(enum.IntEnum):
 
 @dataclass(eq=False)
 class Subscription:
-    """The functions to call around steps, until `remove` is called."""
+    """The functions that one subscriber has registered around steps, until `remove` is called."""
 
     order: Order
     before: Before | None
@@ -69,10 +70,12 @@ def subscribe(
     *,
     optimizer: Optimizer | None = None,
 ) -> Subscription:
-    """Call these functions around each step of `optimizer`; if None, of every optimizer in this process.
+    """Call the given functions around each step of `optimizer`, or of every optimizer in this process if it is None.
 
-    failed: only for one optimizer; called in place of `after` if the step, or a function called before it, raised. The
-    optimizer owns its subscribers; nothing here keeps it alive.
+    failed: only for one optimizer. Called in place of `after` if the step, or a function called before it, raised an
+        error.
+
+    The optimizer owns its subscribers. This module does not keep the optimizer alive.
     """
     _hook_every_optimizer()
     among = _of_all if optimizer is None else _hooked(optimizer).subscriptions
@@ -83,12 +86,12 @@ def subscribe(
 
 
 def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer holds, group by group."""
+    """Return the parameters of an optimizer, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step needs a closure, as that of LBFGS does."""
+    """Return whether the optimizer's step requires a closure, as the step of LBFGS does."""
     known = _need_closures.get(optimizer)
     if known is None:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -102,7 +105,8 @@ def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _OneOptimizer:
-    """The subscribers to one optimizer, and which of them the current step has called. Only its hooks keep it alive."""
+    """The subscribers to one optimizer, and those already called in the current step. Only its hooks keep this object
+    alive."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.subscriptions: list[Subscription] = []
@@ -110,7 +114,7 @@ class _OneOptimizer:
         self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def move_inside(self) -> None:
-        """Make its hooks run after the program's hooks before a step, and ahead of them after a step."""
+        """Make these hooks run after the program's hooks before a step, and before the program's hooks after a step."""
         optimizers.call_last(self._hooks[0])
         optimizers.call_first(self._hooks[1])
 
@@ -132,7 +136,7 @@ class _OneOptimizer:
                 after(optimizer)
 
     def fail(self, optimizer: Optimizer) -> None:
-        """Call `failed` of the subscribers that were called before a step that raised."""
+        """Call `failed` for the subscribers that were called before a step that raised an error."""
         while self._called:
             failed = self._called.pop().failed
             if failed is not None:
@@ -141,10 +145,10 @@ class _OneOptimizer:
 
 _of_all: list[Subscription] = []
 _inner: set[int] = set()
-"""The ids of frames of steps that run inside another step, recorded from their beginning to their end."""
+"""The ids of the frames of steps that run inside another step, from the beginning of each such step to its end."""
 _stepping: set[int] = set()
-"""The ids of optimizers whose step has begun and not ended, or has raised. Only in these, or when torch creates state,
-can a step run inside another."""
+"""The ids of optimizers with a step that has begun and not ended, or that has raised an error. Only in these
+optimizers, or when torch creates optimizer state, can a step run inside another."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 _hooks_of: weakref.WeakValueDictionary[int, _OneOptimizer] = weakref.WeakValueDictionary()
 
@@ -164,7 +168,8 @@ def _hooked(optimizer: Optimizer) -> _OneOptimizer:
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call subscribers as a step begins: torch calls this for every optimizer, before the optimizer's hooks."""
+    """Call subscribers as a step begins. torch calls this hook for every optimizer, before the optimizer's own
+    hooks."""
     frame = sys._getframe(1)
     if (id(optimizer) in _stepping or not optimizer.state) and _is_inner(frame):
         _inner.add(id(frame))
@@ -179,7 +184,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call subscribers as a step ends: torch calls this for every optimizer, after the optimizer's hooks."""
+    """Call subscribers as a step ends. torch calls this hook for every optimizer, after the optimizer's own hooks."""
     if id(sys._getframe(1)) in _inner:
         return
     _stepping.discard(id(optimizer))
@@ -189,11 +194,13 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_inner(frame: FrameType) -> bool:
-    """Return whether `frame`, which calls the hooks of a step, runs inside another step of the same optimizer, as
-    `super().step()` calls torch's hooks again; or inside torch's `set_optimizer_state_dict`, which steps with zero
-    gradients and learning rates to create the state that it loads into.
+    """Return whether a step runs inside another step. frame: the frame that calls the step's hooks.
 
-    Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `profile_hook_step`, whose `wrapper` every step has.
+    There are two cases. The outer step belongs to the same optimizer, because `super().step()` calls torch's hooks
+    again. Or torch's `set_optimizer_state_dict` makes the step, with zero gradients and learning rates, to create the
+    state that it loads into.
+
+    Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `profile_hook_step`. Every step is its `wrapper`.
     """
     optimizer, outer = frame.f_locals["self"], frame.f_back
     while outer is not None:
@@ -206,8 +213,11 @@ def _is_inner(frame: FrameType) -> bool:
 
 
 def _notice_failures(optimizer: Optimizer, fail: After) -> None:
-    """Call `fail` for each error before it leaves `optimizer.step`. The method is replaced by a function without a
-    reference to the optimizer, as torch's schedulers do; a scheduler's wrapper still works."""
+    """Call `fail` for each error before the error leaves `optimizer.step`.
+
+    The method `step` is replaced by a function without a reference to the optimizer, as torch's schedulers do. A
+    scheduler's wrapper around it still works.
+    """
     step: Any = optimizer.step
     known = weakref.ref(optimizer)
     is_method = hasattr(step, "__func__")

@@ -1,9 +1,9 @@
 """Define a technique: check, apply to a model, bind an optimizer.
 
-Each technique has a file.
+Each technique has its own file.
 
-A new technique needs a field of the plan, a file, and a position in the order of `apply.py`. What an earlier technique
-leaves for a later one is in `Setup`: techniques do not import each other.
+A new technique needs a field of the plan, a file, and a position in the order of `apply.py`. An earlier technique
+passes results to a later one in `Setup`: techniques do not import each other.
 
 Tested in tests/parallel/test_apply.py.
 """
@@ -27,27 +27,29 @@ from meshwise.spec.world import World
 
 @dataclass
 class Setup:
-    """A model under a plan: what techniques pass to one another while it is applied, and the result.
+    """A model to which a plan is applied: the inputs, the facts that techniques pass to one another, and the result.
 
-    samples: returns how many samples this rank works on; 0 for a padding sample, None outside a loop over batches. If
-        given, batch norms take the statistics of all ranks.
+    samples: returns how many samples this rank works on: 0 for a padding sample, None outside a loop over batches. If
+        given, batch norms use the statistics of all ranks.
     piggyback_loss: whether the mean of a loss should be sent along with the gradients.
     was_compiled: whether the user had compiled the model or a part of it.
-    stage_cost: what a block costs, by its name; None: its number of parameters.
-    fill: gives a deferred model its values on one device, and this rank's parts on another.
-    parts_on_host: whether this rank's parts of divided parameters lie in the host's memory.
-    gather_dtypes, gathered_narrow: the dtypes that shards are gathered in, and the ids of those parameters.
+    stage_cost: returns the cost of a block, given its name and the block. None: the number of its parameters.
+    fill: fills a deferred model with values, whole tensors on one device and parts of divided parameters on another.
+    parts_on_host: whether this rank's parts of divided parameters are in host memory.
+    gather_dtypes: the dtypes in which shards are gathered and gradients reduced.
+    gathered_narrow: the ids of the parameters that are gathered in the narrow compute dtype.
     reduction: averages gradients over the ranks; None on one device.
     plain: turns a loss into a plain tensor, if no reduction does so.
-    coupled_gradients: whether a rank's gradients depend on other ranks inside the backward (batch norms over all
-        ranks), so that each rank's loss must be scaled before the backward, in a unit that all ranks share.
-    let_go: drops this rank's shards of parameters, given by name, that other stages of a pipeline hold. Returns them as
-        `compat.sharding.Group.let_go` does. None if parameters are not sharded.
-    own_parts: modules whose parameters are divided already, and the mesh over which to reduce and shard the parts.
-    apart: parameters that are divided already, with gradients that are means over ranks after the backward: the
-        module and the name in it, by full name.
+    coupled_gradients: whether a rank's gradients depend on other ranks inside the backward, as with batch norms over
+        all ranks. Then each rank's loss must be scaled before the backward, in a unit that all ranks share.
+    let_go: frees this rank's shards of the parameters, given by name, that other stages of a pipeline hold. Returns
+        what `compat.sharding.Group.let_go` returns. None if parameters are not sharded.
+    own_parts: modules with parameters that are already divided, and the mesh over which to reduce and shard these
+        parts.
+    apart: parameters that are already divided and have gradients that are means over ranks after the backward. By full
+        name: the module of the parameter and its name in the module.
     pipeline: the `Pipeline` that runs the stages of this rank, if the plan has one.
-    notes: sentences, for the user to read, on what differs from one device.
+    notes: sentences for the user on what differs from one device.
     """
 
     model: nn.Module
@@ -73,9 +75,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Technique:
-    """The functions of a technique, which do nothing under a plan that does not use it; None if not needed.
+    """The functions of a technique. They do nothing under a plan that does not use the technique. None if not needed.
 
-    check_model: raises PlanError, before the model is touched, for what the model cannot have.
+    check_model: raises PlanError, before the model is changed, if the model cannot be used with the technique.
     apply: changes the model in place. Collective.
     bind: changes an optimizer of the model's parameters in place.
     """

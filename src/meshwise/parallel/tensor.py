@@ -2,10 +2,10 @@
 
 Each rank of the axis holds a part of each split parameter.
 
-Parameters become DTensors on the mesh axis `tensor`: split along a dim (parallel/layout.py), or replicated. While a
-module runs, its parameters are this rank's parts, as split tensors (splits/tensor.py), which show the whole shape to
-the model's code, and whose operators run on parts where that is exact. So no line of the model changes, and the result
-is exact for any model; tensors are gathered for operators without a rule, with a note.
+Parameters become DTensors on the mesh axis `tensor`: they are split along a dim (parallel/layout.py), or replicated.
+While a module runs, its parameters are this rank's parts, as split tensors (splits/tensor.py). A split tensor shows the
+whole shape to the model's code, and its operators run on parts where that is exact. So no line of the model changes,
+and the result is exact for any model. For operators without a rule, tensors are gathered, and a note says so.
 
 Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: where a
 whole tensor becomes split, the backward sums the gradients of all ranks (splits/crossing.py).
@@ -55,9 +55,9 @@ from meshwise.transfer.sharded import placed
 
 AXIS = "tensor"
 LITTLE = 0.5
-"""If a plan splits a smaller share of the parameters, it saves little memory and work."""
+"""A plan that splits a smaller share of the parameters than this saves little memory and work. A note then says so."""
 UNDIVIDED = "this plan divides little: "
-"""The beginning of the note on a plan that splits little."""
+"""The beginning of the note on a plan that splits few parameters."""
 SPLIT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
@@ -101,7 +101,8 @@ def _apply(setup: Setup) -> None:
 
 
 def _share(model: nn.Module, ranks: int) -> str:
-    """Return a note on which share of the parameters is split; if small, on what is not split and what to do."""
+    """Return a note on which share of the parameters is split. If it is small, the note names what is not split and
+    what to do."""
     split_of: dict[bool, int] = {False: 0, True: 0}
     whole: Counter[str] = Counter()
     stacked = False
@@ -129,7 +130,7 @@ def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:
-    """Return a loss as a plain tensor; it may contain terms of parameters, such as an L2 norm."""
+    """Return a loss as a plain tensor. The loss may contain terms that depend on parameters, such as an L2 norm."""
     with together():
         plain = plain_loss(loss, mesh)
     return loss if plain is None else plain
@@ -145,8 +146,11 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a module's forward with this rank's parts of the parameters of `owners`, the modules that run in it. Raise
-    PlanError if shard, which also divides parameters, has not gathered those of the module."""
+    """Run a module's forward with this rank's parts of the parameters of `owners`, the modules that run in that
+    forward.
+
+    Raises PlanError if shard, which also divides parameters, has not gathered the parameters of the module.
+    """
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
             f"tensor={axis.size} with data or shard: parameters are gathered only while model(x), or their block, "
@@ -184,7 +188,8 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Replace gathered parameters of modules by this rank's parts; return the replaced parameters."""
+    """Replace the gathered parameters of the modules by this rank's parts. Returns the replaced parameters by
+    module."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:
@@ -200,8 +205,10 @@ def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, 
 
 
 def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield a module and the modules inside it, except those in blocks, which are handled when the blocks run, as they
-    may be gathered separately and recomputed."""
+    """Yield a module and the modules inside it, except the modules in `blocks`.
+
+    Blocks are handled when they run, because they may be gathered separately and recomputed.
+    """
     yield module
     for child in module.children():
         if child not in blocks:
@@ -209,7 +216,8 @@ def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _part_of(p: DTensor, axis: Axis) -> Tensor:
-    """Return this rank's part of a parameter: a split tensor, or the plain whole if it is replicated."""
+    """Return this rank's part of a parameter: a split tensor, or the plain whole tensor if the parameter is
+    replicated."""
     divided, local = division(p.placements[-1]), p.to_local()
     local = local.view_as(local) if local.is_leaf else local
     if divided is None:

@@ -1,11 +1,12 @@
 """Test on small matrices whether an optimizer works on parameter shards.
 
-The test runs before a plan lets an optimizer step only some parameters, or parts of each.
+The test runs before a plan lets an optimizer step only some parameters, or parts of each parameter.
 
-Most optimizers treat every element separately, and those of torch are known (`BY_NUMBERS`). Others may compute a norm
-over all gradients (AdaGC) or over a matrix (LARS), or use the whole matrix (Muon, Shampoo, SOAP): on a part, their step
-may differ without an error. So a copy with the same settings steps small parameters both ways, a few times in float64,
-and both must give the same numbers. The test does not change the program's random generators.
+Most optimizers treat every element separately, and those of torch that do are known (`BY_NUMBERS`). Other optimizers
+may compute a norm over all gradients (AdaGC) or over a matrix (LARS), or use the whole matrix (Muon, Shampoo, SOAP): on
+a part, their step may differ without an error. So a copy of the optimizer with the same settings steps small parameters
+both ways, a few times in float64, and the results must be the same numbers. The test does not change the program's
+random generators.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ STEPS, MOST_STEPS = 8, 128
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROWS, COLUMNS = 5, 3
 Place = Callable[[Tensor, Tensor], Tensor]
-"""(a small tensor, the parameter that it stands for) -> the small tensor, laid out like that parameter."""
+"""Takes a small tensor and the parameter that it stands for. Returns the small tensor, laid out like that parameter."""
 Reached = Callable[[int], bool]
-"""Returns whether the small parameter with this index gets a gradient."""
+"""Takes the index of a small parameter. Returns whether that parameter gets a gradient."""
 
 
 def is_by_numbers(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is known to update every element independently of the others."""
+    """Return whether the optimizer is known to update every element independently of the other elements."""
     return _is_by_numbers(type(optimizer).step)
 
 
@@ -66,12 +67,16 @@ def _is_by_numbers(step: Any) -> bool:
 
 
 def unlike_by_parameters(optimizer: Optimizer) -> str:
-    """Return why stepping only some of the parameters differs from stepping all; empty if it does not."""
+    """Return why stepping only some of the parameters may differ from stepping all. An empty string if there is no
+    difference."""
     return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _by_parameters)
 
 
 def unlike_on_parts(optimizer: Optimizer) -> str:
-    """Return why a step on parameter shards differs from one on whole parameters; empty if not. Collective."""
+    """Return why a step on parameter shards may differ from a step on whole parameters. Collective.
+
+    Returns an empty string if there is no difference.
+    """
     return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _on_rows if rehearsing() else _on_parts)
 
 
@@ -102,7 +107,10 @@ def _on_parts(optimizer: Optimizer, dtype: torch.dtype) -> str:
 
 
 def _on_rows(optimizer: Optimizer, dtype: torch.dtype) -> str:
-    """Check, in a rehearsal, whose other ranks hold no values, that the step of a row does not depend on other rows."""
+    """Return why the step of some rows depends on the other rows; an empty string if it does not.
+
+    Used in a rehearsal, in which the other ranks hold no values.
+    """
     every = [_stepped(optimizer, dtype, place, lambda number: True) for place in (_as_it_is, _among_other_rows)]
     whole, other = ([p[: len(p) // 2] for p in found if p.ndim] for found in every)
     return _difference(whole, other, dtype)
@@ -130,7 +138,7 @@ def _divided(value: Tensor, stands_for: Any) -> Tensor:
 
 
 def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Reached) -> list[Tensor]:
-    """Return small parameters after some steps of a copy of `optimizer`."""
+    """Step small parameters several times with a copy of `optimizer`, and return these parameters."""
     torch.manual_seed(0)
     numbers = torch.Generator().manual_seed(1)
 
@@ -153,7 +161,8 @@ def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Re
 
 
 def _steps(optimizer: Optimizer) -> int:
-    """Return a number of steps that covers the intervals in the settings, such as Shampoo's start at step 25."""
+    """Return a number of steps that is larger than the intervals in the settings, such as Shampoo's start at step
+    25."""
     values = [value for settings in (vars(optimizer), *optimizer.param_groups) for value in settings.values()]
     waits = [value for value in values if type(value) is int and value <= MOST_STEPS - 2]
     return max([STEPS, *(wait + 2 for wait in waits)])
@@ -162,8 +171,11 @@ def _steps(optimizer: Optimizer) -> int:
 def _copied(
     optimizer: Optimizer, small_of: Callable[[Tensor], nn.Parameter]
 ) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
-    """Return a copy of the optimizer, without state, that holds small parameters, and these parameters with those that
-    they stand for: two of each shape in each kind of group."""
+    """Return a copy of the optimizer that has no state and holds small parameters.
+
+    Also returns these small parameters, each with the parameter that it stands for. There are at most two of each shape
+    in each kind of group.
+    """
     clone: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone}
     kinds: dict[object, list[nn.Parameter]] = {}
@@ -193,7 +205,10 @@ def _hold_each_once(optimizer: Optimizer) -> None:
 
 
 def _small_shape(p: Tensor) -> torch.Size:
-    """Return a small shape with as many dims as `p`; the first divides unevenly, and is the larger if that of p is."""
+    """Return a small shape with as many dims as `p`. The first dim does not divide evenly over the ranks.
+
+    The first dim is larger than the second if this holds for `p`.
+    """
     ranks = p.device_mesh.size() if isinstance(p, DTensor) else 1
     tall = p.ndim < 2 or p.shape[0] >= p.shape[1]
     rows, columns = (ROWS * ranks - 1, COLUMNS) if tall else (2 * ranks - 1, 2 * ranks + 2)

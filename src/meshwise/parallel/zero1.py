@@ -3,9 +3,10 @@
 Every rank holds all parameters and gradients, but the optimizer state of only some.
 
 Each parameter has an owner rank. On each rank, the optimizer steps only the parameters that the rank owns, so it makes
-state only for those; they are then sent from their owner to all ranks. Parameters are assigned whole, the largest
-first, to the rank with the least so far: any optimizer that treats each parameter separately works unchanged. A rank
-holds at most the average plus the largest parameter. This is stage 1 of ZeRO (Rajbhandari and others, SC 2020).
+state only for these parameters. The new values are then sent from the owner to all ranks. Parameters are assigned
+whole, the largest first, to the rank with the least so far. So any optimizer that treats each parameter separately
+works unchanged. A rank holds at most the average plus the largest parameter. This is stage 1 of ZeRO (Rajbhandari and
+others, SC 2020).
 
 The optimizer stays the same object, and its groups keep all parameters: `zero_grad`, schedulers and clipping work as
 before.
@@ -35,7 +36,7 @@ BUCKET = 25 << 20  # bytes that are sent in one collective
 
 
 class DividedOptimizer:
-    """Divides the state of `optimizer` over the ranks, in place. The optimizer's steps are then collective."""
+    """Divides the state of `optimizer` over the ranks, in place. From then on, the optimizer's steps are collective."""
 
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -71,7 +72,8 @@ class DividedOptimizer:
         return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set aside gradients of parameters that other ranks own: an optimizer skips those without a gradient."""
+        """Set aside the gradients of parameters that other ranks own, because an optimizer skips parameters without a
+        gradient."""
         if has_closure(args, kwargs):
             raise PlanError("zero1 does not support optimizer.step(closure). Call backward, then optimizer.step().")
         others = [p for owner, held in enumerate(self._owned) if owner != self._rank for p in held]
@@ -96,7 +98,7 @@ class DividedOptimizer:
 
 
 def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
-    """Broadcast a bucket from its owner. A function, so that the buffer is freed before the next one is made."""
+    """Broadcast a bucket from its owner. This is a function so that the buffer is freed before the next one is made."""
     flat = torch.cat([p.detach().reshape(-1) for p in bucket])
     collectives.broadcast(flat, owner, of="parameters")
     if not own:
@@ -105,7 +107,7 @@ def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
 
 
 def owners(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Assign parameters to `size` ranks: the largest first, each to the rank with the least so far."""
+    """Assign parameters to `size` ranks, the largest first, each to the rank with the fewest bytes so far."""
     held: list[list[nn.Parameter]] = [[] for _ in range(size)]
     loads = [0] * size
     for p in sorted(parameters, key=lambda p: -p.numel()):
