@@ -40,13 +40,11 @@ OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "Mean
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
-"""Operators of hand-written losses that work within each sample. Products are not among them, because a factor may be
-one over the number of samples."""
+"""Operators of losses that work within each sample. Products may divide by a number of samples: they are left out."""
 PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
-"""Operators whose result counts as a model output with one row per sample. A product with a parameter counts as
-well."""
+"""Operators that return one row of a model's output per sample, besides products with a parameter."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
 ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
           "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
@@ -108,7 +106,8 @@ def _is_of_one_row(term: Any) -> bool:
 
 
 def mean_term(loss: Tensor) -> str:
-    """Return the name of the loss whose mean over samples is a term of `loss`; empty if the graph shows none."""
+    """Return the name of a loss that is a term of `loss` and a mean over samples. An empty string if the graph shows
+    none."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
@@ -267,16 +266,18 @@ def _is_divided_sum(node: Any, samples: int) -> bool:
 
 
 def _divisor(node: Any) -> list[Tensor]:
-    """Return the number by which `node` divides a sum, in a list. The list is empty if the graph does not keep such a
-    number."""
+    """Return the number by which `node` divides a sum, as a list of one tensor. The list is empty if the graph keeps
+    none."""
     above, below = (each for each, _ in node.next_functions)
     is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
     return [number] if is_sum and number is not None and number.numel() == 1 else []
 
 
 def count_of_sum(loss: Tensor) -> list[Tensor]:
-    """Return the number by which `loss` divides a sum, in a list. The list is empty unless the last operator of `loss`
-    is that division. Reads no values."""
+    """Return the number by which `loss` divides its only sum, as a list of one tensor. Reads no values.
+
+    The list is empty if the last operator of `loss` is not such a division.
+    """
     node = loss.grad_fn
     return _divisor(node) if node is not None and node.name() == "DivBackward0" else []
 
@@ -335,6 +336,7 @@ def next_node() -> int:
 
 
 def node_under_way() -> int | None:
-    """Return the sequence number of the autograd node whose backward runs now; None outside of a backward."""
+    """Return the sequence number of the autograd node that runs now in a backward. Returns None outside of a
+    backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())

@@ -100,10 +100,8 @@ def _forward(forward: Callable[..., Any], samples: Samples, /, *given: Any, **na
 
 
 def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """Compute the balance loss over the samples of all ranks.
-
-    Outside of a loop over batches or of a model's forward, the result is that of the original function.
-    """
+    """Compute the balance loss over the samples of all ranks. Outside of a loop over batches or a model's forward, call
+    the original function unchanged."""
     samples = _running[-1]() if _running else None
     bound = inspect.signature(original).bind(*given, **named)
     layers, mask = bound.arguments["gate_logits"], bound.arguments.get("attention_mask")

@@ -41,7 +41,7 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
     """Make the batch norms of `model` use the statistics of all ranks. Returns the names of the changed modules.
 
     From now on, a forward in training is collective: every rank must run the same layers. Raises PlanError for a batch
-    norm in TorchScript, whose computation cannot be replaced.
+    norm in TorchScript, because its code cannot be replaced.
     """
     joined = []
     found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if normalises(m)]
@@ -199,11 +199,10 @@ class _Normalize(torch.autograd.Function):
     """Normalizes x of shape (samples, channels, ...) per channel over all ranks, then multiplies by weight and adds
     bias.
 
-    Also returns the mean and the biased variance of each channel, and the number of elements that they were computed
-    from.
+    Also returns the mean and the biased variance of each channel, and the number of elements in these statistics.
 
     An input that is the same on all ranks (noise drawn before the loop) is counted once. It is recognized by two facts:
-    its statistics are bitwise equal on all ranks, and its number of samples is not that of this rank's slice of the
+    its statistics are bitwise equal on all ranks, and its number of samples differs from this rank's slice of the
     batch.
     """
 

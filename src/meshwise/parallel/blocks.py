@@ -44,11 +44,11 @@ def _holds_a_list(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers that `model` repeats, with their names; an empty list if nothing is repeated.
+    """Return the layers that `model` repeats, with their names. The list is empty if nothing is repeated.
 
-    They are the entries of module lists and sequences whose class occurs several times among these entries. A list
-    inside a layer belongs to that layer. A sequence that contains repeated layers, as a ResNet's stages do, is searched
-    as well.
+    These layers are entries of module lists and sequences. The class of such a layer occurs at least twice among all
+    these entries. A list inside a layer belongs to that layer. A sequence that contains repeated layers, as a ResNet's
+    stages do, is searched as well.
     """
     entries = dict[nn.Module, str]()  # a list that two modules hold is found twice
     for name, module in _entries("", model):

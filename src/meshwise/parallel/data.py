@@ -107,11 +107,8 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Implement `Reduction.backward`.
-
-        With `piggyback_loss`, `value` is sent as the gradient of an extra parameter, because a separate collective
-        would cost more time than a step of a small model can hide.
-        """
+        """Implement `Reduction.backward`. With `piggyback_loss`, `value` is sent as the gradient of an extra parameter:
+        a separate collective would cost more time than a step of a small model can hide."""
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))

@@ -225,7 +225,7 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
 
 
 def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-    """Gather the parameters of those experts in `called` that this rank runs, by number and name. Also return an empty
+    """Gather the parameters of the experts in `called` that this rank runs, by number and name. Also return an empty
     tensor that makes every rank take part in the backward."""
     named = [(n, name, p) for n in called for name, p in experts.found.experts[n].named_parameters()]
     parts = [p.to_local() if isinstance(p, DTensor) else p for _, _, p in named]

@@ -61,7 +61,7 @@ class Holding:
 
     @property
     def model(self) -> nn.Module:
-        """The model whose blocks the stages hold."""
+        """The model that the stages of the pipeline divide."""
         model = self._model()
         assert model is not None
         return model
@@ -145,7 +145,7 @@ class Holding:
         self.decided = True
 
     def _buffers_of_others(self, live: Sequence[set[str]]) -> set[str]:
-        """Return the names of buffers outside of the blocks whose modules ran on other stages but not on this one."""
+        """Return the names of buffers outside of the blocks that belong to modules which ran on other stages only."""
         found = set()
         for name in set().union(*live) - live[self._pipe.rank]:
             module = self.model.get_submodule(name)

@@ -29,7 +29,7 @@ UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose weight parameter can be split. outputs, inputs: the dims of the weight for output and input
+    """A layer with a weight parameter that can be split. outputs, inputs: the dims of the weight for output and input
     features."""
 
     name: str
@@ -154,7 +154,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
 
 
 def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """Return the names of the layers before the blocks whose output is the input of the blocks, judging by its
+    """Return the names of layers before the blocks that seem to feed the blocks, because their output has the same
     width."""
     blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
     begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0

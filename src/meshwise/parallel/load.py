@@ -62,7 +62,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a checkpoint file. dtype: None if torch has no such dtype."""
+    """A tensor in a checkpoint file. dtype: None if the dtype of the stored tensor is not in `DTYPES`."""
 
     file: Path
     name: str

@@ -55,8 +55,8 @@ class _HostCopy:
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the copied values are still the values of `tensor`.
 
-        A storage may have parts that are not views of one tensor (an LSTM's gates, made by `unsafe_chunk`). Such parts
-        count versions separately, so another part does not count as equal.
+        Parts of a storage that are not views of one tensor (an LSTM's gates, made by `unsafe_chunk`) have separate
+        version counters. So the result is False for another part of the storage.
         """
         same = self.place == _place(tensor) or self.base() is base_of(tensor)
         return same and self.version == version(tensor)

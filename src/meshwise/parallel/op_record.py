@@ -25,8 +25,7 @@ from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGe
 from meshwise.spec.errors import UsageError
 
 Loaded = Callable[[Tensor, torch.device | str], Tensor]
-"""Takes a tensor that is sharded like the wanted tensor, and a device. Returns this rank's part of the wanted
-tensor."""
+"""Called with a tensor sharded like the wanted tensor, and a device. Returns this rank's part of the wanted tensor."""
 
 PLAIN = (int, float, str, list, tuple, dict)
 """The types of operator arguments that go into the digest of a record."""

@@ -59,7 +59,7 @@ class StorageView:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """A recorded operator. Tensors in its arguments are replaced by StorageViews; real tensors made outside are kept.
+    """A recorded operator. In its arguments, `StorageView` objects stand for recorded tensors; other tensors are real.
 
     name: the operator's name, such as `normal_`.
     reads, writes, fresh: the numbers of the storages that the operator reads, writes, and makes.

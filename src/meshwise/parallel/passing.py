@@ -68,8 +68,7 @@ def _forms_in(tree: Any) -> Iterator[_Form]:
 
 
 class Pass:
-    """The forward of one microbatch in one stage. The stage runs the blocks from `own[0]` up to, but not including,
-    `own[1]`."""
+    """The forward of one microbatch in one stage, which runs the blocks `own[0]` to `own[1] - 1`."""
 
     def __init__(
         self, action: Action, own: tuple[int, int], is_last: bool, blocks: Sequence[tuple[str, nn.Module]]

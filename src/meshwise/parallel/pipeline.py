@@ -173,9 +173,9 @@ class Pipeline:
     def back(self, now: Pass, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
         """Run the backward of a microbatch in a stage, and send the gradients to the stage before.
 
-        loss: the loss in the last stage, and None in other stages. run: a function that calls the backward of a scalar.
-            The scalar is the loss in the last stage; in other stages, its backward continues from the received
-            gradients.
+        loss: the loss in the last stage, None in other stages.
+        run: called with a scalar, on which it runs autograd's backward. In the last stage the scalar is the loss. In
+            other stages the backward of the scalar continues from the received gradients.
         """
         scalar = self._passing.receive_backward(now) if loss is None else loss
         if not self.holding.decided:
@@ -245,9 +245,10 @@ def _run_block(
 
 
 def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list[float]:
-    """Return the cost of each block: the number of its parameters if `cost` is None, else what `cost` returns for it.
+    """Return the cost of each block: the number of its parameters or, if `cost` is given, the value that `cost`
+    returns.
 
-    The values of rank 0 are used on all ranks, because they may differ between ranks.
+    Values of `cost` may differ between ranks, so all ranks use the values of rank 0.
     """
     if cost is None:
         return [sum(p.numel() for p in block.parameters()) for _, block in blocks]

@@ -37,10 +37,8 @@ COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution
 """Operators with results that `selective` keeps: matrix products, convolutions, and all kinds of attention."""
 
 HOLDERS = 3
-"""If the repeated single layers are contained in at least this many modules, these modules are recomputed instead.
-
-While one of these modules runs again, only the inputs of the others are kept.
-"""
+"""If the repeated single layers are contained in at least this many modules, these modules are recomputed in place of
+the layers. While one module runs again, only the inputs of the other modules are kept."""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 

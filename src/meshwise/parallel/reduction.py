@@ -50,8 +50,7 @@ class Reduction(Protocol):
     unreduced: bool
     """Whether this rank has gradients that have not been reduced yet."""
     shared_terms: bool
-    """Whether a loss had terms that depend on parameter shards, such as an L2 norm. Their gradients are means over
-    ranks already, so that all ranks must have the same weight."""
+    """Whether a loss had terms of parameter shards. All ranks then have equal weight, as their gradients are means."""
 
     def backward(
         self,

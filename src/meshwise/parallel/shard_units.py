@@ -47,11 +47,11 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """Select the units that every rank calls in each forward of `root`. Returns three lists.
+    """Sort the blocks in `units` by whether every rank calls them in each forward of `root`. Returns three lists.
 
-    - The units that every rank calls, and the units for which this is uncertain.
-    - Only the units for which this is uncertain.
-    - Notes for the user on the other units, which are gathered together with `root`.
+    - The blocks that every rank calls, or for which this is unknown.
+    - Only the blocks for which this is unknown.
+    - Notes for the user on the remaining blocks, which are gathered together with `root`.
     """
     names = {id(module): name for name, module in root.named_modules()}
     found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]

@@ -39,8 +39,7 @@ class StageWrites:
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:
-        """End a forward. After each of the first forwards, find the parameters that it wrote without autograd's
-        notice."""
+        """End a forward. In the first `LOOKS` forwards, find the parameters that it wrote without autograd's notice."""
         if self._left and self._before:
             self._left -= 1
             held = [p for p, _, _ in self._before]

@@ -107,7 +107,8 @@ def _on_parts(optimizer: Optimizer, dtype: torch.dtype) -> str:
 
 
 def _on_rows(optimizer: Optimizer, dtype: torch.dtype) -> str:
-    """Return why the step of some rows depends on the other rows; an empty string if it does not.
+    """Return why the step of some rows depends on other rows. The result is an empty string if the rows are
+    independent.
 
     Used in a rehearsal, in which the other ranks hold no values.
     """

@@ -28,7 +28,7 @@ def record_blocks(model: nn.Module) -> None:
 
 @dataclass
 class _Backward:
-    """The timer of the block whose backward is running: its name and the timestamp at which its backward began."""
+    """The backward that is running: the name of its block, and the timestamp at which it began."""
 
     name: str = ""
     began: Mark | None = None

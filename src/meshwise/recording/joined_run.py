@@ -49,10 +49,10 @@ class JoinedRun:
             sys.stdout, sys.stderr = _Both(sys.stdout, log), _Both(sys.stderr, log)
 
     def ends(self, error: BaseException | None) -> Failure | None:
-        """Report how this rank ended; on rank 0, also record how the run ended.
+        """Report how this rank ended. On rank 0, also record how the run ended.
 
-        Returns the failure that ended the run, or None if nothing failed. If this rank only lost its connection, the
-        returned failure is the other rank's. Returns None if called again.
+        Returns the failure that ended the run, or None if nothing failed or if this method was called before. If this
+        rank failed only because it lost its connection to another rank, the failure of the other rank is returned.
         """
         if self._over:
             return None
@@ -121,8 +121,8 @@ def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
     """Open the run on rank 0 by calling `open_run`, and send the folder and attempt number to the other ranks.
     Collective.
 
-    open_run: returns the run folder and the number of the attempt. If it raises, rank 0 raises that error, and the
-        other ranks exit with its exit code.
+    open_run: returns the run folder and the number of the attempt. If `open_run` raises an error, rank 0 raises the
+        error too, and the other ranks exit with its exit code.
     """
     world = rank_context().world
     store = store_of_ranks() if world.size > 1 else None

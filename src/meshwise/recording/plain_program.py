@@ -42,8 +42,7 @@ from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
 MOST_ACCUMULATED = 64
-"""After this many backwards without an optimizer step, each batch counts as a step. Without a loader, each backward
-does."""
+"""After this many backwards without an optimizer step, each batch (without a loader, each backward) is a step."""
 UNSEEN = 1.0
 """Child processes are reported if they have used at least this many seconds of CPU time."""
 BETWEEN_RANKS = ("send", "receive")
@@ -112,9 +111,8 @@ class PlainProgram:
         self._since: Mark | None = None
         """When the last watched call ended and the program went on by itself. None during a watched call."""
         self._read = self._trained = self._stepped = self._evaluates = False
-        """Four states of the loop. _read: a batch has been read. _trained: a backward has run since that batch, or
-        since model.eval(). _stepped: a step has ended and the next has not begun. _evaluates: model.eval() has been
-        called."""
+        """_read: a batch was read. _trained: a backward ran since that batch, or since model.eval(). _stepped: a step
+            has ended, and the next has not begun. _evaluates: model.eval() was called."""
         self._optimizer: Mark | None = None
         self._optimizers_known = False
         self._backwards = 0

@@ -33,8 +33,7 @@ from meshwise.splits.axis import Axis, SplitPart
 from meshwise.splits.tensor import LEVELS, SplitTensor, at_level, is_split, level_of, parts_of, split, split_again
 
 _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
-"""For each open `entering_once`, the entered tensors by the id of the whole tensor, the axis and the tensor's
-version."""
+"""For each open `entering_once`: the entered tensors, by (id of the whole tensor, axis, version of the tensor)."""
 
 
 @contextlib.contextmanager

@@ -48,8 +48,7 @@ READS |= {"item", "numpy", "tolist"}
 gathered: Counter[str] = Counter()
 """How often each operator without a rule was called on a split tensor, by the operator's name."""
 _large: set[str] = set()
-"""The operators without a rule that were called on activations, taken to be floating-point tensors of three dims or
-more."""
+"""Operators without a rule that were called on activations (floating-point tensors of at least three dims)."""
 
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
