@@ -73,8 +73,8 @@ def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
 def _counts_tokens(kind: type) -> bool:
     """Return whether a router's code counts tokens over all samples to apply a capacity.
 
-    Counting along dim -2 of (samples, positions, experts) is not meant: it stays within each sample (Switch), so it
-    does not matter.
+    The result is False for a router that counts along dim -2 of (samples, positions, experts), as in Switch: such a
+    count stays within each sample.
     """
     codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
     return any(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local part of a DTensor; any other tensor unchanged."""
+    """Return the local part of a DTensor. Any other tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

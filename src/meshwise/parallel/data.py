@@ -282,7 +282,7 @@ class DataParallel:
         return missed_by_all
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
-        """Handle the gradients that no armed reducer has handled: multiply them by the factor, and add the ones set
+        """Multiply the gradients of all parameters that are not in `armed` by the factor, then add the gradients set
         aside."""
         done = {id(p) for group in armed for p in group.parameters}
         for _, p in self._named:

@@ -226,7 +226,6 @@ class _Filling:
 
 
 def _like(t: Tensor, value: Tensor) -> Tensor:
-    """Return `value`, as a parameter if `t` is one."""
     return nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
 
 

@@ -326,7 +326,6 @@ def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """Yield the lists, dictionaries and sets among the arguments, including nested ones."""
     if type(value) in (list, dict, set, tuple):
         if type(value) is not tuple:
             yield value

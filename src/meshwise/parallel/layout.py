@@ -44,12 +44,10 @@ class Layer:
 
     @property
     def out_length(self) -> int:
-        """The number of output features."""
         return self.weight.shape[self.outputs]
 
     @property
     def in_length(self) -> int:
-        """The number of input features."""
         return self.weight.shape[self.inputs]
 
 
@@ -110,7 +108,7 @@ def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
 
 
 def _divides(length: int, ranks: int) -> bool:
-    """Return whether a dim of this length gives every rank a part of useful size."""
+    """Return whether a dim of this length can be split so that the part of each rank has a useful size."""
     return length % ranks == 0 or length >= UNEVEN * ranks
 
 

@@ -24,7 +24,7 @@ def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
 
 
 def reached_parameters(loss: Tensor) -> set[int]:
-    """Return the ids of the leaf tensors that the autograd graph of `loss` reaches."""
+    """Return the ids of the leaf tensors in the autograd graph of `loss`."""
     found: set[int] = set()
     seen: set[object] = set()
     open_nodes = [loss.grad_fn]
@@ -82,5 +82,5 @@ class Reduction(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the references to parameters."""
+        """Drop the references to parameters, so that they can be freed."""
         ...

@@ -22,7 +22,7 @@ CHUNKS = {"interleaved": 2}
 
 @dataclass(frozen=True)
 class Action:
-    """The forward or the backward of one microbatch in one stage."""
+    """One entry of a pipeline schedule: the forward or the backward of one microbatch in one stage."""
 
     forward: bool
     stage: int

@@ -144,7 +144,7 @@ class StaysGathered:
         module.register_forward_hook(self.leave, prepend=True)
 
     def enter(self, module: nn.Module, *unused: Any) -> None:
-        """Record where the gathered parameters are in memory."""
+        """Record the memory addresses of the gathered parameters."""
         if self._forwards < 2:
             self._places = {id(p): place_in_memory(p) for p in module.parameters() if not isinstance(p, DTensor)}
 

@@ -85,7 +85,7 @@ class SingleNumbers:
         return self._leaves[name][1]
 
     def waiting(self) -> list[Tensor]:
-        """Return the gradients of this rank that have not been reduced yet."""
+        """Return the gradients of the scalars that this rank has not reduced yet."""
         return [leaf.grad for _, leaf in self._leaves.values() if leaf.grad is not None]
 
     def reduce(self, weighed: Callable[[Tensor], Tensor]) -> None:

@@ -182,7 +182,7 @@ class _Calls:
         return isinstance(node, ast.Subscript | ast.Attribute) and self._holds(node)
 
     def _varies(self, node: ast.expr) -> bool:
-        """Return whether the value of the node may differ between ranks."""
+        """Return whether the value of an expression may differ between ranks."""
         if isinstance(node, ast.Name):
             known = node.id in self._flags or hasattr(builtins, node.id) or node.id == "self"
             return node.id in self._varying and not known

@@ -47,14 +47,14 @@ UNSEEN = 1.0
 """Child processes are reported if they have used at least this many seconds of CPU time."""
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
-"""The watched program of this process, in a list that is empty once the program uses one of our verbs."""
+"""The watched program of this process. The list is empty once the program calls meshwise itself."""
 
 
 def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = None) -> None:
     """Watch the calls that this process makes to torch, from now on.
 
     say: prints a line for the user.
-    own_group: called when the program makes a process group itself, which only programs without our verbs do.
+    own_group: called when the program makes a process group itself, as a program does that never calls meshwise.
     """
     context = rank_context()
     context.gate.interrupts = True
@@ -64,16 +64,15 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
 
 
 def end() -> Recording | None:
-    """Stop watching, because the program uses our verbs. Returns its `Recording`, or None if recording has not
-    begun."""
+    """Stop watching, because the program calls meshwise itself. Returns its `Recording`, or None if none has begun."""
     return _programs.pop().close() if _programs else None
 
 
 def tell_what_is_missing(script: str) -> None:
-    """Warn at the end of a program about what its recording does not show.
+    """Warn the user at the end of a program about training that was not recorded, or that exchanged nothing.
 
-    Rank 0 warns if the workers exchanged nothing, so that each trained a separate model. A warning is also printed if
-    no step was recorded although the child processes of the program used CPU time.
+    Rank 0 warns if the workers exchanged nothing, so that each worker trained a separate model. A warning is also
+    printed if no step was recorded although child processes of the program used CPU time.
     """
     theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     for program in _programs:
@@ -93,7 +92,8 @@ def tell_what_is_missing(script: str) -> None:
 
 
 class PlainProgram:
-    """A process that trains without our verbs: the watched calls to torch, and the state of its training loop."""
+    """A process that trains without calling meshwise: the watched calls to torch, and the state of its training
+    loop."""
 
     def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
         self.world, self._own_group, self.say = world, own_group, say
@@ -127,7 +127,7 @@ class PlainProgram:
         ]
 
     def close(self) -> Recording | None:
-        """Stop watching. Returns the `Recording`, which continues, or None if recording has not begun."""
+        """Stop watching. Returns the `Recording`, which continues, or None if no recording has begun."""
         while self._ends:
             self._ends.pop()()
         if self.recording is None and current() is self._recorder:
@@ -229,7 +229,6 @@ class PlainProgram:
         yield
 
     def _new_step(self) -> None:
-        """Begin a new step if the previous one has ended."""
         if self._stepped:
             self._recorder.begin_step(self._recorder.step + 1)
             self._stepped = False

@@ -88,8 +88,8 @@ class Recording:
     ) -> None:
         """Start to record into the run folder `folder`; None records nothing.
 
-        recorder, clocks: passed only for a program that uses none of our verbs. Otherwise both are made here, which is
-            collective if there are several ranks and a folder.
+        recorder, clocks: passed only for a program that does not call meshwise. For other programs both are made here,
+            which is collective if there are several ranks and a folder.
         """
         self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
         faults.watch(self.recorder)
@@ -141,9 +141,9 @@ def record_script(
 ) -> Recording | None:
     """Record a script that has its own training loop, until its process ends. Returns None if nothing is recorded.
 
-    The environment variable MESHWISE_RUN names the run folder, and without it nothing is recorded. Our launcher sets
-    the variable. Under another launcher (`foreign`) the user may set it, and rank 0 then writes run.json. recorder,
-    clocks: see `Recording`.
+    The environment variable MESHWISE_RUN names the run folder. Without it, nothing is recorded. The meshwise launcher
+    sets this variable. Under another launcher (`foreign`) the user may set it, and rank 0 then writes run.json.
+    recorder, clocks: see `Recording`.
     """
     named = os.environ.get(RUN_FOLDER)
     if named is None:

@@ -127,7 +127,7 @@ class SplitPart:
 
     @property
     def run(self) -> int:
-        """The length of one run of the dim."""
+        """The length of one run of the dim in the whole tensor."""
         return self.length // self.repeats
 
     @property
@@ -144,7 +144,7 @@ class SplitPart:
         return ((begin, end),) if begin < end else ()
 
     def held(self, rank: int) -> int:
-        """Return how many entries of each run a rank holds."""
+        """Return the number of entries of each run that a rank holds."""
         return sum(end - begin for begin, end in self.of_rank(rank))
 
     @property
@@ -234,7 +234,7 @@ class SplitPart:
 
 
 def _joined(pieces: Sequence[Range]) -> list[Range]:
-    """Sort ranges, drop empty ones, and merge adjacent ones."""
+    """Drop empty ranges and merge adjacent ranges. The given ranges must be in rising order."""
     found: list[Range] = []
     for begin, end in pieces:
         if begin < end:

@@ -40,7 +40,7 @@ def numbers(args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def first_split(args: Sequence[Any]) -> SplitTensor:
-    """Return the first argument. Raise NoRule if it is not split."""
+    """Return the first argument if it is split. Raise NoRule otherwise."""
     if not is_split(args[0]):
         raise NoRule
     return args[0]
