@@ -20,25 +20,28 @@ from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Work
 
 BLOCK = 512
-"""Sizes of blocks are multiples of this (kMinBlockSize)."""
+"""The size of every block is a multiple of this many bytes (kMinBlockSize)."""
 SMALL = 1 << 20
-"""The largest allocation of the small pool (kSmallSize). The large pool splits off only larger remainders."""
+"""The largest allocation of the small pool, in bytes (kSmallSize). In the large pool, a block is split only if the
+remainder is larger than this."""
 SMALL_SEGMENT = 2 << 20
-"""The size of a segment of the small pool (kSmallBuffer)."""
+"""The bytes of a segment of the small pool (kSmallBuffer)."""
 LARGE_SEGMENT = 20 << 20
-"""The size of a segment of the large pool for an allocation of less than LARGE (kLargeBuffer)."""
+"""The bytes of a segment of the large pool for an allocation of less than LARGE bytes (kLargeBuffer)."""
 LARGE = 10 << 20
-"""From this size on, an allocation gets a segment of its size (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
+"""An allocation of at least this many bytes (kMinLargeAlloc) gets a segment of its own, rounded up to a multiple of
+ROUND bytes (kRoundLarge)."""
 ROUND = 2 << 20
 
 
 def rounded(size: int) -> int:
-    """Return the bytes of the block for an allocation of `size` bytes (`round_size`)."""
+    """Return the size in bytes of the block that the allocator uses for an allocation of `size` bytes (`round_size`)."""
     return BLOCK if size < BLOCK else -(-size // BLOCK) * BLOCK
 
 
 def segment_size(size: int) -> int:
-    """Return the size of the segment to take from the device for a block of this size (`get_allocation_size`)."""
+    """Return the size in bytes of the segment that the allocator requests from the device for a block of `size` bytes
+    (`get_allocation_size`)."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
@@ -46,10 +49,13 @@ def segment_size(size: int) -> int:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Peaks of a replay, in bytes. allocated: of blocks in use. reserved: of segments, reached at the event `place`.
+    """The result of a replay of the caching allocator. Sizes are in bytes.
 
-    retries: how often cached segments were returned to stay below the cap. failed: whether an
-    allocation did not, after all cached memory was returned.
+    allocated: the peak of the memory in blocks that are in use.
+    reserved: the peak of the memory in segments.
+    place: the index of the event at which `reserved` was reached.
+    retries: how often the allocator returned cached segments to the device to stay below the cap.
+    failed: whether an allocation exceeded the cap even after all cached segments had been returned.
     """
 
     allocated: int
@@ -82,7 +88,7 @@ class _Heap:
     at: dict[int, _Block] = field(default_factory=dict)
 
     def take(self, asked: int, stream: str) -> _Block | None:
-        """Return a block for `asked` bytes; None if the cap does not allow the segment that it needs."""
+        """Return a block for `asked` bytes. Return None if the cap does not allow the segment that the block needs."""
         size = rounded(asked)
         small = size <= SMALL
         block = self._best(size, small, stream) or self._new(size, small, stream)
@@ -103,7 +109,7 @@ class _Heap:
         return block
 
     def give(self, block: _Block) -> None:
-        """Free a block: merge it with free neighbours in its segment, and cache the result."""
+        """Free a block, merge it with the free neighboring blocks of its segment, and cache the result."""
         self.allocated -= block.size
         block.free = True
         for other in (block.before, block.behind):
@@ -119,7 +125,7 @@ class _Heap:
         self._cache(block)
 
     def _best(self, size: int, small: bool, stream: str) -> _Block | None:
-        """Remove from the cache and return the smallest block of the pool and stream that is large enough, or None."""
+        """Remove the smallest block that is large enough from the cache of this pool and stream. Return it, or None."""
         cached = self.cached[small, stream]
         place = bisect_left(cached, (size, -1))
         if place == len(cached):
@@ -135,7 +141,7 @@ class _Heap:
         return _Block(whole, self.next_address - whole, stream, small)
 
     def _give_back(self) -> None:
-        """Return all segments without a block in use to the device."""
+        """Return every segment in which no block is in use to the device."""
         for cached in self.cached.values():
             for key in list(cached):
                 block = self.at[key[1]]
@@ -157,8 +163,9 @@ class _Heap:
 def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] = ()) -> Replayed:
     """Replay the allocations of some steps of one rank, such as the first and a later one, and return the peaks.
 
-    cap: bytes that all segments may take, as `torch.cuda.set_per_process_memory_fraction` sets. first: sizes that are
-    allocated at the beginning and stay, such as a workspace. A storage has the same number in all of the works.
+    works: the steps, in order. A storage has the same number in all of them.
+    cap: the most bytes that all segments together may take, as `torch.cuda.set_per_process_memory_fraction` sets it.
+    first: sizes of allocations that are made before the steps and never freed, such as a workspace.
     """
     heap = _Heap(cap)
     blocks: dict[int, _Block] = {}
@@ -198,8 +205,11 @@ def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[tuple[int, 
 
 @dataclass(frozen=True)
 class Total:
-    """Bytes that a process takes of a device, as nvidia-smi shows them. low, high: an 80 % interval. parts: the bytes
-    by name: `reserved`, `context`, `communicators`."""
+    """The bytes that a process takes of a GPU's memory, as nvidia-smi shows them.
+
+    low, high: the ends of an 80 % interval.
+    parts: the bytes by name: `reserved`, `context`, `communicators`.
+    """
 
     bytes: int
     low: int
@@ -208,8 +218,12 @@ class Total:
 
 
 def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -> int:
-    """Return the peak of the bytes that the allocator reserves in these steps. name: of the part in the catalog.
-    capacity: bytes of the device; near them, the allocator returns cached memory before an allocation fails."""
+    """Return the peak of the bytes that the caching allocator reserves in these steps.
+
+    name: the name of the GPU model in the catalog.
+    capacity: the bytes of the device's memory. Close to this limit, the allocator returns cached memory to the device
+    before an allocation fails, so less is reserved.
+    """
     known = part(name)
     first = [workspace(known.architecture if known else "")]
     reserved = replay(works, first=first).reserved
@@ -229,7 +243,12 @@ def workspace(architecture: str) -> int:
 
 
 def device_total(reserved: int, work: Work) -> Total:
-    """Return what a process takes of a GPU: segments of the allocator, the CUDA context, communicators of NCCL."""
+    """Return the bytes that a process takes of a GPU's memory: the allocator's segments, the CUDA context and the
+    communicators of NCCL.
+
+    reserved: the bytes of the allocator's segments.
+    work: a step of the process. Its collectives determine the number of communicators.
+    """
     groups: set[tuple[int, ...]] = set()
     peers: set[int] = set()
     for launch in work.launches:

@@ -52,12 +52,15 @@ OF_WORKERS = (
     "timeout",
     "pin_memory",
 )
-"""Arguments of a DataLoader that concern its worker processes."""
+"""Arguments of `DataLoader` that only concern worker processes."""
 
 
 @contextmanager
 def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
-    """In the block, let a script see this process as a worker of a run with this plan. Yield what it prints."""
+    """Within the context, make this process look to a script like a worker process of a run with this plan.
+
+    Yields a text buffer that receives everything the script prints to stdout and stderr.
+    """
     said = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was())
@@ -79,7 +82,8 @@ def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """After the block, undo what a script has changed in this process, such as its environment and folder."""
+    """On exit, restore the process state that a script may change: environment, working directory, `sys.argv`,
+    `sys.path`, logging, random number generators, settings of torch, and imported modules of the user."""
     root, folder, modules = logging.getLogger(), Path.cwd(), set(sys.modules)
     handlers, level = root.handlers[:], root.level
     states = random.getstate(), numpy.random.get_state()
@@ -111,7 +115,7 @@ def _starts_processes(*args: Any, **kwargs: Any) -> Any:
 
 
 def _without_workers(plain: Any) -> Any:
-    """Wrap `DataLoader.__init__` so that the loader starts no worker processes: these would not be rehearsed."""
+    """Wrap `DataLoader.__init__` so that the loader starts no worker processes. Those would not be rehearsed."""
 
     names = list(inspect.signature(plain).parameters)
 

@@ -17,11 +17,11 @@ from meshwise.rehearsal.work import CollectiveOperation
 
 
 class Beside:
-    """Tracks the collectives of a step that overlap with the program, and which launches must wait for them."""
+    """Tracks the asynchronous collectives of a step, and which later launches must wait for them."""
 
     def __init__(self) -> None:
         self.running: dict[int, int] = {}
-        """For each storage that a running collective uses: the index of that collective's launch."""
+        """For each storage that a running collective uses, the index of that collective's launch."""
         self._works: dict[int, tuple[Any, int]] = {}  # by id, and kept, so that it stays its own
         self._pending: dict[str, set[int]] = defaultdict(set)
         self._groups: dict[tuple[int, ...], int] = {}
@@ -33,26 +33,32 @@ class Beside:
         return f"collectives {self._groups.setdefault(what.ranks, len(self._groups))}"
 
     def begin(self, place: int, storages: Iterable[int], work: Any) -> None:
-        """Record that the launch at index `place` runs beside others from now on. work: its handle, if any."""
+        """Record that an asynchronous collective has started.
+
+        place: the index of the collective's launch.
+        storages: the numbers of the storages that it reads or writes.
+        work: the `Work` handle that torch.distributed returned, or None.
+        """
         self.running.update(dict.fromkeys(storages, place))
         if work is not None:
             self._works[id(work)] = work, place
 
     def wait(self, work: Any, stream: str, storages: Iterable[int]) -> None:
-        """Make the next launch in `stream` wait for the collective of this handle, and for those on these storages."""
+        """Make the next launch on `stream` wait for the collective with the handle `work` and for collectives on these
+        storages."""
         _, place = self._works.pop(id(work), (None, -1))
         self.wait_for(place, stream)
         for storage in storages:
             self.wait_for(self.running.get(storage, -1), stream)
 
     def wait_for(self, place: int, stream: str) -> None:
-        """Make the next launch in `stream` wait for the launch at index `place`, if that is not negative."""
+        """Make the next launch on `stream` wait for the launch at index `place`. Do nothing if `place` is negative."""
         if place >= 0:
             self._pending[stream].add(place)
             self.running = {storage: other for storage, other in self.running.items() if other != place}
 
     def after(self, stream: str, storages: Iterable[int]) -> set[int]:
-        """Return the indices of the launches that a new launch in `stream` on these storages must wait for."""
+        """Return the indices of the launches that a new launch on `stream` that uses these storages must wait for."""
         for storage in storages:
             self.wait_for(self.running.get(storage, -1), stream)
         return self._pending.pop(stream, set())

@@ -20,10 +20,10 @@ COMPUTED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
 
 
 class Bounds:
-    """Lower bounds for the plans of one job on one machine."""
+    """Lower bounds on the memory and the step time of any plan of one job on one machine."""
 
     def __init__(self, model: Facts, machine: Machine, cap: int | None) -> None:
-        """cap: bytes of each device that a step may take, if less than the device has."""
+        """cap: the bytes of each device's memory that a step may take, if that is less than the device has."""
         self._model = model
         sizes = [device.memory for device in machine.devices]
         self.room = None if None in sizes else max(size for size in sizes if size is not None)
@@ -34,8 +34,12 @@ class Bounds:
         self._flops = 0.0
 
     def learn(self, found: Rehearsed) -> None:
-        """Learn from a rehearsed plan, the first one with equal ranks: how many bytes the optimizer's state has for
-        each byte of parameters, and the FLOPs of a step."""
+        """Take the size of the optimizer's state and the FLOPs of a step from a rehearsed plan.
+
+        The first plan whose ranks all hold equal parts is used: without tensor or pipeline parallelism, ZeRO-1, offload
+        or unequal shares of the batch. Other plans are ignored. The optimizer's state is kept as bytes per byte of
+        parameters.
+        """
         plan, work = found.estimate.plan, found.traces[0].step
         simple = plan.devices == plan.data * plan.shard and not plan.shares
         if self._flops or plan.zero1 or plan.offload or not simple:
@@ -45,7 +49,8 @@ class Bounds:
         self._flops = work.flops * plan.devices * once
 
     def too_large(self, plan: Plan) -> str:
-        """Return why the plan cannot fit, even without activations; empty if it may fit."""
+        """Return the reason why the plan cannot fit in memory even without activations. Return an empty string if it
+        may fit."""
         if self.room is None or plan.offload or plan.param_dtype is not None:
             return ""
         ways = plan.shard * plan.tensor * plan.pipeline * plan.expert
@@ -56,7 +61,7 @@ class Bounds:
         return f"parameters, gradients and the optimizer's state alone take more than {bytes_text(self.room)}"
 
     def seconds(self, plan: Plan) -> float:
-        """Return a lower bound for the seconds of a step; 0 if nothing is known."""
+        """Return a lower bound on the seconds of a step under the plan. Return 0 if nothing is known yet."""
         if not self._peaks:
             return 0.0
         bubble = 1 + (plan.pipeline - 1) / (plan.accumulate * CHUNKS.get(plan.schedule, 1))

@@ -18,15 +18,19 @@ from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 
 KINDS = ("computing", "communication", "copies", "waiting", "launches", "idle")
-"""What a rank does at a moment: an operator; communication that is not overlapped; a copy; waiting for other ranks (a
-pipeline's bubble too); waiting for the host to launch; anything else."""
+"""The kinds of time, in this order: running an operator; communication that does not overlap with computing; a copy to
+or from the host; waiting for other ranks, which includes a pipeline's bubble; waiting for the host to launch an
+operator; anything else."""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """The time of one rank until the step has ended on all ranks: seconds by kind, and by (phase, kind).
+    """The time of one rank in a simulated step, from the step's start until all ranks have ended. Times are in seconds.
 
-    hidden: seconds of communication that computing overlaps; no kind has them. operators: seconds by operator name.
+    kinds: the time by kind, one of KINDS.
+    phases: the time by (phase, kind).
+    hidden: the time of communication that overlaps with computing. It is not part of any kind.
+    operators: the time by operator name.
     """
 
     rank: int
@@ -38,7 +42,7 @@ class RankStep:
 
 
 def breakdown(step: Step, rank: int) -> RankStep:
-    """Return the time of one simulated rank by kind and phase."""
+    """Return the time of one simulated rank, divided by kind and phase."""
     done = step.done[rank]
     edges = _edges(done)
     begun = sorted(done, key=lambda one: one.start)
@@ -68,12 +72,13 @@ def breakdown(step: Step, rank: int) -> RankStep:
 
 
 def slowest_rank(step: Step) -> RankStep:
-    """Return the time of the rank that computes longest, by kind and phase."""
+    """Return the time by kind and phase of the rank that computes for the longest time."""
     return max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
 
 
 def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
-    """Return (time, whether something begins or ends, index of its kind, phase) in order of time, ends first."""
+    """Return the beginning and end of every activity as (time, whether it begins, index of its kind in KINDS, phase),
+    sorted by time. At equal times, ends come first."""
     edges: list[tuple[float, bool, int, str]] = []
     for one in done:
         what = one.launch.what

@@ -22,15 +22,19 @@ _WORDS: dict[type, str] = {
     torch.memory_format: "memory_format",
 }
 UNDRAWN = ("workspace", "reserve", "reserveSpace", "philox_seed", "rng_state")
-"""Arguments that must not be drawn at random, as only the preceding operator can fill them: random ones crash the
-process (oneDNN's LSTM, whose workspace has no elements on fake tensors)."""
+"""Tensor arguments that must not be filled with random values, because only the preceding operator can fill them.
+Random values crash the process in oneDNN's LSTM, whose workspace has no elements on fake tensors."""
 LEAST, MOST = 0.1, 1.0
-"""The range of drawn floats: none is zero, subnormal or negative, as such values make some operators slower."""
+"""The range of random floats. It contains no zero, subnormal or negative value, since such values make some operators
+slower."""
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a call of a torch operator as JSON: its name with the overload, and its arguments, tensors by shape,
-    strides and dtype. Return an empty text if an argument cannot be written, or not be drawn again."""
+    """Return a call of a torch operator as JSON: the operator's name with its overload, and the arguments.
+
+    A tensor is written as its shape, strides and dtype. Returns an empty string if an argument cannot be written, or
+    cannot be filled with random values later.
+    """
     given = named_arguments(func, tuple(args), dict(kwargs))
     held = {name: one for name in UNDRAWN if isinstance(one := given.get(name), Tensor)}
     if "workspace" in held or any(one.numel() for one in held.values()):
@@ -42,9 +46,10 @@ def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def made(call: str) -> Callable[[], object]:
-    """Return a function that repeats a call on the CPU. call: from `call_of`. It draws tensors once, for all repeats.
+    """Return a function that repeats an operator call on the CPU. Its tensors are drawn at random once, for all
+    repeats.
 
-    Raises AttributeError if this torch has no such operator.
+    call: the JSON from `call_of`. Raises AttributeError if this version of torch has no such operator.
     """
     name, args, kwargs = json.loads(call)
     operator = torch.ops
@@ -57,7 +62,7 @@ def made(call: str) -> Callable[[], object]:
 
 
 def bytes_of(call: str) -> int:
-    """Return the bytes of the tensors that `made(call)` makes."""
+    """Return the bytes of the tensors that `made(call)` creates."""
 
     def of(one: Any) -> int:
         if isinstance(one, list):
@@ -110,14 +115,15 @@ def _tensor(shape: list[int], strides: list[int], dtype: torch.dtype, bound: int
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements of memory a tensor of this shape and strides extends over."""
+    """Return how many elements of memory a tensor with this shape and these strides spans."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _indices_below(name: str, args: Sequence[Any]) -> int:
-    """Return a limit below which drawn integers are valid indices: the rows of an embedding, or a shortest side."""
+    """Return an upper limit (exclusive) for random integers, so that they are valid indices in this call: the rows of
+    an embedding, the number of classes, or the length of a tensor's shortest dimension."""
     if "embedding_dense_backward" in name:
         return max(int(args[2]), 1)
     first: list[int] = next((one["tensor"] for one in args if isinstance(one, dict) and "tensor" in one), [])

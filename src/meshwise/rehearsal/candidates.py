@@ -20,17 +20,27 @@ from meshwise.spec.plan import RECOMPUTES, Plan
 from meshwise.spec.plan_settings import plan_from_settings
 
 MICROBATCHES = 4
-"""Microbatches per pipeline stage. The bubble of 1F1B, (stages - 1) / microbatches, is then below a fourth."""
+"""The number of microbatches per pipeline stage. The bubble of 1F1B, (stages - 1) / microbatches, is then below a
+fourth."""
 MOST_TENSOR = 8
-"""The largest `tensor` axis to search: beyond a host, its collectives cost more than they save."""
+"""The largest size of the `tensor` axis to search. Larger ones span hosts, where the axis's collectives cost more than
+they save."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """Which plans to search. devices: numbers of devices. per_host: devices of a host. batch: size of the global batch.
-    settings: `field=value` texts that hold for every plan. allow: what may change the job's numbers: `precision`,
-    `microbatch` (with batch norms). batch_norms: whether the model has some. cut: whether a step can be cut into
-    microbatches and stages; True for a job, False for a script, which has its own loop."""
+    """The plans that a search may try.
+
+    devices: the numbers of devices to try.
+    per_host: the number of devices of a host.
+    batch: the size of the global batch.
+    settings: texts `field=value` that apply to every plan.
+    allow: changes to the job's numerical results that are allowed: `precision`, or `microbatch` (for models with batch
+    norms).
+    batch_norms: whether the model has batch norms.
+    cut: whether a step can be cut into microbatches and pipeline stages. True for a job, False for a script, which has
+    its own training loop.
+    """
 
     devices: Sequence[int]
     per_host: int
@@ -42,18 +52,22 @@ class Space:
 
     @property
     def microbatches(self) -> bool:
-        """Whether to search more microbatches than the pipeline stages need."""
+        """Whether to search larger numbers of microbatches than the pipeline stages need."""
         return self.cut and (not self.batch_norms or "microbatch" in self.allow)
 
     @property
     def fixed(self) -> set[str]:
-        """The names of the fields that `settings` gives a value."""
+        """The names of the plan fields that `settings` sets."""
         return {setting.partition("=")[0].strip() for setting in self.settings}
 
 
 def candidates(space: Space) -> list[Plan]:
-    """Return the plans of each mesh that divides the global batch equally, also with recompute, ZeRO-1 and the like.
-    Plans on most devices come first; of these, those that split the model least and shard it most, with recompute."""
+    """Return the plans to search: every mesh that divides the global batch equally, combined with each kind of
+    recompute, ZeRO-1, sequence parallelism and numbers of microbatches.
+
+    Plans on the most devices come first. Among plans on equally many devices, those that split the model least come
+    first, then those that shard it most, then those with fewer microbatches, then those with full recompute.
+    """
     found: dict[Plan, None] = {}
     for count in space.devices:
         for mesh in _meshes(count, space.per_host):
@@ -71,7 +85,8 @@ def candidates(space: Space) -> list[Plan]:
 
 
 def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield the options to combine a mesh with: each kind of recompute, and what divides more of a rank's memory."""
+    """Yield the options to combine with a mesh: each kind of recompute, with and without options that divide more of a
+    rank's memory."""
     more: list[dict[str, Any]] = [{}]
     if mesh["tensor"] > 1:
         more.append({"sequence": True})
@@ -84,7 +99,8 @@ def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 
 def savers(plan: Plan, space: Space) -> list[Plan]:
-    """Return variants of `plan` that need less memory and more time, beginning with those that cost least time."""
+    """Return variants of `plan` that need less memory but more time, starting with the variants that add the least
+    time."""
     local = space.batch // plan.replicas
     more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
     edits: list[dict[str, Any]] = [{"zero1": True}, {"recompute": "full"}]
@@ -102,7 +118,8 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
 
 
 def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
-    """Return `start` with these values, changed by the settings; None if that is not a valid plan."""
+    """Return `start` with the fields `values`, then changed by `settings`. Return None if the result is not a valid
+    plan."""
     try:
         return plan_from_settings(settings, replace(start, **values))
     except PlanError:
@@ -110,7 +127,8 @@ def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Pl
 
 
 def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
-    """Yield meshes of `count` devices, as sizes by axis. `shard` is 1, all remaining devices, or those in a host."""
+    """Yield meshes of `count` devices, each as a dictionary of sizes by axis. The size of `shard` is 1, all remaining
+    devices, or the remaining devices within a host."""
     for tensor, pipeline in itertools.product(_powers(min(count, per_host, MOST_TENSOR)), _powers(count)):
         rest, over = divmod(count, tensor * pipeline)
         if over:
@@ -121,8 +139,12 @@ def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
 
 
 def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
-    """Return the numbers of microbatches to search: all powers of two from the number of stages on; if more than stages
-    need are not searched, only the largest of at most four per stage."""
+    """Return the numbers of microbatches to try on a mesh: the powers of two that divide a replica's batch and are at
+    least the number of stages.
+
+    If the space does not allow more microbatches than stages need, return a single number: the largest one with at most
+    four microbatches per stage, or 1 without stages.
+    """
     local, stages = max(1, space.batch // (mesh["data"] * mesh["shard"])), mesh["pipeline"]
     possible = [power for power in _powers(local) if local % power == 0 and power >= stages]
     if space.microbatches:
@@ -131,7 +153,7 @@ def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
 
 
 def _divides(plan: Plan, batch: int) -> bool:
-    """Return whether all ranks have equally many samples of each microbatch."""
+    """Return whether every rank gets equally many samples of each microbatch."""
     return batch % (plan.replicas * plan.accumulate) == 0
 
 
@@ -141,5 +163,5 @@ def _order(plan: Plan) -> tuple[int, ...]:
 
 
 def _powers(most: int) -> list[int]:
-    """Return 1, 2, 4 … up to `most`."""
+    """Return the powers of two up to `most`: 1, 2, 4 …"""
     return [2**power for power in range(max(1, most).bit_length())]

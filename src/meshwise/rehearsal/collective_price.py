@@ -29,12 +29,17 @@ from meshwise.spec.timings import Timings, fitted, seconds_at
 POINT_TO_POINT = ("send", "receive")
 _NO_TIMES = fitted((1,), (1.0,))
 BEYOND = 4
-"""Up to this many times its largest size, a table's prices count as measured."""
+"""A price counts as measured for sizes up to this many times the largest size in the table of measurements."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """How the ranks of a collective are spread over hosts. each: ranks per host. share: of a host's bandwidth."""
+    """How the ranks of a collective are spread over hosts.
+
+    each: the largest number of ranks on one host.
+    share: the smallest share of a host's devices that are in the group. It is the group's share of the host's network
+    bandwidth.
+    """
 
     ranks: int
     hosts: int
@@ -43,9 +48,11 @@ class Group:
 
 
 def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
-    """Return the seconds of a collective, from when the last rank begins it to its end; None if a figure is unknown.
+    """Return the price of a collective: the seconds from when the last rank begins it to its end. Return None if a
+    figure is unknown.
 
-    Ranks are indices of `machine.devices`. Raises ValueError for a rank that the machine does not have.
+    The collective's ranks are indices of `machine.devices`. Raises ValueError for a rank that the machine does not
+    have.
     """
     if max(collective.ranks, default=0) >= len(machine.devices):
         raise ValueError(f"rank {max(collective.ranks)} is not one of the {len(machine.devices)} of {machine.name}")
@@ -62,7 +69,7 @@ def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Pri
 
 
 def group_of(ranks: Sequence[int], machine: Machine) -> Group:
-    """Return how the ranks are spread over the hosts of the machine."""
+    """Return how these ranks are spread over the hosts of the machine."""
     on = Counter(machine.devices[rank].host for rank in ranks)
     devices = Counter(device.host for device in machine.devices)
     share = min(count / devices[host] for host, count in on.items())
@@ -73,7 +80,8 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Price a collective by measurements of as many ranks, or on one host scaled from another number of ranks."""
+    """Price a collective by measurements with as many ranks. On a single host, measurements with another number of
+    ranks are scaled instead. Return None if there are no such measurements."""
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
         return None
@@ -89,14 +97,16 @@ def _measured(collective: CollectiveOperation, machine: Machine, group: Group, b
 
 
 def _of_table(table: Timings, size: int) -> Priced:
-    """Price a size by a table of measurements, with a larger spread far beyond the table's largest size."""
+    """Price a message of `size` bytes by a table of measurements. The interval is wider far beyond the table's largest
+    size."""
     inside = size <= BEYOND * table.sizes[-1]
     spread = FIGURES["measured.collective" if inside else "measured.scaled"].spread
     return priced(seconds_at(table, size), spread, MEASURED, COMMUNICATION)
 
 
 def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
-    """Scale a measured ring to another number of ranks: its latency by steps, the rest by bytes on the busiest link."""
+    """Scale the measured time of a ring collective to another number of ranks: the latency by the number of steps, the
+    rest by the bytes on the busiest link."""
     whole = seconds_at(table.timings, size)
     latency = min(seconds_at(table.timings, 1), whole)
     steps = (ranks - 1) / (table.ranks - 1)
@@ -104,7 +114,7 @@ def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
 
 
 def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Priced | None:
-    """Price one message from the first rank to the second; None if a figure is unknown."""
+    """Price one message from the first of the ranks to the second. Return None if a figure is unknown."""
     source, target = (machine.devices[rank] for rank in collective.ranks[:2])
     if source.host == target.host:
         link, share = link_between(machine, source.name, target.name), 1.0
@@ -143,7 +153,7 @@ def _modelled_send(
 
 
 def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
-    """Price a collective of NCCL by its fastest algorithm and protocol; None if a link's rate is unknown."""
+    """Price an NCCL collective by its fastest algorithm and protocol. Return None if the rate of a link is unknown."""
     inside = _inside(collective.kind, machine, group)
     across = _across(machine, group)
     if (group.each > 1 and inside is None) or (group.hosts > 1 and across is None):
@@ -171,7 +181,8 @@ Rate = tuple[float, float, str, str]
 
 
 def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
-    """Return the rate of a ring inside a host; None if it is unknown, or if the group has one rank per host."""
+    """Return the bus rate of a ring within a host. Return None if it is unknown, or if the group has only one rank per
+    host."""
     if group.each < 2:
         return None
     key = kind if kind in ("all-reduce", "all-gather", "reduce-scatter") else "all-gather"
@@ -187,13 +198,14 @@ def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
 
 
 def _one_host(machine: Machine) -> Machine:
-    """Return the machine without the links between its hosts."""
+    """Return a copy of the machine without the links between its hosts."""
     links = tuple(link for link in machine.links if not link.source.startswith(NODE))
     return replace(machine, links=links)
 
 
 def _across(machine: Machine, group: Group) -> Rate | None:
-    """Return the group's rate between hosts: its share of what a host can send. None: one host, or unknown."""
+    """Return the group's rate between hosts, which is its share of what a host can send. Return None if the group is on
+    one host or the rate is unknown."""
     if group.hosts < 2:
         return None
     link = link_between(machine, NODE, NODE) or link_between(machine, f"{NODE}0", f"{NODE}1")
@@ -204,7 +216,7 @@ def _across(machine: Machine, group: Group) -> Rate | None:
 
 
 def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> list[tuple[str, float]]:
-    """Return the algorithms that NCCL has for this collective, each with its rate relative to that of a ring."""
+    """Return the algorithms that NCCL has for this collective, each with its rate relative to the rate of a ring."""
     found = [("ring", 1.0)]
     if kind == "all-reduce":
         found.append(("tree", 0.9))
@@ -221,7 +233,8 @@ def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> lis
 
 
 def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: int) -> float:
-    """Return the latency in seconds, summed over hops as in `ncclTopoTuneModel`; infinite without such a protocol."""
+    """Return the latency in seconds, summed over hops as in `ncclTopoTuneModel`. It is infinite if the algorithm does
+    not support the protocol."""
     none = (NEVER, NEVER, NEVER)
     inside, across = (HOP.get((link, algorithm), none)[protocol] for link in (hardware, "network"))
     twice = 2 if kind == "all-reduce" else 1
@@ -238,7 +251,7 @@ def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: i
 
 
 def _all_to_all(collective: CollectiveOperation, group: Group, inside: Rate | None, across: Rate | None) -> Priced:
-    """Price an all-to-all of equal parts. Messages inside hosts and between hosts are sent at the same time."""
+    """Price an all-to-all of equal parts. Messages within hosts and between hosts are sent at the same time."""
     part_of_rank = collective.size / group.ranks
     legs: list[tuple[float, float, str]] = []
     if inside is not None:
@@ -266,11 +279,13 @@ _STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
     "all-to-all": lambda n: (n - 1, (n - 1) / n),
     "broadcast": lambda n: (math.ceil(math.log2(n)), math.ceil(math.log2(n))),
 }
-"""For each collective of gloo over n ranks: how many messages follow each other, and their total size in tensors."""
+"""For each gloo collective over n ranks: the number of successive messages, and their total size in multiples of the
+tensor."""
 
 
 def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
-    """Price a collective of gloo as messages in a row: in a host as measured of two processes, else by the network."""
+    """Price a gloo collective as a sequence of messages: within a host by measurements between two processes, between
+    hosts by the network's figures. Return None if these are unknown."""
     if collective.kind not in _STEPS:
         return None
     steps, carried = _STEPS[collective.kind](group.ranks)
@@ -291,7 +306,8 @@ def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Pr
 
 
 def _pair(machine: Machine) -> Timings | None:
-    """Return what was measured of gloo between two processes of a host, for the slowest pair; None if nothing was."""
+    """Return the measurements of gloo between two processes of a host, for the slowest pair. Return None if there are
+    none."""
     tables = [link.timings["gloo"] for link in machine.links if "gloo" in link.timings and link.kind != "network"]
     return max(tables, key=lambda table: seconds_at(table, 1 << 20)) if tables else None
 
@@ -314,6 +330,6 @@ def _gloo_across(machine: Machine, group: Group, steps: float, message: float) -
 
 
 def _mixed(one: float, one_spread: float, other: float, other_spread: float) -> float:
-    """Return the spread of a sum of two times."""
+    """Return the relative error (spread) of the sum of two times."""
     total = one + other
     return (one * one_spread + other * other_spread) / total if total > 0 else 1.0

@@ -20,7 +20,11 @@ OURS = "our judgement, no source"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A constant. In 80 of 100 cases the truth is between value / spread and value * spread. source: in words."""
+    """A constant of the performance model.
+
+    spread: in 80 of 100 cases the true value lies between value / spread and value * spread.
+    source: where the constant comes from, in words.
+    """
 
     value: float
     spread: float
@@ -128,11 +132,12 @@ FIGURES: Mapping[str, Figure] = {
 }
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.65))
-"""Tile sizes of a matmul: (rows, columns, rate as a share of the best tile's)."""
+"""Tile sizes of a matmul, each as (rows, columns, rate relative to the best tile)."""
 LL, LL128, SIMPLE = 0, 1, 2
 NEVER = float("inf")
 BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4), "nvls": (NEVER, NEVER, 8.4), "pat": (NEVER, NEVER, 8.4)}
-"""NCCL's base latency in microseconds, by algorithm, for the protocols LL, LL128, Simple. NEVER: not available."""
+"""NCCL's base latency in microseconds, by algorithm, for the protocols LL, LL128 and Simple. NEVER: the algorithm does
+not support the protocol."""
 HOP = {
     ("nvlink", "ring"): (0.6, 1.9, 3.4),
     ("nvlink", "tree"): (0.6, 1.25, 4.0),
@@ -143,11 +148,13 @@ HOP = {
     ("network", "tree"): (5.0, 8.5, 14.0),
     ("network", "pat"): (NEVER, NEVER, 14.0),
 }
-"""NCCL's latency per hop in microseconds, by link and algorithm, for LL, LL128, Simple. xGMI counts as NVLink."""
+"""NCCL's latency per hop in microseconds, by (link, algorithm), for the protocols LL, LL128 and Simple. xGMI counts as
+NVLink."""
 PROTOCOL = (0.25, 0.92, 1.0)
-"""The share of the bus bandwidth that each protocol reaches: LL, LL128, Simple."""
+"""The share of the bus bandwidth that each protocol reaches, for LL, LL128 and Simple."""
 IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
-"""NVLS's rate by ranks, relative to 8 ranks: stas00/ml-engineering@744d01e18b, network, all-reduce on H200."""
+"""NVLS's rate by number of ranks, relative to the rate with 8 ranks. Source: stas00/ml-engineering@744d01e18b, network,
+all-reduce on H200."""
 
 
 def figure(name: str) -> Figure:
@@ -156,7 +163,7 @@ def figure(name: str) -> Figure:
 
 
 def digest() -> str:
-    """Return a hash of all constants, in twelve hexadecimal digits."""
+    """Return a hash of all constants as twelve hexadecimal digits."""
     table = [(name, one.value, one.spread) for name, one in sorted(FIGURES.items())]
     text = repr((table, TILES, BASE, sorted(HOP.items()), PROTOCOL, sorted(IN_NETWORK.items())))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

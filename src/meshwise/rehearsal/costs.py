@@ -21,10 +21,13 @@ from meshwise.spec.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A launch and its price. host: the price for the host to launch it. share, blocks, number: as in `Item`.
+    """A launch and its price.
 
-    joins: whether it can be played as one with the launch before: both are operators of one stream, and no launch
-    waits for the first."""
+    host: the price of the host's work to launch it.
+    share, blocks, number: as in `Item`.
+    joins: whether it can be simulated together with the launch before it. This holds if the two are operators on one
+    stream and no launch waits for the first.
+    """
 
     launch: Launch
     place: int
@@ -37,7 +40,7 @@ class Cost:
 
 
 def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
-    """Return the launches of a step with their prices; None if one of the prices is unknown."""
+    """Return the launches of a step with their prices. Return None if a price is unknown."""
     found: list[Cost] = []
     numbers: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
     awaited = {place for launch in work.launches for place in launch.after}
@@ -72,9 +75,10 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
 
 
 def items(costs: Sequence[Cost], ends: Mapping[str, str], merged: bool = False) -> list[Item]:
-    """Return the items to simulate. ends: the factors whose prices are taken from the `low` or `high` interval end.
+    """Return the items to simulate for a rank's launches.
 
-    merged: whether to join consecutive operators to one item, which takes as long, with the host's time to launch them.
+    ends: for each factor in this mapping, prices are taken at that end (`low` or `high`) of their interval.
+    merged: whether to join consecutive operators into one item that takes the same time on the stream and on the host.
     """
     if not merged:
         return [_item(cost, ends) for cost in costs]
@@ -95,7 +99,8 @@ def _rows(costs: Sequence[Cost]) -> Iterator[Sequence[Cost]]:
 
 
 def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
-    """Join operators to one item. late: when the last can end, as each waits for its launch and the one before."""
+    """Join consecutive operators into one item. Its `late` is the earliest possible end of the last operator, since
+    each operator waits for its launch and for the operator before it."""
     host = late = seconds = 0.0
     for cost in row:
         own = _at(cost.price, ends)

@@ -16,8 +16,13 @@ from meshwise.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Edit:
-    """A small change of a plan and its effect. changes: the changed fields, with new values. memory: additional bytes.
-    seconds: additional time as a share of the step; None if unknown. verdict: whether the changed plan fits."""
+    """A small change of a plan and its effect.
+
+    changes: the changed fields with their new values.
+    memory: the additional bytes.
+    seconds: the additional time as a fraction of the step. None if unknown.
+    verdict: whether the changed plan fits in memory, one of `estimate.VERDICTS`.
+    """
 
     changes: dict[str, Any]
     memory: float
@@ -26,8 +31,12 @@ class Edit:
 
 
 def edits(of: Estimate, others: Sequence[Estimate]) -> list[Edit]:
-    """Compare a plan with those of `others` on as many devices that differ in one or two fields and save memory or
-    time. Return the changes in order of time, without those that save no more memory than a faster one."""
+    """Compare a plan with other plans that differ from it in one or two fields, and return the changes that save memory
+    or time.
+
+    Only plans on equally many devices are compared. The changes are sorted by their effect on the time. A change is
+    left out if a faster one saves at least as much memory.
+    """
     found: list[Edit] = []
     for other in others:
         changes = _changes(of.plan, other.plan)

@@ -27,10 +27,16 @@ class Range:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of the rank that needs most, in bytes. total: all that it takes of the device. allocated: the peak of its
-    tensors. categories: that peak by category. reserved: what the allocator takes for them. host: the peak in host
-    memory. capacity: of the device; None if unknown. kept: for a job, what `--redundancy 1` keeps of this rank's state
-    in host memory."""
+    """The memory of the rank that needs the most, in bytes.
+
+    total: everything that the rank takes of its device.
+    allocated: the peak of the memory of its tensors.
+    categories: the same peak, by category.
+    reserved: the memory that the allocator reserves for the tensors.
+    host: the peak of the tensors in host memory.
+    capacity: the memory of the device. None if unknown.
+    kept: for a job, the host memory for the copies of this rank's state that `--redundancy 1` keeps.
+    """
 
     rank: int
     total: Range
@@ -43,12 +49,13 @@ class MemoryEstimate:
 
     @property
     def filled(self) -> float:
-        """The share of the device's memory that is needed; if its capacity is unknown, the bytes that are needed."""
+        """The fraction of the device's memory that is needed. If the capacity is unknown, the number of bytes that are
+        needed."""
         return self.total.value / (self.capacity or 1)
 
     @property
     def verdict(self) -> str:
-        """One of VERDICTS: a plan fits if the upper end of its interval is within the capacity."""
+        """One of VERDICTS. A plan fits if the upper end of its memory interval is within the capacity."""
         if self.capacity is None:
             return UNKNOWN
         if self.total.high <= self.capacity:
@@ -58,10 +65,17 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of one plan on one machine. seconds: of a step; None if that is unknown, for the reason `unknown`.
-    parts: seconds of the slowest rank by what it does. notes: remarks on the program under this plan. samples: of the
-    global batch. dtype: in which most FLOPs are computed; empty if there are none. balanced: shares of the batch with
-    which unequal devices would compute equally long; empty if all devices are equal."""
+    """The estimated cost of one plan on one machine.
+
+    seconds: the time of a step. None if it is unknown.
+    parts: the seconds of the slowest rank by kind of time, such as `computing`.
+    unknown: the reason why `seconds` is unknown.
+    notes: remarks on the program under this plan.
+    samples: the size of the global batch.
+    dtype: the dtype in which most FLOPs are computed. Empty if there are none.
+    balanced: shares of the batch with which unequal devices would compute for equally long. Empty if all devices are
+    equal.
+    """
 
     plan: Plan
     memory: MemoryEstimate
@@ -75,11 +89,11 @@ class Estimate:
 
     @property
     def rate(self) -> float | None:
-        """Samples per second; None if samples or seconds are unknown."""
+        """Samples per second. None if the number of samples or the step time is unknown."""
         return self.samples / self.seconds.value if self.samples and self.seconds and self.seconds.value else None
 
     @property
     def rank_key(self) -> tuple[int, float, float]:
-        """A key to sort estimates, best first: by verdict, then by time, then by memory."""
+        """A sort key that puts the best estimate first: by verdict, then time, then memory."""
         seconds = float("inf") if self.seconds is None else self.seconds.value
         return VERDICTS.index(self.memory.verdict), seconds, self.memory.total.value

@@ -27,13 +27,17 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.units import plural
 
 MEASURE = 5.0
-"""How many seconds to measure a CPU's operators for each plan. Measurements are cached."""
+"""How many seconds to spend on measuring a CPU's operators for each plan. Measurements are cached."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """An estimate with its inputs: the traces of the plan's ranks, the prices, and the simulated step (None if its time
-    is unknown)."""
+    """An estimate with the data it was computed from.
+
+    traces: the traces of the plan's ranks.
+    prices: the prices of their launches.
+    step: the simulated step. None if its time is unknown.
+    """
 
     estimate: Estimate
     traces: Sequence[Trace]
@@ -42,13 +46,16 @@ class Rehearsed:
 
 
 def kind_of(machine: Machine) -> str:
-    """Return the kind of device to rehearse for a machine: `cpu` or `gpu`."""
+    """Return the kind of device to rehearse on for this machine: `cpu` or `gpu`."""
     return "cpu" if machine.devices[0].kind == "cpu" else "gpu"
 
 
 def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
-    """Return a function that rehearses a plan of this job on this machine, and returns the estimate with its inputs.
-    cap: bytes that a step may take of a device, if less than the device has."""
+    """Return a function that rehearses a plan of this job on this machine and returns its estimate with the underlying
+    data.
+
+    cap: the bytes of a device's memory that a step may take, if that is less than the device has.
+    """
     described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)
     program = Tracer(job) if isinstance(job, Job) else job
@@ -80,7 +87,8 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
 
 
 def _cells(work: Work) -> tuple[str, ...]:
-    """Return a note if recurrent layers on a GPU were rehearsed cell by cell, as fake tensors compute them."""
+    """Return a note if recurrent layers on a GPU were rehearsed cell by cell, as fake tensors compute them. Otherwise
+    return an empty tuple."""
     cells = sum("_thnn_fused" in launch.what.name for launch in work.launches if isinstance(launch.what, Operation))
     if work.kind == "cpu" or not cells:
         return ()
@@ -91,8 +99,11 @@ def _cells(work: Work) -> tuple[str, ...]:
 
 
 def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...]:
-    """Return shares of the batch with which all replicas would compute equally long; empty if devices are equal. A
-    replica that was not rehearsed counts as one of equal devices."""
+    """Return shares of the batch with which all replicas would compute for equally long. Return an empty tuple if all
+    devices are equal.
+
+    A replica that was not rehearsed gets the rate of a rehearsed replica with equal devices.
+    """
     if len(set(speeds[: plan.devices])) < 2 or plan.replicas == 1:
         return ()
     within = plan.within_samples
@@ -108,8 +119,11 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
 
 
 def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
-    """Return the bytes that `--redundancy 1` keeps of a rank that holds this memory. Replicas divide equal state among
-    them; there are several copies, as a new one is written while an old one is kept."""
+    """Return the host memory in bytes that `--redundancy 1` uses for a rank that holds this memory on its device.
+
+    State that replicas hold in common is divided among them. Several copies count, since a new one is written while an
+    old one is kept.
+    """
     groups = (("parameters", "buffers"), ("optimizer",))
     parts, state = (sum(each.size for each in held if each.category in names) for names in groups)
     alone = plan.state_divided and not plan.parameters_divided
@@ -117,12 +131,12 @@ def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
 
 
 def works_of(traced: Trace, prices: Prices) -> list[Work]:
-    """Return the first step and a later one of a rank, with the memory that operators allocate internally."""
+    """Return the first step and a later step of a rank, with the memory that operators allocate internally."""
     return [with_inside(work, prices.inside) for work in (traced.first, traced.step)]
 
 
 def memory_of(traced: Trace, prices: Prices, cap: int | None) -> MemoryEstimate:
-    """Return the memory that a rank needs in its first step or in a later one, whichever is larger."""
+    """Return the memory that a rank needs in its first step or in a later step, whichever is larger."""
     device = prices.machine.devices[traced.step.rank]
     works = works_of(traced, prices)
     capacity = device.memory if cap is None else min(cap, device.memory or cap)

@@ -22,17 +22,20 @@ from meshwise.spec.machine import DEVICE, Machine, link_between
 
 LAUNCHES, WAITING, IDLE, TO_HOST = "launches", "waiting for other ranks", "idle", "link to the host"
 MOST = 8
-"""The largest number of operators to name, and of collectives."""
+"""The largest number of operators to list, and of collectives."""
 
 
 @dataclass(frozen=True)
 class Costly:
-    """Equal launches of a rank in a step. what: an operator with its shapes, or a collective with its ranks. times:
-    number of launches. seconds: of all of them.
+    """A group of equal launches of one rank in a step.
 
-    bytes: of each launch: what the operator moves, or the collective's full tensor. rate: of an operator, FLOP/s if
-    compute limits it, else bytes/s; of a collective, its bus bandwidth in bytes/s. limit: `compute`, `memory`, or a
-    link. origin: of the price: `measured` with the date if known, `catalog` or `model`.
+    what: an operator with its shapes, or a collective with the number of its ranks.
+    times: the number of launches.
+    seconds: the time of all these launches together.
+    bytes: for each launch, the bytes that the operator reads and writes, or the bytes of the collective's full tensor.
+    rate: for an operator, FLOP/s if compute limits it, else bytes/s. For a collective, its bus bandwidth in bytes/s.
+    limit: what limits the launches: `compute`, `memory`, or the name of a link.
+    origin: the origin of the price: `measured`, with the date if known, `catalog` or `model`.
     """
 
     what: str
@@ -46,9 +49,15 @@ class Costly:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The explanation of one plan's step. time: of the rank that computes longest. limits: its seconds by what limits
-    them (`compute`, `memory`, links, waiting and so on), which add up to the step. factors: by how many seconds the
-    step is longer if all prices of a kind are at the upper end of their interval. runner_up: the next best plan."""
+    """An explanation of where the time of one plan's step goes.
+
+    time: the time of the rank that computes for the longest time.
+    limits: that rank's seconds by what limits them (`compute`, `memory`, links, waiting and so on). Their sum is the
+    time of the step.
+    factors: for each kind of price, by how many seconds the step is longer if all prices of this kind are at the upper
+    end of their interval.
+    runner_up: the estimate of the next best plan.
+    """
 
     estimate: Estimate
     time: RankStep
@@ -60,7 +69,7 @@ class Explanation:
 
 
 def explain(estimate: Estimate, step: Step, prices: Prices, runner_up: Estimate | None = None) -> Explanation:
-    """Explain where the time of a plan's simulated step goes."""
+    """Return an explanation of where the time of a plan's simulated step goes."""
     time = slowest_rank(step)
     done = step.done[time.rank]
     operators = _costly([one for one in done if isinstance(one.launch.what, Operation)], time.rank, prices)
@@ -70,7 +79,8 @@ def explain(estimate: Estimate, step: Step, prices: Prices, runner_up: Estimate 
 
 
 def link_words(machine: Machine, ranks: Sequence[int]) -> str:
-    """Return words for the slowest link among these ranks: `NVLink4 x18`, `network`, `a link that is not known`."""
+    """Return the name of the slowest link among these ranks, such as `NVLink4 x18`, `network` or `a link that is not
+    known`."""
     devices = [machine.devices[rank] for rank in ranks]
     if len({device.host for device in devices}) > 1:
         return "network"
@@ -80,7 +90,7 @@ def link_words(machine: Machine, ranks: Sequence[int]) -> str:
 
 
 def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:
-    """Return the rank's seconds by what limits them, largest first. Overlapped communication is not in them."""
+    """Return the rank's seconds by what limits them, in descending order. Overlapped communication is not included."""
     computing: dict[str, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     for one in done:
@@ -108,7 +118,7 @@ def _limit(what: What, rank: int, prices: Prices) -> str:
 
 
 def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
-    """Group equal launches, and return the groups, those that take most time first."""
+    """Group equal launches, and return the groups in descending order of their time."""
     seconds: dict[What, float] = defaultdict(float)
     times = Counter(one.launch.what for one in done)
     for one in done:
@@ -136,7 +146,7 @@ def _told(what: What, times: int, seconds: float, rank: int, prices: Prices) -> 
 
 
 def operation_words(what: Operation) -> str:
-    """Format an operator as `mm 4096×4096, 4096×512 bf16`, with the shapes of at most two tensors."""
+    """Return an operator as text with the shapes of at most two tensors, such as `mm 4096×4096, 4096×512 bf16`."""
     shapes = ["×".join(map(str, shape)) or "1" for shape in what.shapes[:2]]
     more = f" and {len(what.shapes) - 2} more" if len(what.shapes) > 2 else ""
     dtype = what.dtypes[0] if what.dtypes else ""

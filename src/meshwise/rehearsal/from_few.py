@@ -38,17 +38,22 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
 FEW = 3
-"""Groups of blocks per stage in the shorter model: the first and the last differ from those between. Plans on several
-devices need one more: a shard holds memory of up to three blocks at once, the running one, the next one's parameters
-and the previous one's gradients."""
+"""The number of groups of blocks per pipeline stage in the shorter model. The first and the last group differ from
+those in between. Plans on several devices need one more, because a shard holds memory of up to three blocks at once:
+the running block, the parameters of the next block and the gradients of the previous block."""
 FEW_MICROBATCHES = 3
-"""Microbatches of the shorter step: the first and the last differ from those between. Each further pipeline stage
-needs one more, or two under 1F1B."""
+"""The number of microbatches in the shorter step. The first and the last differ from those in between. Each further
+pipeline stage needs one more, or two more under 1F1B."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How many groups of blocks a stage has: own in the real model, few in the shorter one. stages: their number."""
+    """The number of groups of blocks in each pipeline stage.
+
+    own: the number in the real model.
+    few: the number in the shorter model that is traced.
+    stages: the number of pipeline stages.
+    """
 
     own: int
     few: int
@@ -57,8 +62,16 @@ class Depth:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a model. stretch: its equal blocks. batch_norms: whether it has some. parameters, trained: bytes
-    of all parameters and of trained ones. wide: number of float32 parameters. forward: its size for a global batch."""
+    """Facts about a model.
+
+    stretch: its equal blocks. None if there are none.
+    batch_norms: whether it contains batch norms.
+    parameters: the bytes of all parameters.
+    trained: the bytes of the parameters that are trained.
+    wide: the number of float32 parameters.
+    forward: the size of a forward pass on a global batch.
+    stepped: how many bytes the operators of an optimizer step read and write per byte of parameters. 0 if unknown.
+    """
 
     stretch: Stretch | None
     batch_norms: bool
@@ -70,15 +83,18 @@ class Facts:
 
 
 class Tracer:
-    """Traces plans of a job, as `trace` does, but from few blocks and microbatches if the result is the same."""
+    """Traces plans of one job like `trace`, but faster where blocks or microbatches are alike.
+
+    It then traces only a few of them and extends the trace, which gives the same result.
+    """
 
     def __init__(self, job: Job) -> None:
-        """The data is opened once for all plans, and read without worker processes."""
+        """The job's data is opened once for all plans, and read without worker processes."""
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = ()) -> list[Trace]:
-        """Trace a plan, and return one trace for each kind of rank. Raises the same errors as `trace`."""
+        """Trace a plan. Return one trace for each kind of rank, and raise the same errors as `trace`."""
         few = microbatches_of(plan)
         if few is not None and self._reads_alike(plan):
             part = self.batch_size // plan.accumulate
@@ -95,7 +111,7 @@ class Tracer:
         return self._replayed(self.job, plan, kind, speeds)
 
     def _replayed(self, job: Job, plan: Plan, kind: str, speeds: Sequence[Hashable]) -> list[Trace]:
-        """Trace a plan; trace few blocks and extend the traces to all of them if the result is the same."""
+        """Trace a plan of a job. If possible, trace only a few blocks and extend the traces to all blocks."""
         stretch = None
         with contextlib.suppress(MeshwiseError):  # as the trace of the whole model will say
             stretch = self.model.stretch
@@ -112,7 +128,8 @@ class Tracer:
         return trace(job, plan, kind, speeds)
 
     def _reads_alike(self, plan: Plan) -> bool:
-        """Return whether all microbatches of rank 0 in its first steps have tensors of the same shapes."""
+        """Return whether all microbatches of the first replica in its first steps have tensors of the same shapes and
+        dtypes."""
         data = open_data(self.job, self.job.data(), "training set")
         if data.samples < STEPS * self.batch_size or self.batch_size % (plan.replicas * plan.accumulate):
             return False
@@ -132,7 +149,10 @@ class Tracer:
 
     @functools.cached_property
     def model(self) -> Facts:
-        """The facts on the job's model, from building it and one forward. Raises UsageError if it cannot be built."""
+        """Facts about the job's model, found by building it and running one forward pass on fake tensors.
+
+        Raises UsageError if the model cannot be built on fake tensors.
+        """
         heard = Heard()
         with FakeTensors(heard.on_operator, stands_for_real=True), fake_without_values():
             try:
@@ -158,15 +178,21 @@ class Tracer:
 
 
 def microbatches_of(plan: Plan) -> int | None:
-    """Return how many microbatches to trace; None to trace all: if few save nothing, or if a rank's stages alternate
-    (interleaved), or if ranks have unequal shares."""
+    """Return how many microbatches to trace. Return None if all of them must be traced.
+
+    All must be traced if a few would save nothing, if a rank's stages alternate (interleaved schedules), or if replicas
+    have unequal shares of the batch.
+    """
     few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 2)
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     return few if alike and plan.accumulate > 2 * few + 1 else None
 
 
 def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
-    """Return how many blocks to trace; None to trace all: if few save nothing, or would change a stage's content."""
+    """Return how many blocks to trace. Return None if all of them must be traced.
+
+    All must be traced if a few would save nothing, or would change which parts of the model are in a stage.
+    """
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
         isinstance(plan.recompute, tuple)
@@ -179,13 +205,18 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
 
 
 def blocks_axis(stretch: Stretch) -> GrowthAxis:
-    """Return the axis along which a trace grows with more blocks: it numbers the groups of the stretch. A rank also
-    calls the blocks of earlier stages, which only pass on a shape; these are in the same stretch."""
+    """Return the axis along which a trace grows with the number of blocks. Its numbers are the indices of the groups of
+    blocks in the stretch.
+
+    Every rank also calls the blocks of earlier pipeline stages, which only pass a shape on. These are part of the same
+    stretch.
+    """
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache
     def known(module: str) -> tuple[int, str]:
-        """Return the index of a module's block in the stretch (-1: outside), and its name within the block."""
+        """Return the index of a module's block in the stretch, or -1 for a module outside, and the module's name within
+        the block."""
         name = module
         while name and name not in places:
             name = name.rpartition(".")[0]

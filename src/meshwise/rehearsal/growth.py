@@ -20,17 +20,20 @@ from typing import Any
 from meshwise.rehearsal.work import CollectiveOperation, Operation
 
 ENOUGH = 64
-"""How many entries to compare, at most, to decide how two sequences continue."""
+"""The largest number of entries to compare when choosing between ways in which two sequences may continue."""
 
 
 class Unlike(Exception):
-    """The longer sequence is not the shorter one with some pieces repeated once more."""
+    """Raised if the longer sequence is not the shorter one with some pieces repeated once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A piece that only the longer sequence has: `length` entries from index `at` on. first, end: the stretch around it
-    in which the sequence repeats itself every `length` entries. shift: total length of the pieces before this one."""
+    """A piece of the longer sequence that the shorter one lacks: `length` entries from index `at` on.
+
+    first, end: the range of indices around the piece in which the sequence repeats itself every `length` entries.
+    shift: the total length of the pieces before this one.
+    """
 
     at: int
     length: int
@@ -40,27 +43,28 @@ class Insertion:
 
 
 class Insertions:
-    """The pieces that a longer sequence has in addition to a shorter one, in order."""
+    """The pieces of a longer sequence that a shorter one lacks, in order."""
 
     def __init__(self, short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]) -> None:
-        """loosely: the same sequences as numbers that are equal also for entries which differ only by growth."""
+        """loosely: the two sequences again, with numbers that are also equal for entries that differ only by growth."""
         self.all = tuple(_widened(_found(short, long, loosely), long))
         self._firsts = [piece.first for piece in self.all]
         self._ats = [piece.at for piece in self.all]
 
     def around(self, place: int) -> Insertion | None:
-        """Return the piece whose stretch contains index `place` of the longer sequence; None if there is none."""
+        """Return the piece whose repeating range contains index `place` of the longer sequence, or None."""
         number = bisect_right(self._firsts, place) - 1
         return self.all[number] if number >= 0 and place < self.all[number].end else None
 
     def of(self, place: int) -> Insertion | None:
-        """Return the piece that contains index `place` of the longer sequence; None if there is none."""
+        """Return the piece that contains index `place` of the longer sequence, or None."""
         number = bisect_right(self._ats, place) - 1
         piece = self.all[number] if number >= 0 else None
         return piece if piece is not None and place < piece.at + piece.length else None
 
     def shift(self, place: int) -> int:
-        """Return the total length of the pieces before index `place` of the longer sequence, which is in no piece."""
+        """Return the total length of the pieces before index `place` of the longer sequence. The index must not be
+        inside a piece."""
         number = bisect_right(self._ats, place) - 1
         return self.all[number].shift + self.all[number].length if number >= 0 else 0
 
@@ -68,7 +72,7 @@ class Insertions:
 def _found(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Return (index in the longer sequence, length) of each piece that only it has. Raises Unlike."""
+    """Return (index in the longer sequence, length) of each piece that the shorter sequence lacks. Raises Unlike."""
     found: list[tuple[int, int]] = []
     one = other = 0
     while other < len(long):
@@ -89,8 +93,12 @@ def _found(
 def _put_in(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> int:
-    """Return the length of the piece that begins at index `other` of the longer sequence; 0 if only that entry has
-    grown. Of several lengths, choose that after which both sequences agree longest. Raises Unlike if none fits."""
+    """Return the length of the piece that begins at index `other` of the longer sequence. Return 0 if the entry there
+    has only grown.
+
+    If several lengths are possible, return the one after which the two sequences agree for longest. Raises Unlike if
+    none is.
+    """
     left, right = loosely
     most = min(len(long) - other - (len(left) - one), other)
     options: list[tuple[int, int, int]] = []
@@ -110,7 +118,8 @@ def _put_in(
 def _alike(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> tuple[int, int]:
-    """Count entries from here on that are equal, and those that are equal up to growth, at most ENOUGH."""
+    """Compare at most ENOUGH entries from here on, up to the first that differs. Return how many are equal, and how
+    many are equal up to growth."""
     left, right = loosely
     equal = alike = 0
     for mine, its in zip(range(one, one + ENOUGH), range(other, other + ENOUGH), strict=True):
@@ -125,7 +134,8 @@ def _repeats(long: Sequence[int], place: int, length: int) -> bool:
 
 
 def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Insertion]:
-    """Move each piece near the end of its stretch, with one more copy behind it, as entries refer to earlier ones."""
+    """Move each piece towards the end of its repeating range, leaving one more copy behind it, because entries refer to
+    earlier entries."""
     stretches = []
     for place, length in found:
         first, end = place - length, place + length
@@ -148,8 +158,11 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
 
 
 def grown(short: Any, long: Any, times: int) -> Any:
-    """Return a value after `times` steps of growth. short, long: the value after no step and after one. A number grows
-    by the same amount in each step, a list by the same pieces. Raises Unlike for any other growth."""
+    """Return a value after `times` steps of growth, from the values after no step (`short`) and after one step
+    (`long`).
+
+    A number grows by the same amount in each step, a list by the same pieces. Raises Unlike for any other difference.
+    """
     if short == long and type(short) is type(long):
         return long
     if type(short) is type(long) is int:

@@ -24,38 +24,48 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 1e-5
-"""The share of the peak FLOP/s that matrix products reach; FLOP/s and memory bytes/s if these are unknown; seconds to
-launch an operator from Python."""
+"""The fraction of the peak FLOP/s that matrix products reach; the FLOP/s to assume if the peak is unknown; the memory
+bytes/s to assume if they are unknown; the seconds to launch an operator from Python."""
 SPLIT = 8
-"""The largest `tensor` axis in small traces. Costs for other sizes are interpolated linearly in 1 / size."""
+"""The largest size of the `tensor` axis in small traces. Costs for other sizes are interpolated linearly in 1 / size.
+"""
 STATE = 2.0
-"""Bytes of optimizer state for each byte of trained parameters, as Adam has them."""
+"""Bytes of optimizer state per byte of trained parameters, as for Adam."""
 ADDED, STEPPED = 3, 7
-"""How often gradients are read or written when they are accumulated, and parameters in an optimizer step."""
+"""How often gradients are read or written when they are accumulated, and how often parameters are in an optimizer step.
+"""
 AGAIN = 1.25
-"""How much more split layers communicate with recompute: one of a block's four collectives runs twice."""
+"""The factor by which recompute increases the communication of layers under tensor parallelism: one of a block's four
+collectives runs twice."""
 HELD = 1.1
-"""How much more memory the allocator holds than the tensors take."""
+"""How many bytes the allocator holds per byte of tensors."""
 ALONE = 2
-"""How many blocks' gather or reduction overlaps with no computing: those of the first and of the last block."""
+"""The number of blocks for which gathering parameters or reducing gradients does not overlap with computing: the first
+and the last block."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A guess of a plan's cost: seconds of a step, and bytes of memory on a device."""
+    """A rough guess of a plan's cost.
+
+    seconds: the time of a step.
+    memory: the bytes of memory on a device.
+    """
 
     seconds: float
     memory: float
 
 
 class Likely:
-    """Guesses the costs of the plans of one job on one machine."""
+    """Guesses the costs of plans of one job on one machine, before they are rehearsed."""
 
     def __init__(
         self, model: Facts, machine: Machine, batch: int, small: Callable[[Kind], Small | None] = lambda kind: None
     ) -> None:
-        """batch: global batch size. small: from `small_traces`; if it returns None for a kind, the cost of a block is
-        estimated from a forward of the model."""
+        """batch: the size of the global batch.
+        small: the function from `small_traces`. If it returns None, the cost of a block is estimated from a forward
+        pass of the model.
+        """
         self._model, self._forward, self._batch = model, model.forward, batch
         self._prices, self._machine = Prices(machine), machine
         self._off: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -66,13 +76,14 @@ class Likely:
         self._parts = 1 << (min(SPLIT, len(machine.devices)).bit_length() - 1)
 
     def __call__(self, plan: Plan) -> Guess:
-        """Guess a plan's cost, corrected by how far off the guess for a similar plan was."""
+        """Guess a plan's cost. The guess is corrected by the error of the guess for the most similar plan that was
+        rehearsed."""
         first = self._first(plan)
         seconds, memory = self._factors(plan)
         return Guess(first.seconds * seconds, first.memory * memory)
 
     def learn(self, found: Estimate) -> None:
-        """Remember how far off the guess was for a plan that was rehearsed."""
+        """Remember the error of the guess for a plan that was rehearsed, to correct the guesses for similar plans."""
         first = self._first(found.plan)
         seconds = found.seconds.value / first.seconds if found.seconds is not None and first.seconds else 1.0
         for key in _likenesses(found.plan):
@@ -82,7 +93,7 @@ class Likely:
         return next((self._off[key] for key in _likenesses(plan) if key in self._off), (1.0, 1.0))
 
     def _seconds(self, plan: Plan) -> float:
-        """Return the seconds of a step: microbatches, communication that is not overlapped, and the optimizer."""
+        """Return the seconds of a step: microbatches, communication that does not overlap, and the optimizer."""
         count, stages = plan.accumulate, plan.pipeline
         rows, blocks = self._batch / (plan.replicas * count), max(self._forward.blocks / stages, 1)
         part = self._model.parameters / (plan.tensor * stages * plan.expert)
@@ -107,13 +118,14 @@ class Likely:
         return turns * (forward + back + send) + reduce + alone
 
     def _step(self, plan: Plan, part: float) -> float:
-        """Return the seconds of the optimizer's step."""
+        """Return the seconds of the optimizer step, including the broadcast of parameters under ZeRO-1."""
         divided = part / (plan.shard * (plan.data if plan.zero1 else 1))
         sent = self._one("broadcast", part, plan.data, plan.within_samples * plan.shard) if plan.zero1 else 0.0
         return (self._model.stepped or STEPPED) * divided / self._memory_rate + sent
 
     def _gather(self, plan: Plan, part: float, blocks: float) -> float:
-        """Return the seconds to gather the parameters of a stage's blocks; those of split layers as they are stored."""
+        """Return the seconds to all-gather the parameters of a stage's blocks. Under tensor parallelism, they are
+        gathered in the dtype in which they are stored."""
         if plan.shard == 1:
             return 0.0
         size = part * (self._narrow(plan) if plan.tensor == 1 else 1)
@@ -129,7 +141,7 @@ class Likely:
         return seconds
 
     def _together(self, computing: float, sent: float) -> float:
-        """Return the seconds of computing and communicating at the same time, where each slows the other."""
+        """Return the seconds of computing and communicating at the same time, when each slows the other."""
         slower, longer = self._overlap.compute, self._overlap.communication
         if sent * longer < computing * slower:
             return computing + sent * longer * (1 - 1 / slower)
@@ -137,19 +149,23 @@ class Likely:
 
     @property
     def _hidden(self) -> float:
-        """The bytes that a block gets as input for one sample."""
+        """The bytes of a block's input for one sample."""
         return self._forward.inputs / max(self._forward.blocks, 1) / self._batch
 
     def _block(self, plan: Plan, rows: float) -> Small:
-        """Return a block's cost for `rows` samples, with the communication of split layers. The small traces have as
-        many samples as a device would have in a plan without splits, so that kernels are as large."""
+        """Return a block's cost for `rows` samples, including the collectives of tensor parallelism.
+
+        The small traces have as many samples as one device would have with pure data parallelism, so that kernels have
+        a similar size.
+        """
         word, parts, part, rows = plan.precision, self._parts, 1 / plan.tensor, rows / plan.context
         few = max(self._batch // len(self._machine.devices), 1)
         one, two, many = Kind(word, rows=few), Kind(word, rows=2 * few), Kind(word, parts, rows=parts * few)
         split = replace(many, sequence=plan.sequence) if plan.tensor > 1 else one
 
         def at(name: str) -> float:
-            """Return a cost: a part for any samples, such as casts of parameters, plus a part for each sample."""
+            """Return a cost as a constant part, such as casts of parameters, plus a part proportional to the number of
+            samples."""
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
@@ -177,18 +193,20 @@ class Likely:
         return Small(forward + sent / 2, backward + sends, at("outside"), sent, kept)
 
     def _each(self, kind: Kind, name: str) -> float:
-        """Return a cost of a small trace, per sample. name: of a field of `Small`."""
+        """Return a cost of a small trace per sample. name: a field of `Small`."""
         return float(getattr(self._small(kind), name)) / kind.rows
 
     def _between(self, whole: float, split: float, part: float) -> float:
-        """Interpolate the cost of a part of a layer between the costs of the whole layer and of its smallest part."""
+        """Interpolate the cost of a fraction `part` of a layer between the cost of the whole layer and that of its
+        smallest part."""
         if part == 1 or self._parts == 1:
             return whole
         divided = (whole - split) / (1 - 1 / self._parts)
         return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
-        """Estimate a block's cost from a forward: FLOPs at a share of the peak, and the bytes of its results."""
+        """Estimate a block's cost from a forward pass: its FLOPs at a fraction of the peak rate, and the bytes of its
+        results at the memory rate."""
         forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
         each = kind.rows / self._batch / max(forward.blocks, 1)
@@ -229,7 +247,8 @@ class Likely:
 
 
 def _inside(tensor: int, sequence: bool) -> float:
-    """Return a rank's share of a block's activations: without `sequence`, a third of them is whole on every rank."""
+    """Return the fraction of a block's activations that a rank holds under tensor parallelism. Without sequence
+    parallelism, every rank holds a third of them whole."""
     return 1 / tensor if sequence else 1 / 3 + 2 / 3 / tensor
 
 
@@ -239,6 +258,6 @@ def _collective(kind: str, size: int, ranks: int, apart: int) -> CollectiveOpera
 
 
 def _likenesses(plan: Plan) -> list[tuple[object, ...]]:
-    """Return keys that similar plans share, beginning with the key of the most similar plans."""
+    """Return keys that a plan shares with similar plans, from the most to the least specific."""
     mesh = plan.tensor > 1, plan.pipeline > 1, plan.shard > 1, plan.devices > 1
     return [(mesh, plan.recompute, plan.sequence), (mesh,), (plan.recompute,), ()]

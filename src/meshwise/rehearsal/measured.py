@@ -36,17 +36,21 @@ from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.machine import Machine
 
 ADAM = 7
-"""The number of operators in a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_,
-sqrt, div, add_, addcdiv_."""
+"""The number of operators in a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt,
+div, add_, addcdiv_."""
 MEMORY_RATE = "bytes a second of a copy"
 PROGRAM, DTENSOR = "what a program adds to an operator", "what DTensor adds to an operator"
 
 
 class OperatorTimes:
-    """Measured seconds of operators on this processor, cached in a file. Can be the `known` of `kernel_seconds`."""
+    """Measured seconds of operators on this CPU, cached in a file. An instance can be passed as `known` to
+    `kernel_seconds`."""
 
     def __init__(self, threads: int | None = None, folder: Path | None = None, workers: int = 1) -> None:
-        """threads: of a worker; default: torch's number. folder: of the cache. workers: how many compute at once."""
+        """threads: the number of threads of a worker. The default is torch's current number.
+        folder: the cache folder.
+        workers: the number of workers that compute at the same time.
+        """
         self.threads, self.workers = threads or torch.get_num_threads(), workers
         facts = {"torch": torch.__version__, "processor": host_facts().processor, "threads": self.threads}
         facts |= {"workers": workers}
@@ -55,18 +59,18 @@ class OperatorTimes:
         self._facts = facts
         self._seconds, self._inside = _read(self.path)
         self.ended: dict[str, str] = {}
-        """For each call that crashed the process that timed it: a sentence for the user."""
+        """For each call that crashed the process that timed it, a sentence for the user."""
 
     def __call__(self, operation: Operation) -> float | None:
-        """Return the measured seconds of an operator; None if it was not measured."""
+        """Return the measured seconds of an operator, or None if it was not measured."""
         return self._seconds.get(operation.call) if operation.call else None
 
     def inside(self, operation: Operation) -> int:
-        """Return the bytes that an operator allocates internally while it runs; 0 if it was not measured."""
+        """Return the bytes that an operator allocates internally while it runs. Return 0 if this was not measured."""
         return self._inside.get(operation.call, 0)
 
     def memory_rate(self) -> float:
-        """Return the bytes/s that a copy in memory reads and writes; measure them if necessary."""
+        """Return the bytes/s that a memory copy reads and writes. They are measured on the first use."""
         if MEMORY_RATE not in self._seconds:
             with threads_set(self.threads):
                 self._remember({MEMORY_RATE: memory_rate(torch.device("cpu"), 0.1)})
@@ -74,17 +78,21 @@ class OperatorTimes:
 
     @property
     def program(self) -> float | None:
-        """The seconds that Python, modules and autograd add to each operator; None until they are measured."""
+        """The seconds that Python, modules and autograd add to each operator. None until measured."""
         return self._seconds.get(PROGRAM)
 
     @property
     def dtensor(self) -> float | None:
-        """The seconds that DTensor adds to each operator of an optimizer; None until they are measured."""
+        """The seconds that DTensor adds to each operator of an optimizer. None until measured."""
         return self._seconds.get(DTENSOR)
 
     def measure(self, works: Iterable[Work], budget: float = 20.0) -> int:
-        """Measure the operators of these steps that are not measured yet for about `budget` seconds, the largest first.
-        Return how many are left. Skip operators that cannot run here."""
+        """Measure the operators of these steps that have not been measured yet, the most expensive first, for about
+        `budget` seconds.
+
+        Operators that cannot run on this machine are skipped. Returns the number of operators left when the time was
+        over.
+        """
         works, known = list(works), {**self._seconds, **self.ended}
         waiting = [operation for operation in _most_first(works) if operation.call not in known]
         if waiting and budget:
@@ -113,7 +121,7 @@ class OperatorTimes:
         return left
 
     def _remember(self, found: dict[str, float], inside: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Add measurements to the cache, and keep those that another process has written to it meanwhile."""
+        """Add measurements to the cache file, and keep measurements that another process has written to it meanwhile."""
         seconds, bytes_inside = _read(self.path)
         self._seconds = {**seconds, **self._seconds, **found}
         self._inside = {**bytes_inside, **self._inside, **inside}
@@ -130,11 +138,14 @@ def prices_here(
     folder: Path | None = None,
     workers: int | None = None,
 ) -> Prices:
-    """Return the prices of a machine of CPU workers. If its processor is this one, measure the operators of these steps
-    for about `budget` seconds, the largest first.
+    """Return the prices of launches on a machine of CPU workers. If its CPU is the CPU of this process, measure the
+    operators of these steps first.
 
-    Operators that cannot be measured are priced by the memory rate, which is measured too if unknown. workers: how many
-    share the cores; by default as many as a host has devices.
+    Measuring takes about `budget` seconds, starting with the most expensive operators. Operators that are not measured
+    are priced by the memory rate, which is measured if it is unknown.
+
+    folder: the folder of the cache of measurements.
+    workers: the number of workers that share the cores. The default is the number of devices of a host.
     """
     device = machine.devices[0]
     if device.part not in ("cpu", host_facts().processor):
@@ -162,12 +173,13 @@ def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder: `$XDG_CACHE_HOME/meshwise`, else `~/.cache/meshwise`."""
+    """Return the user's cache folder: `$XDG_CACHE_HOME/meshwise`, or `~/.cache/meshwise` if the variable is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
 
 
 def program_seconds() -> float:
-    """Measure how many seconds per operator a small model's forward and backward take beyond those operators."""
+    """Measure how many seconds per operator Python, modules and autograd add to the forward and backward of a small
+    model."""
     torch.manual_seed(0)
     width, depth = 16, 24
     layers = [torch.nn.Linear(width, width) for _ in range(depth)]
@@ -191,7 +203,7 @@ def program_seconds() -> float:
 
 
 def dtensor_seconds() -> float:
-    """Measure how many seconds per operator an optimizer takes longer on DTensors than on plain tensors."""
+    """Measure how many more seconds per operator an optimizer takes on DTensors than on plain tensors."""
     with fake_world(0, 2):
         mesh = init_device_mesh("cpu", (2,))
 
@@ -206,14 +218,15 @@ def dtensor_seconds() -> float:
 
 
 def _most_first(works: Iterable[Work]) -> list[Operation]:
-    """Return each different operator of these steps once, those with most FLOPs and bytes in all first."""
+    """Return each distinct operator of these steps once, in descending order of the FLOPs and bytes of all its calls."""
     counts = Counter(launch.what for work in works for launch in work.launches if isinstance(launch.what, Operation))
     callable_here = [operation for operation in counts if operation.call]
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, int]]:
-    """Read a cache file: seconds by call, and bytes allocated internally by call; both empty if it is unreadable."""
+    """Read a cache file. Return seconds by call, and bytes allocated internally by call. Both are empty if the file is
+    unreadable."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}

@@ -25,9 +25,11 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes allocated at once. place: index in `Work.events` of the event that reached them; -1: the start.
+    """The largest number of bytes allocated at once during a step.
 
-    split: bytes by category, without empty ones. phase, module, microbatch: of the launch that the memory was for.
+    place: the index in `Work.events` of the event that reached the peak. -1: the start of the step.
+    split: the bytes by category, without empty categories.
+    phase, module, microbatch: those of the launch that the last allocation was made for.
     """
 
     bytes: int
@@ -40,8 +42,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class Curve:
-    """Memory over a step. places: indices of the events that change it, ascending; the first is -1, for the memory held
-    when the step begins. by_category: bytes after each of them, with a column for each of CATEGORIES, in that order."""
+    """The allocated memory over a step.
+
+    places: the indices of the events that change it, ascending. The first is -1, for the memory held when the step
+    begins.
+    by_category: the bytes after each of these events, with a column for each of CATEGORIES, in that order.
+    """
 
     work: Work
     places: Bytes
@@ -49,13 +55,13 @@ class Curve:
 
     @property
     def total(self) -> Bytes:
-        """The bytes of all categories after each of `places`."""
+        """The bytes of all categories together, after each event of `places`."""
         total: Bytes = self.by_category.sum(axis=1)
         return total
 
     @cached_property
     def peak(self) -> Peak:
-        """The largest number of bytes, where it is first reached."""
+        """The largest total number of bytes, at the first event that reaches it."""
         at = int(self.total.argmax())
         place = int(self.places[at])
         split = {name: int(size) for name, size in zip(CATEGORIES, self.by_category[at], strict=True) if size}
@@ -65,8 +71,10 @@ class Curve:
 
 
 def memory_curve(work: Work, on_host: bool = False) -> Curve:
-    """Return the memory of the device (or of the host, if `on_host`) over a step. Raises ValueError if a storage is
-    freed that is not allocated, or allocated twice."""
+    """Return the memory of the device over a step, or the host's memory if `on_host`.
+
+    Raises ValueError if a storage is allocated twice, or freed without being allocated.
+    """
     column = {name: number for number, name in enumerate(CATEGORIES)}
     unit = 1 if on_host or work.kind == "cpu" else 0
     alive: dict[int, tuple[int, int]] = {}
@@ -96,8 +104,11 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
 
 
 def with_inside(work: Work, inside: Callable[[Operation], int]) -> Work:
-    """Return the step with the memory that operators allocate internally as events. inside: those bytes of an operator.
-    Use the result for memory only, as indices of launches change."""
+    """Return a copy of the step with events for the memory that operators allocate internally.
+
+    inside: returns the bytes that an operator allocates internally. The result is only for computing memory, since the
+    indices of launches change.
+    """
     events: list[Event] = []
     for event in work.events:
         size = inside(event.what) if isinstance(event, Launch) and isinstance(event.what, Operation) else 0
@@ -116,7 +127,7 @@ def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:
 
 
 def next_launches(work: Work) -> list[Launch | None]:
-    """Return, for each event, the launch that it belongs to: the next one, or the last one if none follows."""
+    """Return, for each event, the launch that it belongs to: the next launch, or the last one if none follows."""
     found: list[Launch | None] = [None] * len(work.events)
     last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
     for place in range(len(work.events) - 1, -1, -1):

@@ -19,13 +19,17 @@ from meshwise.spec.machine import Device
 
 BEFORE = "before the step"
 MOST = 10
-"""The largest number of kinds of tensors to name."""
+"""The largest number of groups of equal tensors to list."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Equal tensors at the peak of memory. size: bytes of each. times: their number. maker, phase: the operator that
-    made them, and its phase; empty if they existed when the step began."""
+    """A group of equal tensors at the memory peak.
+
+    size: the bytes of each tensor.
+    times: the number of tensors.
+    maker, phase: the operator that created them, and its phase. Empty if they existed when the step began.
+    """
 
     category: str
     size: int
@@ -36,10 +40,15 @@ class Tensors:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The memory of one rank in the step in which it needs most. first: whether that is its first step. peak: of its
-    tensors. phases: for each phase, and before the step, bytes by category at the peak. largest: kinds of tensors at
-    the peak, by total bytes. outside: other bytes by name: unused memory of the allocator, the context, communicators.
-    host: bytes in host memory by category, at their peak."""
+    """The memory of one rank in the step in which it needs the most.
+
+    first: whether this is the rank's first step.
+    peak: the peak of the memory of its tensors.
+    phases: for each phase, and for the start of the step, the bytes by category when that phase needs the most.
+    largest: the groups of equal tensors at the peak, in descending order of their total size.
+    outside: other device memory in bytes by name: unused memory of the allocator, the CUDA context, communicators.
+    host: the bytes in host memory by category, at their peak.
+    """
 
     rank: int
     first: bool
@@ -51,7 +60,7 @@ class MemoryParts:
 
 
 def memory_parts(first: Work, step: Work, device: Device) -> MemoryParts:
-    """Return the parts of a rank's memory, in its first step or in a later one, whichever needs more."""
+    """Break down the memory of a rank in its first step or in a later step, whichever needs more."""
     works = (first, step)
     curves = [memory_curve(work) for work in works]
     most = max(curves, key=lambda curve: curve.peak.bytes)

@@ -30,7 +30,10 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A batch of matrix products, each (m × k) by (k × n). misaligned: whether a side is no multiple of 16 bytes."""
+    """A batch of matrix products, each (m × k) by (k × n).
+
+    misaligned: whether the bytes of a side are not a multiple of 16.
+    """
 
     batch: int
     m: int
@@ -40,7 +43,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """The number of multiplications and additions."""
+        """The number of floating-point operations. A multiplication and an addition count as two."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
@@ -67,8 +70,11 @@ def _sort_of_name(name: str) -> str:
 
 
 def sort_of(operation: Operation) -> str:
-    """Return the sort of an operator: `matmul`, `attention`, `convolution`, `recurrent`, `depthwise`, `gather`,
-    `reduction`, `optimizer`, else `elementwise`. One of unknown name with many FLOPs per byte counts as a matmul."""
+    """Return the kind of work that an operator does: `matmul`, `attention`, `convolution`, `recurrent`, `depthwise`,
+    `gather`, `reduction`, `optimizer` or `elementwise`.
+
+    An operator with an unknown name and many FLOPs per byte counts as a matmul.
+    """
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         weight = _convolution_weight(operation)
@@ -79,8 +85,10 @@ def sort_of(operation: Operation) -> str:
 
 
 def product_of(operation: Operation) -> Product | None:
-    """Return the matrix product that an operator computes; for a convolution, its implicit GEMM. None if its shapes do
-    not tell, or if it computes none."""
+    """Return the matrix product that an operator computes. For a convolution, this is its implicit GEMM.
+
+    Returns None if the operator computes no matrix product, or if its shapes do not determine one.
+    """
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         return _of_convolution(operation)
@@ -116,14 +124,15 @@ def _of_two(word: str, left: tuple[int, ...], right: tuple[int, ...]) -> Product
 
 
 def _convolution_weight(operation: Operation) -> tuple[int, ...] | None:
-    """Return a convolution's weight shape: (output channels, input channels of a group, sides). None: unknown."""
+    """Return the shape of a convolution's weight: (output channels, input channels of a group, kernel sizes). Return
+    None if it is unknown."""
     shapes = [shape for shape in operation.shapes if len(shape) >= 3]
     place = 2 if "backward" in operation.name else 1
     return shapes[place] if len(shapes) > place else None
 
 
 def _of_convolution(operation: Operation) -> Product | None:
-    """Return a convolution as a product: (output pixels × kernel inputs) by (kernel inputs × output channels)."""
+    """Return a convolution as a matrix product: (output pixels × kernel inputs) by (kernel inputs × output channels)."""
     weight = _convolution_weight(operation)
     if weight is None or not operation.flops:
         return None

@@ -27,7 +27,7 @@ from meshwise.compat.fake_values import value_of
 from meshwise.spec.user_code import OURS, is_users
 
 MEMORY = 80 * 2**30
-"""The device's bytes of memory that a script is told, if it asks."""
+"""The bytes of GPU memory that a script is told when it asks."""
 _TORCH = str(Path(torch.__file__).parent)
 _CUDA = torch.device("cuda", 0)
 _OF_GPU: dict[str, Callable[..., Any]] = {
@@ -53,13 +53,16 @@ _OF_NONE: dict[str, Callable[..., Any]] = {"is_available": lambda: False, "devic
 
 
 def by_its_name(text: str) -> str:
-    """Replace the fake device's name in a message of torch by `cuda:0`."""
+    """Replace the name of the fake device with `cuda:0` in an error message of torch."""
     return text.replace(f"{NAME}:0", str(_CUDA))
 
 
 @contextmanager
 def cuda_by_name(there: bool) -> Iterator[None]:
-    """In the block, make `cuda` mean the fake device, or if not `there`, no device. Enter this inside `FakeTensors`."""
+    """Within the context, redirect `cuda` to the fake device. If `there` is False, make CUDA unavailable instead.
+
+    Must be entered inside the `FakeTensors` mode.
+    """
     with ExitStack() as stack:
         table = _OF_GPU if there else _OF_NONE
         stack.enter_context(patch.multiple(torch.cuda, **{name: _told(name, own) for name, own in table.items()}))
@@ -74,7 +77,7 @@ def cuda_by_name(there: bool) -> Iterator[None]:
 
 
 def _default_device() -> object:
-    """Return the mode that `torch.set_default_device` has entered; None if it was not called."""
+    """Return the mode that `torch.set_default_device` has entered, or None if it was not called."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
@@ -85,7 +88,7 @@ def _back_to(before: object) -> None:
 
 @contextmanager
 def torch_as_it_was() -> Iterator[None]:
-    """After the block, restore process-wide settings of torch that a program may have changed in it."""
+    """On exit, restore the process-wide settings of torch that a program may have changed."""
     flags = {name: getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
     settings: list[tuple[Callable[..., Any], Any]] = [
         (torch.set_default_dtype, torch.get_default_dtype()),
@@ -105,7 +108,8 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 def _told(name: str, own: Callable[..., Any]) -> Any:
-    """Return a function that calls `own` instead of that of `torch.cuda`, unless torch or meshwise calls it."""
+    """Return a replacement for the function `name` of `torch.cuda`. It calls the original if the caller is torch or
+    meshwise, else `own`."""
     real = getattr(torch.cuda, name)
     if isinstance(real, type):
         return own
@@ -138,7 +142,7 @@ def _named_device(real: Any) -> Any:
 
 
 class _Named(TorchFunctionMode):
-    """Replaces `cuda` by the fake device in arguments of torch's functions."""
+    """A torch function mode that replaces `cuda` with the fake device in the arguments of torch's functions."""
 
     def __init__(self, there: bool) -> None:
         super().__init__()
@@ -162,7 +166,8 @@ class _Named(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def inside(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that this mode is also active in it: a backward may recompute code of the script."""
+        """Wrap a function so that this mode is also active while it runs, since a backward may recompute code of the
+        script."""
 
         @functools.wraps(real)
         def named(*args: Any, **kwargs: Any) -> Any:

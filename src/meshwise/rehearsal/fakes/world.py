@@ -29,11 +29,11 @@ from meshwise.compat import fake, fake_device
 
 _Backend = torch._C._distributed_c10d.Backend
 _MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
-"""Methods of DeviceMesh that read ranks from tensors, and so need real tensors."""
+"""Methods of `DeviceMesh` that read ranks from tensors. They must run with real tensors."""
 
 
 class _Store:
-    """A key-value store that answers as if every rank had done the same as this one."""
+    """A key-value store that answers as if every rank had made the same calls as this one."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -56,7 +56,8 @@ class _Store:
 
 @contextmanager
 def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
-    """In the block, call `call(tensor, bytes)` whenever FSDP2 resizes a tensor's storage, which no operator reports."""
+    """Within the context, call `call(tensor, bytes)` whenever FSDP2 resizes a tensor's storage. No operator reports
+    these changes."""
     real = _fsdp_param.alloc_storage, _fsdp_param.free_storage
 
     def alloc(tensor: Tensor) -> None:
@@ -73,7 +74,8 @@ def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
 
 @contextmanager
 def start_values_unread() -> Iterator[None]:
-    """In the block, draw truncated normal start values without a look at them, as fake tensors have no values."""
+    """Within the context, let `torch.nn.init.trunc_normal_` initialize tensors without reading their values, which fake
+    tensors do not have."""
 
     def drawn(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
         with torch.no_grad():
@@ -85,9 +87,10 @@ def start_values_unread() -> Iterator[None]:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """In the block, make this process rank `rank` of `size`, without other ranks. With size 1 there is no group.
+    """Within the context, make this process rank `rank` in a process group of `size` ranks. The other ranks do not
+    exist.
 
-    Raises RuntimeError if this process has a group already.
+    With `size` 1, no process group is created. Raises RuntimeError if this process already has a process group.
     """
     if size == 1:
         yield
@@ -122,7 +125,10 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 class _Chunks(Sequence[Tensor]):
-    """The `count` chunks of a tensor, made on demand, as FSDP2 reads only two of them. The last ones may be empty."""
+    """The chunks of a tensor along one dimension, created on demand, since FSDP2 reads only two of them.
+
+    There are always `count` chunks. The last ones may be empty.
+    """
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim
@@ -145,7 +151,7 @@ def _of_all(parts: list[Any], value: Any, group: Any = None) -> None:
 
 
 def _on_real(name: str) -> Any:
-    """Wrap a method of DeviceMesh so that it runs with real tensors."""
+    """Wrap a method of `DeviceMesh` so that it runs with real tensors."""
     method = DeviceMesh.__dict__[name]
 
     def real(call: Callable[..., Any]) -> Callable[..., Any]:
