@@ -35,7 +35,7 @@ ROUND = 2 << 20
 
 
 def rounded(size: int) -> int:
-    """Return the size in bytes of the block that the allocator uses for an allocation of `size` bytes (`round_size`)."""
+    """Return the bytes of the block that the allocator uses for an allocation of `size` bytes (`round_size`)."""
     return BLOCK if size < BLOCK else -(-size // BLOCK) * BLOCK
 
 

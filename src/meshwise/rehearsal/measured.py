@@ -121,7 +121,7 @@ class OperatorTimes:
         return left
 
     def _remember(self, found: dict[str, float], inside: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Add measurements to the cache file, and keep measurements that another process has written to it meanwhile."""
+        """Add measurements to the cache file. Keep measurements that another process has written to it meanwhile."""
         seconds, bytes_inside = _read(self.path)
         self._seconds = {**seconds, **self._seconds, **found}
         self._inside = {**bytes_inside, **self._inside, **inside}
@@ -218,7 +218,7 @@ def dtensor_seconds() -> float:
 
 
 def _most_first(works: Iterable[Work]) -> list[Operation]:
-    """Return each distinct operator of these steps once, in descending order of the FLOPs and bytes of all its calls."""
+    """Return each distinct operator of these steps once, in descending order of the FLOPs and bytes of its calls."""
     counts = Counter(launch.what for work in works for launch in work.launches if isinstance(launch.what, Operation))
     callable_here = [operation for operation in counts if operation.call]
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))

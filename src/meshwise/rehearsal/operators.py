@@ -132,7 +132,7 @@ def _convolution_weight(operation: Operation) -> tuple[int, ...] | None:
 
 
 def _of_convolution(operation: Operation) -> Product | None:
-    """Return a convolution as a matrix product: (output pixels × kernel inputs) by (kernel inputs × output channels)."""
+    """Return a convolution as the product of (output pixels × kernel inputs) by (kernel inputs × output channels)."""
     weight = _convolution_weight(operation)
     if weight is None or not operation.flops:
         return None

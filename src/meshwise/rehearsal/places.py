@@ -26,12 +26,14 @@ _until: list[tuple[float, Callable[[], float]]] = []
 
 
 class OutOfTime(BaseException):
-    """The time for a rehearsal is over. Not an Exception, so that `except Exception` of a program does not catch it."""
+    """Raised when the time for a rehearsal is over. It is not an Exception, so that a program's `except Exception` does
+    not catch it."""
 
 
 @contextlib.contextmanager
 def until(moment: float, clock: Callable[[], float]) -> Iterator[None]:
-    """In the block, raise OutOfTime when a forward, backward or optimizer step begins after `moment` on this clock."""
+    """Within the context, raise OutOfTime when a forward, backward or optimizer step begins after the time `moment` of
+    `clock`."""
     _until.append((moment, clock))
     try:
         yield
@@ -40,7 +42,10 @@ def until(moment: float, clock: Callable[[], float]) -> Iterator[None]:
 
 
 class Places(Recorder):
-    """A recorder that records nothing, but knows the current block and microbatch. Call `follow(model)` first."""
+    """A recorder that stores no spans, but knows which block and microbatch the running operator belongs to.
+
+    Call `follow(model)` before the model runs.
+    """
 
     def __init__(self) -> None:
         super().__init__(on=False)
@@ -50,7 +55,11 @@ class Places(Recorder):
         self._blocks: list[str] = []
 
     def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:
-        """Follow a model's blocks. microbatch: returns the current number, for phases whose name does not tell it."""
+        """Register hooks on a model's blocks to know which block is running.
+
+        microbatch: returns the index of the current microbatch. It is used for phases whose name does not contain the
+        index.
+        """
         self._microbatch = microbatch
         for name, block in blocks_of(model):
             block.register_forward_pre_hook(functools.partial(self._turns_to, name))
@@ -75,7 +84,10 @@ class Places(Recorder):
             self._starts, self._blocks = [], []
 
     def now(self) -> tuple[str, int]:
-        """Return the block (empty outside of blocks) and the microbatch (-1 outside) of the operator that runs now."""
+        """Return the block and the microbatch of the operator that is running.
+
+        The block is an empty string outside of blocks, and the microbatch -1 outside of microbatches.
+        """
         if self.phase not in ("forward", "backward"):
             return "", -1
         staged = stage_and_microbatch(self._name)

@@ -20,16 +20,24 @@ from meshwise.rehearsal.prices import Overlap
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Launch, Operation, What
 
 COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
-"""What activities share: the device, links inside a host, links between hosts, the link to the host, and from it."""
+"""The resources that activities of a rank share: the device's compute, links within a host, links between hosts, the
+link from the device to its host, and the link from the host to the device."""
 
 
 @dataclass(slots=True)
 class Item:
-    """A launch with its price. seconds: on its stream, if it ran alone. host: seconds of the host to launch it. share:
-    what it uses, COMPUTING and so on. blocks: whether the host waits for its end. number: of a collective, among those
-    of its kind and group in the order of the host.
-    If it stands for several operators: lead: seconds of the host to launch the first. late: seconds from when the host
-    begins to launch them until they can have ended at the earliest.
+    """A priced launch, or several consecutive operators joined into one.
+
+    seconds: the time on the stream if nothing else ran on the device.
+    host: the seconds that the host takes to launch it.
+    share: the resource that it uses, such as COMPUTING.
+    blocks: whether the host waits until it has ended.
+    number: for a collective, its index among those of the same kind and group, in the order in which the host launches
+    them.
+
+    If it stands for several operators:
+    lead: the seconds that the host takes to launch the first operator.
+    late: the seconds from when the host begins to launch the operators until the last can have ended at the earliest.
     """
 
     place: int
@@ -45,8 +53,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished launch. ready: when its stream came to it. start: when it began, later if it waited for other ranks.
-    end: when it ended. All in seconds from the step's start. by_host: whether its stream waited for the host."""
+    """A finished launch. Times are in seconds from the start of the step.
+
+    ready: when the stream could have begun it.
+    start: when it began. This is later than `ready` if it waited for other ranks.
+    end: when it ended.
+    by_host: whether the stream waited for the host to launch it.
+    """
 
     rank: int
     place: int
@@ -58,7 +71,8 @@ class Done:
 
 
 _Member = tuple[int, Item, float, bool]
-"""(rank, item, when its stream came to it, whether its stream waited for the host's launch)."""
+"""One rank's part in an activity: (rank, item, when its stream was ready for the item, whether its stream waited for
+the host's launch)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +126,7 @@ class _Play:
             self.settle(now)
 
     def launch(self, rank: int, now: float) -> None:
-        """Launch the rank's next items, until the host has to wait for one."""
+        """Launch the next items of a rank, until its host has to wait for the end of one."""
         of = self.ranks[rank]
         of.host = max(of.host, now)
         while of.next < len(of.items):
@@ -129,7 +143,7 @@ class _Play:
                 return
 
     def begin_next(self, rank: int, stream: str, now: float) -> None:
-        """Begin the next item on a stream, if it can begin now; else arrange that this is tried again."""
+        """Begin the next item on a stream if it can begin now. Otherwise arrange that this is tried again."""
         of = self.ranks[rank]
         queue = of.queues[stream]
         if stream in of.busy or not queue:
@@ -192,7 +206,8 @@ class _Play:
                 self.deliver((what.ranks, item.number), now)
 
     def deliver(self, message: tuple[tuple[int, ...], int], now: float) -> None:
-        """End a receive of a message that has been sent; one that begins later ends at once."""
+        """End the receive of a message that has been sent. If the receive has not begun yet, it will end as soon as it
+        begins."""
         self.sent.add(message)
         for rank, item, ready, by_host in self.arrived.pop(("receive", *message), ()):
             began = max(ready, self.sends[message])
@@ -212,7 +227,7 @@ class _Play:
             self.begin_next(rank, waiting, now)
 
     def settle(self, now: float) -> None:
-        """Update the rate and the end of each activity on ranks where something has begun or ended."""
+        """Update the rate and the end of every activity on ranks where an activity has begun or ended."""
         if len(self.changed) == 1:
             tasks = list(self.ranks[self.changed.pop()].active)
         else:
@@ -228,7 +243,8 @@ class _Play:
             self.push(now + task.left / rate, task, task.version, 0, "")
 
     def rate(self, rank: int, share: int) -> float:
-        """Return the current speed of the rank's activities of one share, relative to their speed alone."""
+        """Return the current speed of the rank's activities that use the resource `share`, relative to their speed when
+        alone."""
         of = self.ranks[rank]
         counts = of.counts
         rate = 1 / max(counts[share], 1)
@@ -249,10 +265,13 @@ def _first(task: _Task) -> tuple[int, int]:
 
 
 def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -> list[Done]:
-    """Simulate when each rank does what, and return the launches in the order of their ends.
+    """Simulate the launches of all ranks on one clock, and return them in the order in which they end.
 
-    items: for each rank, in the order in which its host launches them. Other ranks of a group are assumed never to be
-    late for a collective. Raises ValueError if ranks wait for each other for ever.
+    items: for each rank, its launches in the order in which its host makes them.
+    overlaps: for each rank, how much computing and communication slow each other.
+
+    Ranks that are not simulated are assumed never to be late for a collective. Raises ValueError if ranks wait for each
+    other forever.
     """
     playing = _Play({rank: _Rank(list(own), overlaps[rank]) for rank, own in items.items()})
     playing.run()
@@ -269,7 +288,7 @@ def _stuck(rank: int, of: _Rank) -> str:
 
 
 def name_of(what: What) -> str:
-    """Return a name for a launch: `aten.mm`, `all-reduce of 8 ranks`, `copy to host`."""
+    """Return a name for a launch, such as `aten.mm`, `all-reduce of 8 ranks` or `copy to host`."""
     if isinstance(what, Operation):
         return what.name
     return f"copy to {what.to}" if isinstance(what, Copy) else f"{what.kind} of {len(what.ranks)} ranks"

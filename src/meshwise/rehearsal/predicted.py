@@ -25,15 +25,19 @@ from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, SPAN, collective_
 from meshwise.timeline.timeline import Rank, RunSession, Timeline
 
 Row = tuple[int, int, int, str, int, int, int, int, int]
-"""A row for the table of spans (SPAN), with the name itself instead of the number of the name."""
+"""A row of the table of spans (SPAN), but with the span's name instead of the index of the name."""
 OF = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "parameters"}
-"""What each collective usually carries, for the report: `all-gather of parameters`."""
+"""The data that each kind of collective usually carries, for names in the report such as `all-gather of parameters`."""
 
 
 def predicted_timeline(
     step: Step, machine: Machine, stages: Mapping[int, int] | None = None, facts: Mapping[str, Any] | None = None
 ) -> Timeline:
-    """Return a simulated step as a timeline of one step. stages: the pipeline stage of each rank. facts: job, plan."""
+    """Return a simulated step as a timeline with one step.
+
+    stages: the pipeline stage of each rank.
+    facts: facts about the run to store in the timeline, such as the job and the plan.
+    """
     collectives: dict[Any, int] = {}
     own = {rank: None if stages is None else stages.get(rank) for rank in step.ranks}
     rows = [row for rank, stage in own.items() for row in _rows(step, rank, stage, collectives)]
@@ -51,7 +55,10 @@ def predicted_timeline(
 
 
 def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int]) -> Iterator[Row]:
-    """Yield the spans of a rank. collectives: the number of each collective, equal on all ranks; it is extended."""
+    """Yield the spans of a rank.
+
+    collectives: maps each collective to its index, which is equal on all ranks. New collectives are added to it.
+    """
     done = step.done[rank]
     main = [one for one in done if one.launch.stream == MAIN and not isinstance(one.launch.what, CollectiveOperation)]
     yield from _phases(rank, main, stage)
@@ -69,7 +76,8 @@ def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int])
 
 
 def _communication(rank: int, one: Done, what: CollectiveOperation, number: int, main: Sequence[Done]) -> Row:
-    """Return a collective's span, in the communication lane, or in the main lane if the program waits for it."""
+    """Return the span of a collective. It is in the main lane if the program waits for the collective, else in the
+    communication lane."""
     if what.kind in ("send", "receive"):
         name = collective_name(what.kind, "gradients" if one.launch.phase == "backward" else "activations")
         if what.kind == "receive":

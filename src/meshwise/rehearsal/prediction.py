@@ -26,7 +26,10 @@ from meshwise.timeline.timeline import Timeline
 
 
 def prediction(whole: Rehearsed, job: str) -> Prediction:
-    """Return what was predicted for a rehearsed plan, in the form that a plan file keeps. job: its name."""
+    """Return the prediction for a rehearsed plan in the form that is stored in a plan file.
+
+    job: the name of the job.
+    """
     estimate, machine = whole.estimate, whole.prices.machine
     memory = {"allocated": estimate.memory.allocated} | _held(whole)
     if whole.traces[0].step.kind != "cpu":
@@ -39,8 +42,8 @@ def prediction(whole: Rehearsed, job: str) -> Prediction:
 
 
 def _held(whole: Rehearsed) -> dict[str, int]:
-    """Return the largest bytes of parameters, buffers, gradients, optimizer state, as `engine.held_bytes` counts them;
-    on a GPU also `activations`: everything else at the end of the last forward."""
+    """Return the peak bytes of parameters, buffers, gradients and optimizer state, counted like `engine.held_bytes`. On
+    a GPU, also return `activations`: all other bytes at the end of the last forward."""
     work = next(trace.step for trace in whole.traces if trace.step.rank == whole.estimate.memory.rank)
     curve = memory_curve(work)
     columns = dict(zip(CATEGORIES, curve.by_category.T, strict=True))
@@ -53,7 +56,7 @@ def _held(whole: Rehearsed) -> dict[str, int]:
 
 
 def timeline_of(whole: Rehearsed, job: str) -> Timeline:
-    """Return the predicted step of a rehearsed plan as a timeline. The plan's time must be known."""
+    """Return the predicted step of a rehearsed plan as a timeline. The step must have been simulated."""
     assert whole.step is not None
     plan = whole.estimate.plan
     stages = {trace.step.rank: at for at, trace in enumerate(whole.traces)} if plan.pipeline > 1 else None
@@ -69,7 +72,7 @@ def _kinds(whole: Rehearsed) -> dict[str, float]:
 
 
 def _origin(whole: Rehearsed) -> str:
-    """Return the sources of the prices, by their share of the seconds: `catalog 80 %, model 20 %`."""
+    """Return where the prices come from, with their share of the step's seconds, such as `catalog 80 %, model 20 %`."""
     assert whole.step is not None
     rank, machine = slowest_rank(whole.step).rank, whole.prices.machine
     shares: dict[str, float] = defaultdict(float)

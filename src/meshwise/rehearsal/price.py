@@ -27,15 +27,22 @@ from meshwise.spec.timings import seconds_at
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
-"""What a price depends on. Errors of prices with the same factor depend on each other; those of others do not."""
+"""What a price depends on. The errors of prices with the same factor are correlated. Errors of different factors are
+independent."""
 Known = Callable[[Operation], float | None]
-"""Returns the seconds of an operator at its shapes if it was measured on the device in question, else None."""
+"""A function that returns the measured seconds of an operator at its shapes, or None if it was not measured on this
+device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A price in seconds. low, high: its 80 % interval. origin: `measured`, `catalog` (a measured share of a nominal
-    figure) or `model` (an unmeasured share of it). factor: what the price depends on, one of FACTORS."""
+    """A price in seconds.
+
+    low, high: the ends of its 80 % interval.
+    origin: `measured`, `catalog` (a nominal figure times a fraction that was measured) or `model` (a nominal figure
+    times a fraction that was not measured).
+    factor: what the price depends on, one of FACTORS.
+    """
 
     seconds: float
     low: float
@@ -50,16 +57,17 @@ def priced(seconds: float, spread: float, origin: str, factor: str) -> Priced:
 
 
 def times(price: Priced, factor: float) -> Priced:
-    """Return a price multiplied by a factor, with its interval."""
+    """Return a price multiplied by a factor, together with its interval."""
     if factor == 1.0:
         return price
     return replace(price, seconds=price.seconds * factor, low=price.low * factor, high=price.high * factor)
 
 
 def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:
-    """Return the seconds to compute one operator, on a CPU with the cost of calling it; None if a figure is unknown.
+    """Return the price of running one operator on a device. On a CPU it includes the cost of calling the operator.
+    Return None if a figure is unknown.
 
-    known: looks up operators that were measured on this device; used first.
+    known: returns the seconds of operators that were measured on this device. Measured seconds take precedence.
     """
     seconds = known(operation) if known is not None else None
     sort = sort_of(operation)
@@ -81,14 +89,16 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
 
 
 def fused_share(operation: Operation) -> float:
-    """Return the share of an operator's time that is left in a compiled block, which fuses memory-bound operators."""
+    """Return the fraction of an operator's time that remains in a compiled block, where memory-bound operators are
+    fused."""
     return FIGURES["compile.memory"].value if sort_of(operation) in ("elementwise", "reduction") else 1.0
 
 
 def launch_seconds(device: Device, phase: str = "") -> Priced:
-    """Return the host's seconds to launch an operator on an accelerator; 0 on a CPU, whose prices include them.
+    """Return the price of the host's work to launch an operator on an accelerator. Return 0 for a CPU, since its
+    operator prices include the call.
 
-    phase: of PHASES: add what Python, modules and autograd take in this phase of a program. Empty: the launch alone.
+    phase: if given, one of PHASES. The price then includes the time of Python, modules and autograd in this phase.
     """
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
@@ -102,7 +112,8 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
 
 
 def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
-    """Return the seconds of a copy between an accelerator and pinned memory of its host; None if unknown."""
+    """Return the price of a copy between an accelerator and pinned memory of its host. Return None if a figure is
+    unknown."""
     ends = (HOST, device.name) if copy.to == "device" else (device.name, HOST)
     link = link_between(machine, *ends)
     if link is None:
@@ -123,7 +134,8 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
 
 
 def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Return the seconds to read and write an operator's bytes in an accelerator's memory; None if unknown."""
+    """Return the price of reading and writing an operator's bytes in an accelerator's memory. Return None if the memory
+    rate is unknown."""
     moved = operation.read + operation.written
     group = sort if f"memory.{sort}" in FIGURES else "elementwise"
     share, floor = FIGURES[f"memory.{group}"], FIGURES["kernel"]
@@ -144,7 +156,8 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Return the seconds to compute an operator's FLOPs on an accelerator; None if the dtype's rate is unknown."""
+    """Return the price of computing an operator's FLOPs on an accelerator. Return None if the rate for its dtype is
+    unknown."""
     if not operation.dtypes:
         return None
     dtype, known = operation.dtypes[0], part(device.part)
@@ -180,7 +193,8 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[float, float, str] | None:
-    """Return (FLOP/s of a large matmul, spread, origin), from the peak of the dtype; None if that is unknown."""
+    """Return (FLOP/s of a large matmul, spread, origin), computed from the dtype's peak. Return None if the peak is
+    unknown."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -197,7 +211,10 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
 
 def _transposing(operation: Operation, device: Device) -> float:
     """Return the seconds to convert a convolution's images to the layout of tensor cores and back, which reads and
-    writes each byte once more. 0 if it does not run on tensor cores, or if the memory rate is unknown."""
+    writes each byte once more.
+
+    Return 0 if the convolution does not run on tensor cores, or if the memory rate is unknown.
+    """
     narrow = operation.dtypes[0] in ("bf16", "fp16") or "tf32" in {*device.peak, *device.best_rates}
     rate = device.memory_rate or FIGURES["memory.copy"].value * (device.memory_bandwidth or 0.0)
     if not narrow or not rate:
@@ -206,7 +223,8 @@ def _transposing(operation: Operation, device: Device) -> float:
 
 
 def _attention(operation: Operation, device: Device, dtype: str, known: CatalogPart | None) -> Priced | None:
-    """Price fused attention by its FLOPs (half of them if causal), at a share of the peak; None if that is unknown."""
+    """Price fused attention by its FLOPs at a fraction of the peak rate. The FLOPs of causal attention count half.
+    Return None if the peak is unknown."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -226,14 +244,17 @@ def _attention(operation: Operation, device: Device, dtype: str, known: CatalogP
 
 
 def _filled(blocks: int, multiprocessors: int) -> float:
-    """Return the share of the multiprocessors that work, on average over the waves of `blocks` equal blocks."""
+    """Return the average fraction of busy multiprocessors while `blocks` equal thread blocks run in waves."""
     return max(blocks, 1) / (math.ceil(max(blocks, 1) / multiprocessors) * multiprocessors)
 
 
 @lru_cache(maxsize=65_536)
 def tile_share(product: Product, multiprocessors: int | None) -> float:
-    """Return a product's rate relative to a large matmul: whole tiles run in whole waves, with the best of TILES; k is
-    divided over idle multiprocessors if that helps. 1 if the number of multiprocessors is unknown."""
+    """Return the rate of a matrix product relative to a large one. The product runs as whole tiles in whole waves.
+
+    The best size in TILES is used, and k is split over idle multiprocessors if this helps. Returns 1 if the number of
+    multiprocessors is unknown.
+    """
     if not multiprocessors:
         return 1.0
     fill = FIGURES["matmul.fill"].value
@@ -259,7 +280,8 @@ def _measured_rate(products: Sequence[Matmul], flops: int, multiprocessors: int 
 
 
 def _between(table: Sequence[tuple[int, float]], at: float) -> float:
-    """Interpolate a table of (x, y) at x = `at`, on logarithmic axes; outside the table, return y of its end."""
+    """Interpolate a table of (x, y) at x = `at` on logarithmic axes. Outside the table, return the y of its nearest
+    end."""
     place = bisect_left(table, (at,))
     if place == 0 or place == len(table):
         return table[min(place, len(table) - 1)][1]
@@ -272,7 +294,8 @@ def _between(table: Sequence[tuple[int, float]], at: float) -> float:
 
 
 def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Price an operator on a CPU by measured products or by the memory rate, plus a call; None if not measured."""
+    """Price an operator on a CPU by measured matrix products or by the memory rate, plus the cost of a call. Return
+    None if these were not measured."""
     if device.memory_rate is None:
         return None
     bytes_seconds = (operation.read + operation.written) / device.memory_rate
@@ -293,5 +316,5 @@ def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | N
 
 
 def _joint(one: float, other: float) -> float:
-    """Return the spread of a product of two figures with independent errors."""
+    """Return the relative error (spread) of the product of two figures with independent errors."""
     return math.exp(math.hypot(math.log(one), math.log(other)))

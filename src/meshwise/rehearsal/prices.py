@@ -32,9 +32,10 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Overlap:
-    """By what factors (at least 1) computing and communication take longer while both run at the same time.
+    """The factors (at least 1) by which computing and communication take longer while they run at the same time.
 
-    inside: the factors for communication inside a host, if different."""
+    inside: the factors for communication within a host, if they differ.
+    """
 
     compute: float
     communication: float
@@ -42,7 +43,10 @@ class Overlap:
 
 
 def overlap_of(device: Device, end: int = 0) -> Overlap:
-    """Return the overlap factors for this kind of device. end: -1 or 1 for the low or high end of their intervals."""
+    """Return the overlap factors for this kind of device.
+
+    end: 0 for the expected factors, -1 or 1 for the low or high end of their intervals.
+    """
     if device.kind != "cpu":
         return _overlap("gpu", end)
     return replace(_overlap("cpu", end), inside=_overlap("cpu.inside", end))
@@ -55,7 +59,7 @@ def _overlap(kind: str, end: int) -> Overlap:
 
 
 class Prices:
-    """Prices launches on the devices of one machine, each different launch once."""
+    """Prices launches on the devices of one machine. Each distinct launch is priced once."""
 
     def __init__(
         self,
@@ -68,10 +72,14 @@ class Prices:
         notes: tuple[str, ...] = (),
         compiled: bool = False,
     ) -> None:
-        """known: measured seconds of operators, by the device's part. program: seconds that Python, modules and
-        autograd add to each operator of a CPU worker. dtensor: seconds that DTensor adds to each operator of an
-        optimizer. crowd: workers per core, at least 1. inside: measured bytes that an operator allocates internally.
-        notes: for the user. compiled: whether blocks run compiled on accelerators; traces are of uncompiled ones."""
+        """known: for each device model, a function that returns measured seconds of operators.
+        program: the seconds that Python, modules and autograd add to each operator of a CPU worker.
+        dtensor: the seconds that DTensor adds to each operator of an optimizer.
+        crowd: the number of workers per core, at least 1.
+        inside: returns the measured bytes that an operator allocates internally.
+        notes: remarks for the user.
+        compiled: whether blocks run compiled on accelerators. The traces are always of uncompiled blocks.
+        """
         self.machine, self._crowd, self.inside, self.notes = machine, crowd, inside, notes
         self._program, self._dtensor, self.compiled = program, dtensor or 0.0, compiled
         self._known = known or {}
@@ -83,7 +91,7 @@ class Prices:
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
     def of(self, what: What, rank: int) -> Priced | None:
-        """Return the price of a launch on its stream of this rank; None if a figure is unknown."""
+        """Return the price of a launch on its stream on this rank. Return None if a figure is unknown."""
         key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
         found = self._objects.get(key)
         if found is None:
@@ -104,7 +112,10 @@ class Prices:
         return None if seconds is None else times(seconds, self._crowd)
 
     def host(self, what: What, rank: int, phase: str = "other", dtensors: bool = False) -> Priced:
-        """Return the price for the rank's host to launch `what` in this phase. dtensors: as in `Work`."""
+        """Return the price of the work of the rank's host to launch `what` in this phase.
+
+        dtensors: whether the optimizer steps on DTensors, as in `Work`.
+        """
         ranks = len(what.ranks) if isinstance(what, CollectiveOperation) and what.kind == "all-reduce" else 0
         key = self._alike[rank], type(what), phase, dtensors, min(ranks, self._each)
         if key not in self._hosts:
@@ -127,8 +138,10 @@ class Prices:
 
 
 def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
-    """Return a sentence for each launch of these steps whose price is unknown. Raises UsageError if the machine has too
-    few devices for the plan."""
+    """Return a sentence for each kind of launch in these steps whose price is unknown.
+
+    Raises UsageError if the machine has fewer devices than the plan needs.
+    """
     machine = prices.machine
     unknown: Counter[str] = Counter()
     for work in works:
@@ -153,7 +166,7 @@ def _named(what: What, device: Device) -> str:
 
 
 def speed_of(device: Device) -> str:
-    """Return a text that two devices share if, and only if, their figures are equal."""
+    """Return a string that is equal for two devices if and only if their figures are equal."""
     return repr(
         (device.kind, device.part, device.memory, device.peak, device.matmuls, device.memory_rate, device.launch)
     )

@@ -50,17 +50,17 @@ TAKES_MEMORY = {
     "resize_",
     "set_",
 }
-"""Operators that allocate memory, or give memory another form, without launching a kernel."""
+"""Operators that only allocate or reshape memory, without launching a kernel."""
 ON_HOST = {"cpu", "meta"}
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
-"""Operators that show values to the program, or return a tensor whose size depends on values."""
+"""Operators that pass values of tensors to the program, or return a tensor with a size that depends on values."""
 
 
 class Record:
-    """Records the events of one rank in a rehearsal: launches, allocations, frees."""
+    """Records the events of one rank in a rehearsal: launches, allocations and frees."""
 
     def __init__(self, device: str) -> None:
-        """device: the type of the device that computes: `cpu`, or the fake device's name."""
+        """device: the type of the device that computes: `cpu`, or the name of the fake device."""
         self.device = device
         self.events: list[Event] = []
         self.places = Places()
@@ -79,7 +79,7 @@ class Record:
         return phase if phase in PHASES else "other"
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Call) -> Any:
-        """Run an operator, and record what it launches and allocates. Implements `compat.fake.Handler`."""
+        """Run an operator, and record its launch and the memory that it allocates. Implements `compat.fake.Handler`."""
         if func is torch.ops.aten.add.Tensor and sums_in_place(args):
             func = run.func = torch.ops.aten.add_.Tensor
         if self.phase in ("forward", "backward") and _tells_values(func, args):
@@ -133,13 +133,14 @@ class Record:
         return self._operations.setdefault(operation, operation)
 
     def _dtypes(self, name: str, taken: list[Tensor]) -> tuple[str, ...]:
-        """Return the dtypes of tensors, with `tf32` for float32 in matrix products if the program allows TF32."""
+        """Return the dtypes of tensors. Float32 becomes `tf32` in matrix products if the program allows TF32."""
         words = tuple(_word(tensor) for tensor in taken)
         loose = self.device != "cpu" and torch.get_float32_matmul_precision() != "highest"
         return tuple("tf32" if word == "fp32" else word for word in words) if loose and name in MATMULS else words
 
     def _on_collective(self, moved: Moved, values: Any) -> None:
-        """Record a collective: beside the stream that begins it if asynchronous, else in that stream."""
+        """Record a collective. If it is asynchronous, it runs on a stream of its own, else on the stream that launches
+        it."""
         what, own = _collective(moved), self._stream
         if what is None:  # a barrier; a wait for one
             self.beside.wait(moved.work, own, self._storages(values))
@@ -153,7 +154,7 @@ class Record:
             self.beside.begin(place, self._storages(values), moved.work)
 
     def waits(self, work: Any) -> None:
-        """Record that the program waits for the collective of this handle."""
+        """Record that the program waits for the collective with the handle `work`."""
         self.beside.wait(work, self._stream, ())
 
     @property
@@ -168,7 +169,7 @@ class Record:
         return [number for number in found if number is not None]
 
     def _launch(self, what: Operation | CollectiveOperation | Copy, stream: str, storages: Iterable[int]) -> int:
-        """Record a launch, and return its index. storages: numbers of those that it reads or writes."""
+        """Record a launch, and return its index. storages: the numbers of the storages that it reads or writes."""
         place = len(self.events)
         after = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
         where = self.places.now()
@@ -178,7 +179,7 @@ class Record:
     # Memory.
 
     def _buffers(self, what: CollectiveOperation, moved: Moved) -> None:
-        """Set the category of a collective's flat tensors to `communication`: they are its buffers."""
+        """Set the category of a collective's one-dimensional tensors to `communication`, since they are its buffers."""
         if what.kind in ("all-gather", "reduce-scatter", "all-reduce"):
             self.tell((t for t in moved.tensors if t.dim() == 1 and t.numel() > 1), "communication")
 
@@ -192,7 +193,7 @@ class Record:
         self._take(number, storage.nbytes(), tensor)
 
     def resized(self, tensor: Tensor, size: int) -> None:
-        """Record that a tensor's storage is resized to `size` bytes: FSDP2 gathers and frees parameters this way."""
+        """Record that a tensor's storage is resized to `size` bytes. FSDP2 gathers and frees parameters in this way."""
         self._notice(tensor)
         number = self._numbers[tensor.untyped_storage()]
         self._gone(number)
@@ -213,7 +214,7 @@ class Record:
             self.events.append(Free(number))
 
     def tell(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Set the category of these tensors' memory, in the events recorded so far too."""
+        """Set the category of these tensors' memory, also in events that have already been recorded."""
         for tensor in tensors:
             self._notice(tensor)
             self._categories[self._numbers[tensor.untyped_storage()]] = category
@@ -225,13 +226,14 @@ class Record:
                 self._categories[event.storage] = category
 
     def backward_ends(self) -> None:
-        """Set the category of memory that a backward allocated and has not freed to `gradients`."""
+        """Set the category of memory that a backward has allocated and not freed to `gradients`."""
         for number, event in self._alive.items():
             if event.category == "temporary":
                 self._categories.setdefault(number, "gradients")
 
     def cut(self) -> tuple[tuple[Allocate, ...], tuple[Event, ...]]:
-        """Begin a new list of events, with indices from 0. Return the memory in use now, and the events so far."""
+        """Start a new list of events, with indices from 0. Return the memory in use now, and the events recorded
+        before."""
         events, self.events = self.events, []
         self.beside = Beside()
         fake_device.begin_record()
@@ -265,21 +267,23 @@ def _word(tensor: Tensor) -> str:
 
 
 def _layout(tensors: list[Tensor]) -> str:
-    """Return `channels_last` if a 4-d tensor is: a convolution then converts its other tensors. Else return ""."""
+    """Return `channels_last` if a 4-d tensor has this layout, since a convolution then converts its other tensors to
+    it. Otherwise return an empty string."""
     images = [tensor for tensor in tensors if tensor.dim() == 4 and not tensor.is_contiguous()]
     last = any(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
     return "channels_last" if last else ""
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes that a tensor has in memory. An expanded tensor has fewer than its shape suggests."""
+    """Return the bytes of memory that a tensor uses. An expanded tensor uses less than its shape suggests."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 GATHERS = {"embedding", "index_select", "gather", "index", "take"}
 """Operators that read only as many bytes of their first tensor as they return."""
 PICKS = {"nll_loss_forward": 0, "nll_loss2d_forward": 0, "nll_loss_backward": 1, "nll_loss2d_backward": 1}
-"""Operators that read one value per row of the tensor at this index: about as many bytes as the next tensor has."""
+"""Operators that read one value per row of the tensor argument at this index, so about as many bytes as the next tensor
+argument has."""
 
 
 def _read(name: str, taken: list[Tensor], given: list[Tensor]) -> int:

@@ -23,18 +23,24 @@ from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, 
 
 _COUNT = re.compile(r"(?<= )\d+(?= )")
 Read = Callable[[Launch], tuple[Hashable, int | None]]
-"""Returns what a launch has in common with those of other blocks (or microbatches), and the number of its own."""
+"""Returns a key that a launch has in common with the corresponding launches of other blocks (or microbatches), and the
+index of the launch's own block or microbatch. The index is None for a launch outside of all blocks."""
 
 NUMBERS = 1 << 16
-"""The most bytes of a collective that may grow with depth, such as one with a number for each parameter, or for the
-loss of each microbatch. Larger collectives are cut into buckets at some depth, so they do not simply grow."""
+"""The largest size in bytes of a collective that may grow with the depth of the model, such as one with a number for
+each parameter or for the loss of each microbatch. Larger collectives are split into buckets at some depth, so their
+size does not grow linearly."""
 GROWS = ("optimizer", "other")
 """The phases in which collectives may grow."""
 
 
 @dataclass(frozen=True)
 class GrowthAxis:
-    """An axis along which traces grow. write: returns (module, microbatch) of a launch when moved to another number."""
+    """A dimension along which traces grow: the number of blocks or of microbatches.
+
+    read: see `Read`.
+    write: returns the (module, microbatch) of a launch after it is moved to another block or microbatch.
+    """
 
     read: Read
     write: Callable[[Launch, int], tuple[str, int]]
@@ -48,10 +54,13 @@ MICROBATCHES = GrowthAxis(_by_microbatch, lambda launch, number: (launch.module,
 
 
 def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets: bool = False) -> Trace:
-    """Return a trace that is `times` repetitions longer than `short`; `long` is one longer. Raises Unlike if unclear.
+    """Return a trace with `times` more repetitions than `short`, where `long` has one more. Raises Unlike if this is
+    not possible.
 
-    Storages have other numbers than in a trace of the whole. buckets: whether the optimizer takes parameters in buckets
-    of a certain size: a launch on more parameters would then be cut at some depth, which raises Unlike.
+    Storages are numbered differently than in a trace of the whole model.
+
+    buckets: whether the optimizer splits parameters into buckets of a fixed size. A launch on more parameters in `long`
+    then raises Unlike, because buckets would change at some depth.
     """
     numbers: dict[Hashable, int] = {}
     one, other = _Row(short, axis.read, numbers), _Row(long, axis.read, numbers)
@@ -65,8 +74,14 @@ def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets:
 
 
 class _Row:
-    """A trace as one sequence. For each entry: the event; a number that equal entries share; a number shared even if
-    entries differ by growth; its block or microbatch; the indices of earlier entries that it refers to."""
+    """A trace as one sequence of entries, stored in parallel lists.
+
+    events: the events.
+    keys: a number that equal entries share.
+    loose: a number that entries also share if they differ only by growth.
+    at: the index of the entry's block or microbatch.
+    refers: the indices of earlier entries that the entry refers to.
+    """
 
     def __init__(self, trace: Trace, read: Read, numbers: dict[Hashable, int]) -> None:
         self.events: list[Event | None] = []
@@ -103,7 +118,7 @@ class _Row:
                     self._add(event, ("free", self.keys[before]), ("free", self.loose[before]), None, (before,))
 
     def _what(self, what: Any) -> int:
-        """Return a number that equal objects share. It is remembered by id, as many launches have the same object."""
+        """Return a number that equal objects share. It is cached by id, since many launches hold the same object."""
         found = self._whats.get(id(what))
         if found is None:
             found = self._whats[id(what)] = self._numbers.setdefault(what, len(self._numbers))
@@ -120,14 +135,15 @@ class _Row:
 
 
 class _Moved(NamedTuple):
-    """How a number changes over the copies of a piece: `start` in the first copy, `slope` more in each later one."""
+    """How a number changes over the copies of a piece: it is `start` in the first copy, and grows by `slope` with each
+    further copy."""
 
     start: int
     slope: int = 0
 
 
 class _Longer:
-    """Builds the lengthened sequence of events, entry by entry."""
+    """Builds the lengthened sequence of events, one entry at a time."""
 
     def __init__(self, short: _Row, long: _Row, times: int, axis: GrowthAxis, buckets: bool) -> None:
         self.short, self.long, self.times, self.axis, self.buckets = short, long, times, axis, buckets
@@ -138,7 +154,8 @@ class _Longer:
         self.start = self.next = 0
 
     def sections(self) -> list[list[Any]]:
-        """Return four lists: memory held before the first step, its events, and the same of a later step."""
+        """Return four lists: the memory held before the first step, the events of the first step, and both for a later
+        step."""
         found: list[list[Any]] = []
         for event in self._events():
             if event is None:
@@ -162,7 +179,7 @@ class _Longer:
             begin, shift = end + piece.length, shift + piece.length
 
     def _fixed(self, place: int, before: int) -> Event | None:
-        """Return the event for an entry that both sequences have. before: its index in the shorter one."""
+        """Return the event for an entry that both sequences have. before: the entry's index in the shorter sequence."""
         event, times = self.long.events[place], self.times
         if event is None:
             return self._put(place, None, (), None)
@@ -217,7 +234,8 @@ class _Longer:
                 yield self._put(place, event, own, at, outer)
 
     def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
-        """Return how the references of an entry in a piece, and its block or microbatch, change from copy to copy."""
+        """Return how the references of an entry in a piece change from copy to copy, and how its block or microbatch
+        changes."""
         if self.long.events[place] is None:
             raise Unlike("a section is no piece")
         beside = [
@@ -247,8 +265,13 @@ class _Longer:
         return refers, at
 
     def _slope(self, beside: Sequence[tuple[int, int | None]], value: int, length: int | None = None) -> int:
-        """Return the change from one copy to the next. Raises Unlike if the copies before and after give different
-        changes, or if `length` is given and the change is neither 0 nor that."""
+        """Return the change of a value from one copy of a piece to the next.
+
+        beside: for the copy before (-1) and after (1) this one, the value there.
+
+        Raises Unlike if the two copies give different changes, or if `length` is given and the change is neither 0 nor
+        ±`length`.
+        """
         slopes = {None if other is None else way * (other - value) for way, other in beside}
         slope = slopes.pop() if len(slopes) == 1 else None
         if slope is None or (length is not None and abs(slope) not in (0, length)):
@@ -258,7 +281,8 @@ class _Longer:
     def _put(
         self, place: int, event: Event | None, refers: Sequence[int], number: int | None, check: bool = True
     ) -> Event | None:
-        """Append an event with new references, and return it. check: they must refer to entries equal to the old."""
+        """Append an event with new references, and return it. check: whether to raise Unlike if the new references are
+        to entries that differ from the old ones."""
         keys, key = self.keys, self.long.keys[place]
         if check and refers:
             old = self.long.refers[place]
@@ -305,7 +329,8 @@ def _grown(short: Event | None, long: Event, times: int) -> Event:
 
 
 def _notes(short: Sequence[str], long: Sequence[str], times: int) -> Iterator[str]:
-    """Yield the notes for the longer trace: those that are equal, or differ only in whole numbers that grow."""
+    """Yield the notes for the longer trace. A note is kept if it is equal in both traces, or differs only in whole
+    numbers, which are extrapolated."""
     for one, other in zip(short, long, strict=False):
         (old, before), (new, now) = (([int(n) for n in _COUNT.findall(t)], _COUNT.sub("{}", t)) for t in (one, other))
         if before == now and "{}" not in one:

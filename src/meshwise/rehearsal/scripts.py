@@ -67,8 +67,12 @@ _UNKNOWN = Facts(None, False, 0, 0)
 
 @dataclass(frozen=True)
 class Script:
-    """A program with its own loop. run: runs the program in this process, as `python name` does. batch_size: of its
-    global batch. model: what is known of its models."""
+    """A program with its own training loop.
+
+    run: runs the program in this process, as `python name` does.
+    batch_size: the size of the global batch.
+    model: facts about the program's models.
+    """
 
     name: str
     run: Callable[[], object]
@@ -77,11 +81,13 @@ class Script:
 
 
 class RehearsalEnds(BaseException):
-    """The rehearsal has seen enough steps. No Exception, so that `except Exception` of a script does not catch it."""
+    """Raised to end a script after enough steps. It is not an Exception, so that the script's `except Exception` does
+    not catch it."""
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
-    """Rehearse the first steps of a script on one device, and return it with what a search must know of it."""
+    """Rehearse the first steps of a script on one device. Return the script with its batch size and the facts about its
+    model, as a search needs them."""
     script = Script(name, run)
     loop = _rehearsed(script, Plan(), kind)
     work = Work(0, 1, kind, *loop.works[-1])
@@ -94,7 +100,7 @@ def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
 
 
 def _forward(work: Work) -> Forward:
-    """Estimate the size of a forward from a recorded step, without knowing the blocks of its models."""
+    """Estimate the size of a forward pass from a recorded step, without knowing the blocks of the script's models."""
     forwards = [each for each in work.launches if each.phase == "forward"]
     operations = [each.what for each in forwards if isinstance(each.what, Operation)]
     kept = int(memory_curve(work).by_category[:, CATEGORIES.index("activations")].max())
@@ -105,9 +111,10 @@ def _forward(work: Work) -> Forward:
 
 
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
-    """Trace what the ranks of `plan` do in the first steps of a script: one rank of each kind, as `trace` does.
+    """Trace the first steps of a script under a plan. Like `trace`, return one trace for each kind of rank.
 
-    Raises PlanError for a plan that scripts cannot have, UsageError with the source line if it cannot be rehearsed.
+    Raises PlanError for a plan that scripts cannot have, and UsageError, with the source line, if the script cannot be
+    rehearsed.
     """
     check_for_scripts(plan)
     return [_trace_rank(script, plan, kind, rank) for rank in kinds_of_ranks(plan, speeds)]
@@ -120,7 +127,10 @@ def _trace_rank(script: Script, plan: Plan, kind: str, rank: int) -> Trace:
 
 
 class _Loop(Places):
-    """A recorder that follows a script's loop, sorts the recorded events into steps, and ends it after STEPS steps."""
+    """A recorder that follows a script's training loop and sorts the recorded events into steps.
+
+    After STEPS steps, it ends the script by raising RehearsalEnds.
+    """
 
     def __init__(self, record: Record, engine: Engine) -> None:
         super().__init__()
@@ -163,7 +173,7 @@ class _Loop(Places):
         self.phase, self._batch = "forward", self._batch + 1
 
     def end(self) -> None:
-        """End the current step, if there is one: what follows does not belong to it."""
+        """End the current step, if there is one. Later events do not belong to it."""
         held, events = self._record.cut()
         if self._stepped and len(self.works) < STEPS:
             self.works.append((self._held, events))
@@ -193,14 +203,16 @@ class _Loop(Places):
         self.phase, self._stepped = "other", self._trained
 
     def stepped(self) -> None:
-        """Count a step of any optimizer. Raises RehearsalEnds after some, if the script has distributed no model."""
+        """Count a step of any optimizer. If the script has not called `mw.distribute`, raise RehearsalEnds after more
+        than STEPS steps."""
         if not self._engine.has_applied:
             self._alone += 1
             if self._alone > STEPS:
                 raise RehearsalEnds
 
     def number(self, dtype: torch.dtype) -> float | None:
-        """Return the value to assume for a number that the script reads outside of its model: 1; None for a bool."""
+        """Return the value to assume for a number that the script reads from a tensor outside of its model: 1, or None
+        for a bool."""
         if dtype == torch.bool:
             return None
         self._engine.notify(f"{user_place()} reads a number that only a real run knows: the rehearsal takes 1")
@@ -244,6 +256,7 @@ def _run(script: Script, loop: _Loop, said: io.StringIO) -> None:
 
 
 def _names_us(error: Exception) -> bool:
-    """Return whether a file of the user's on the way to an error speaks of meshwise: a script with our lines does."""
+    """Return whether a file of the user that appears in the error's traceback mentions meshwise. A script that uses
+    meshwise does."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)}
     return any("meshwise" in line for file in files for line in linecache.getlines(file))

@@ -25,21 +25,24 @@ from meshwise.spec.plan import Plan
 Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
-"""A plan is not rehearsed if its step is expected to take longer than the best one by this factor."""
+"""A plan is not rehearsed if its step is expected to take this many times as long as the best one, or longer."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
-"""Plans with more parts to trace than this are not rehearsed first. Plans without pipeline stages never have more."""
+"""Plans with more parts to trace than this are not rehearsed among the first. Plans without pipeline stages never have
+more."""
 SIMPLER = 0.04
-"""By what share a plan must be faster for each doubling of microbatches, stages or parts of layers, to come first."""
+"""The advantage of simpler plans in the order: for each doubling of microbatches, stages or parts of layers, a plan
+must be faster by this fraction to come first."""
 FIRST = 5
-"""How many of the likely best plans are shown before any is rehearsed."""
+"""The number of likely best plans that are shown before any plan is rehearsed."""
 NEAREST = 3
-"""If no plan fits, variants that save memory are tried for this many plans, those that come nearest."""
+"""If no plan fits in memory, variants that save memory are tried for this many plans, those that need the least
+memory."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A plan that was not estimated, and why: it cannot run, cannot fit, or cannot be the fastest."""
+    """A plan that was not estimated, with the reason: it cannot run, cannot fit in memory, or cannot be the fastest."""
 
     plan: Plan
     why: str
@@ -47,9 +50,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search. estimates: of rehearsed plans, best first. left: plans not rehearsed for lack of time,
-    likely best first. worse: plans not rehearsed because they are likely slower. seconds: that the search took. first:
-    the likely best plans with guesses of their costs, made before any was rehearsed."""
+    """The result of a search.
+
+    estimates: the estimates of rehearsed plans, best first.
+    refused: plans that were rejected, with the reasons.
+    left: plans that were not rehearsed for lack of time, likely best first.
+    seconds: the time that the search took.
+    worse: plans that were not rehearsed because they are likely slower.
+    first: the likely best plans, with the guesses of their costs made before any plan was rehearsed.
+    """
 
     estimates: tuple[Estimate, ...]
     refused: tuple[Refused, ...]
@@ -61,9 +70,13 @@ class Search:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of plans before they are rehearsed. bounds: reject plans that cannot fit, or cannot be the fastest.
-    guess: guesses a plan's cost: plans that need at most `room` bytes are rehearsed first, fastest first. Without it,
-    plans are rehearsed in the order given."""
+    """What is known of plans before they are rehearsed.
+
+    bounds: rejects plans that cannot fit in memory or cannot be the fastest.
+    guess: guesses a plan's cost. With it, the fastest plans are rehearsed first, but plans that need more than `room`
+    bytes last. Without it, plans are rehearsed in the order given.
+    room: the bytes of memory that a plan may need.
+    """
 
     bounds: Bounds | None = None
     guess: Callable[[Plan], Guess] | None = None
@@ -84,11 +97,18 @@ def search(
     roomy: float = 0.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Search:
-    """Rehearse `plans`, the likely best first, for `seconds` by `clock` (CPU time by default), but at least one.
+    """Rehearse `plans`, the likely best first, for `seconds` of `clock`, and return the results. At least one plan is
+    rehearsed.
 
-    savers: returns variants of a plan that need less memory, cheapest first. If no plan fits, variants of the nearest
-    plans are rehearsed until one fits. At the end, variants of the best plan are rehearsed if there is time, unless the
-    best plan needs less than the share `roomy` of a device. show: called after each plan with the results so far.
+    rehearse: returns the estimate of a plan.
+    savers: returns variants of a plan that need less memory, starting with those that add the least time.
+    show: called with the results so far, after each plan.
+    known: bounds and guesses for plans that have not been rehearsed.
+    roomy: variants of the best plan are skipped if it needs less than this fraction of a device's memory.
+    clock: returns the current time in seconds. The default is the CPU time of this process.
+
+    If no plan fits, variants of the plans that need the least memory are rehearsed until one fits. At the end, variants
+    of the best plan are rehearsed if there is time.
     """
     going = _Searching(plans, rehearse, seconds, show, known, clock)
     if known.guess is not None:
@@ -115,7 +135,7 @@ def search(
 
 
 class _Searching:
-    """A running search."""
+    """The state of a search while it runs."""
 
     def __init__(
         self,
@@ -143,7 +163,8 @@ class _Searching:
         return self._over or (bool(self.estimates) and self._clock() - self._begun > self._seconds)
 
     def next(self) -> Plan | None:
-        """Return the plan to rehearse next, the likely best; None if no plan is likely better or none fits the time."""
+        """Return the likely best plan to rehearse next. Return None if all remaining plans are likely worse than a
+        known one, or would take too long to rehearse."""
         for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
             del self._open[plan]
         left = self._seconds - (self._clock() - self._begun)
@@ -154,15 +175,18 @@ class _Searching:
         return None if self._is_worse(plan) else plan
 
     def _is_worse(self, plan: Plan) -> bool:
-        """Return whether a plan likely does not fit, or is slower than a known plan that fits."""
+        """Return whether a plan likely does not fit, or is likely slower than a rehearsed plan that fits."""
         best = min((each.seconds.value for each in self._fitting() if each.seconds is not None), default=None)
         if best is None or self._guess is None:
             return False
         return self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best
 
     def _likely(self, plan: Plan) -> tuple[bool, int, float, float]:
-        """Return a key to sort plans, likely best first: those that fit, by time with a bonus for simple ones; then
-        those that do not fit, by memory. Before the first estimate, plans that are quick to rehearse come first."""
+        """Return a sort key that puts the likely best plans first.
+
+        Plans that likely fit come first, sorted by time, with an advantage for simple plans. Plans that likely do not
+        fit follow, sorted by memory. Before the first estimate, plans that are quick to rehearse come first.
+        """
         assert self._guess is not None
         guess = self._guess(plan)
         over = guess.memory > self._room
@@ -176,7 +200,7 @@ class _Searching:
 
     @property
     def nearest(self) -> list[Plan]:
-        """The rehearsed plans by memory, smallest first; after them those that the memory bound rejected."""
+        """The rehearsed plans in ascending order of memory, followed by plans that the memory bound rejected."""
         tried = sorted(self.estimates.values(), key=lambda each: each.memory.total.value)
         large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[-1])
         return list(dict.fromkeys([*(each.plan for each in tried), *large]))
@@ -193,7 +217,10 @@ class _Searching:
         return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, self._first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
-        """Rehearse a plan and return its estimate; None if it is refused. bounded: whether bounds may refuse it."""
+        """Rehearse a plan and return its estimate. Return None if the plan is refused or the time is over.
+
+        bounded: whether a bound may reject the plan.
+        """
         if plan in self.estimates or (plan in self._refused and bounded):
             return self.estimates.get(plan)
         alike = (why for other, why in self._refused.items() if other in self._cannot and _cut_alike(plan, other))
@@ -223,7 +250,7 @@ class _Searching:
         return self.estimates.get(plan)
 
     def _out_of_bounds(self, plan: Plan) -> bool:
-        """Return whether a bound rejects the plan, and record why."""
+        """Return whether a bound rejects the plan. If so, record the reason."""
         if self._bounds is None:
             return False
         why = self._bounds.too_large(plan)
@@ -237,21 +264,24 @@ class _Searching:
         return bool(why)
 
     def saved(self, cheaper: Sequence[Plan], until: bool) -> None:
-        """Rehearse variants that save memory, while there is time. until: whether to stop when one fits."""
+        """Rehearse variants that save memory, while there is time. until: whether to stop after the first one that
+        fits."""
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return
 
 
 def _parts_traced(plan: Plan) -> int:
-    """Estimate how much a rehearsal of the plan has to trace: its microbatches (few stand for many) on all stages."""
+    """Estimate how much a rehearsal of the plan has to trace: the number of traced microbatches, on all stages."""
     few = microbatches_of(plan)
     return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (2 if plan.tensor > 1 else 1)
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:
-    """Return whether a plan is refused for the same reason as another: it cuts the model in the same way, and has all
-    options that may be the reason."""
+    """Return whether a plan will be refused for the same reason as the plan `refused`.
+
+    This is so if the two split the model in the same way, and the plan has every option that may be the reason.
+    """
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
     also = ((getattr(plan, name), getattr(refused, name), default) for name, default in ALSO.items())

@@ -38,13 +38,18 @@ _OF_MODULES = set(vars(nn.Module()))
 
 
 class Unlike(Exception):
-    """The job cannot be shortened: a block's output is not the next block's input, or something is done between."""
+    """Raised if a job cannot be shortened: a block's output is not the next block's input, or the model does something
+    between blocks."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Equal blocks of a model. names: of all repeated blocks of the model. From index `start` on, these are `count`
-    equal groups of `group` blocks. kinds: the classes of the blocks."""
+    """A sequence of equal blocks of a model.
+
+    names: the names of all repeated blocks of the model.
+    start, group, count: the blocks from index `start` of `names` on are `count` equal groups of `group` blocks each.
+    kinds: the classes of the blocks in the sequence.
+    """
 
     names: tuple[str, ...]
     start: int
@@ -54,15 +59,21 @@ class Stretch:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all of the model's repeated blocks."""
+        """Whether the sequence contains all of the model's repeated blocks."""
         return self.count * self.group == len(self.names)
 
 
 @dataclass
 class Forward:
-    """The size of a forward of the global batch. Bytes of operators' results: kept: inside blocks; products: of these,
-    of matrix products and attention; largest: in the largest block; outside: outside of blocks. inputs: bytes of the
-    blocks' inputs. blocks: how many blocks ran."""
+    """The size of one forward pass on the global batch. All fields except the counts are in bytes.
+
+    flops, operators, blocks: the number of FLOPs, of operators and of blocks that ran.
+    kept: the results of operators inside blocks.
+    products: the part of `kept` that is results of matrix products and attention.
+    largest: the results of operators inside the largest block.
+    outside: the results of operators outside of blocks.
+    inputs: the inputs of all blocks.
+    """
 
     flops: int = 0
     operators: int = 0
@@ -75,7 +86,7 @@ class Forward:
 
 
 class Heard:
-    """Records what each block does in a forward (operators and their inputs), and the size of the whole forward."""
+    """Records what each block does in a forward pass (operators and their inputs), and the size of the whole pass."""
 
     def __init__(self) -> None:
         self.done: dict[str, list[object]] = defaultdict(list)
@@ -124,7 +135,11 @@ class Heard:
 
 
 def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> Stretch | None:
-    """Return the longest stretch of equal blocks; None if no two are equal. done: what blocks do in a forward."""
+    """Return the longest sequence of equal blocks in a model. Return None if no two neighboring blocks or groups are
+    equal.
+
+    done: for each block, by name, what it does in a forward pass. Blocks are only equal if they do the same.
+    """
     blocks = repeated_blocks(model) or blocks_of(model)
     done = done or {}
     held = Counter(id(p) for _, block in blocks for p in {id(p): p for p in block.parameters()}.values())
@@ -141,7 +156,8 @@ def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> St
 
 
 def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, number of groups) of each stretch in which every block equals the block `group` before it."""
+    """Yield (start, number of groups) of each sequence in which every block equals the block `group` places before
+    it."""
     start = 0
     for place in range(group, len(prints) + 1):
         if place == len(prints) or prints[place] != prints[place - group]:
@@ -151,7 +167,8 @@ def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]
 
 
 def _print(block: nn.Module, held: Counter[int], number: int) -> object:
-    """Return a value that is the same for equal blocks. A block that shares parameters with another equals none."""
+    """Return a value that is the same for equal blocks. A block that shares parameters with another block equals no
+    other."""
     if any(held[id(p)] > 1 for p in block.parameters()):
         return number
     return tuple((name, _print_of_one(module)) for name, module in block.named_modules())
@@ -185,7 +202,8 @@ def _plain(value: Any) -> object:
 
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
-    """Return the job with only `count` groups of the stretch. Its model raises Unlike if that is impossible."""
+    """Return the job with only `count` groups of the stretch's blocks. Its model raises Unlike if this is
+    impossible."""
     return replace(job, model=functools.partial(_short_model, job.model, stretch, count))
 
 
@@ -226,7 +244,7 @@ def _building(kind: type[nn.Module], places: Iterator[int], left_out: set[int]) 
 
 
 class _Skipped(nn.Module):
-    """Stands in for a block: returns its input, in the form in which other blocks return their output."""
+    """A module in place of a block. It returns its input, in the form in which other blocks return their output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = vars(self)
@@ -237,15 +255,18 @@ class _Skipped(nn.Module):
 
 
 class _Given:
-    """The form in which blocks return their output: a tensor (rest is None), or a tuple of a tensor and `rest`."""
+    """The form in which blocks return their output: a tensor (`rest` is None), or a tuple of a tensor and `rest`."""
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise Unlike if the model did something, or kept a tensor, between two skipped blocks: it would do so after
-        each block. after: how many blocks were skipped directly before."""
+        """Raise Unlike if the model ran an operator or kept a tensor between two skipped blocks. It would do so after
+        every block.
+
+        after: how many blocks were skipped directly before.
+        """
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
             raise Unlike("the model does something between blocks")

@@ -25,15 +25,18 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
 OVERLAP, STEP = "overlap", "step"
-"""Two more factors of a step's interval: how much overlapping activities slow each other, and time without a price."""
+"""Two more factors of the interval of a step: how much overlapping activities slow each other, and time that no price
+accounts for."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step. seconds: until the last simulated rank has ended. low, high: the 80 % interval of seconds.
+    """A simulated step.
 
-    done: the launches of each rank, in the order in which they began. factors: by how many seconds the step is longer
-    with each factor at the upper end of its interval.
+    seconds: the time until the last simulated rank has ended.
+    low, high: the ends of the 80 % interval of `seconds`.
+    done: the launches of each rank, in the order in which they began.
+    factors: for each factor, by how many seconds the step is longer with the factor at the upper end of its interval.
     """
 
     seconds: float
@@ -56,12 +59,17 @@ def simulate(
     merged: bool = False,
     overlap: Overlap | None = None,
 ) -> Step:
-    """Simulate the step of several ranks, such as one of each pipeline stage.
+    """Simulate the step of several ranks, such as one rank of each pipeline stage.
 
-    machine: a machine, or its prices for reuse. interval: if False, low and high equal seconds. merged: simulate
-    consecutive operators as one, which is several times as fast; the step takes the same time, except for overlap with
-    late launches, and launches count as computing. overlap: replaces the constants. Raises UsageError if a price is
-    unknown (see `missing`) or the machine has too few devices, ValueError if ranks wait for each other for ever.
+    works: the step of each rank.
+    machine: a machine, or its prices if they are to be reused.
+    interval: whether to compute `low` and `high`. If False, they equal `seconds`.
+    merged: whether to simulate consecutive operators as one, which is several times as fast. The step takes the same
+    time, except where late launches overlap with communication, and time lost to launches counts as computing.
+    overlap: the overlap factors to use instead of the constants.
+
+    Raises UsageError if a price is unknown (see `missing`) or if the machine has too few devices. Raises ValueError if
+    ranks wait for each other forever.
     """
     prices = machine if isinstance(machine, Prices) else Prices(machine)
     costs = _costs(works, prices)

@@ -22,12 +22,16 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 BLOCKS = 3
-"""How many groups of blocks a small trace has."""
+"""The number of groups of blocks in a small trace."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of a small trace. tensor: parts of each layer. rows: samples of its only microbatch."""
+    """The settings of a small trace, that is of a trace of few blocks on one rank.
+
+    tensor: the size of the `tensor` axis.
+    rows: the number of samples in its only microbatch.
+    """
 
     precision: str
     tensor: int = 1
@@ -38,8 +42,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Small:
-    """Costs on one rank, in seconds. forward, backward: of a block, without collectives. sent: of its collectives in
-    both. outside: of all else in a microbatch, without collectives. kept: bytes that a block keeps for its backward."""
+    """Costs on one rank. All except `kept` are in seconds.
+
+    forward, backward: the forward and backward of one block, without collectives.
+    outside: everything outside of blocks in a microbatch, without collectives.
+    sent: the collectives in a block's forward and backward.
+    kept: the bytes that a block keeps for its backward.
+    """
 
     forward: float
     backward: float
@@ -49,7 +58,7 @@ class Small:
 
 
 def small_traces(program: Tracer, machine: Machine) -> Callable[[Kind], Small | None]:
-    """Return a function that traces few blocks and returns their costs; it returns None if that is not possible."""
+    """Return a function that traces few blocks and returns their costs, or None if that is not possible."""
     prices = Prices(machine)
 
     def small(kind: Kind) -> Small | None:

@@ -30,18 +30,22 @@ from meshwise.machine.memory import free_bytes
 from meshwise.rehearsal.calls import bytes_of, made
 
 REPEATS, LONGEST = 7, 0.05
-"""How many calls of an operator are timed; fewer, but at least two, if they take more than LONGEST seconds in all."""
+"""The number of timed calls of an operator. Fewer, but at least two, are timed if they take more than LONGEST seconds
+in all."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
-"""For operators on more than IN_CACHE bytes: how many calls are also timed after a write of FLUSHED bytes, which
-empties the caches. In a step, some tensors are in a cache, others are not."""
+"""For operators on more than IN_CACHE bytes, COLD calls are also timed after a write of FLUSHED bytes, which empties
+the caches. In a real step, some tensors are in a cache and others are not."""
 INSIDE_FROM = 16 << 10
 """Internal allocations are measured for operators whose tensors have at least this many bytes."""
 SERVE = "from meshwise.rehearsal.timing import serve; serve()"
 
 
 def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, str]:
-    """Time a call in another process, on `threads` threads, while `others` other calls do the same. Return its seconds
-    (None if it cannot be made), bytes allocated internally, and how it crashed the process (empty: it did not)."""
+    """Time an operator call in another process, on `threads` threads, while `others` threads repeat the same call.
+
+    Return three values: the seconds, or None if the call cannot be made; the bytes that the call allocates internally;
+    and how the call crashed the process, or an empty string.
+    """
     child = _child()
     if child.poll() is not None:  # at rest, by someone else
         _child.cache_clear()
@@ -63,7 +67,8 @@ def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, 
 
 
 def serve() -> None:
-    """Time the calls that stdin requests, a line of JSON each, until it is closed; write the results to stdout."""
+    """Time the calls that are requested on stdin, one line of JSON each, until it is closed. Write the results to
+    stdout."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an operator may print
     for line in sys.stdin:
@@ -72,7 +77,8 @@ def serve() -> None:
 
 
 def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, int]:
-    """Time a call in this process. Return its seconds, and the bytes that it allocates internally."""
+    """Time an operator call in this process. Return its seconds, or None if the call cannot be made, and the bytes that
+    it allocates internally."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
         return seconds, 0 if seconds is None else _taken_inside(call)
@@ -80,7 +86,8 @@ def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, 
 
 @functools.cache
 def _child() -> subprocess.Popen[str]:
-    """Start the process that times calls. It ends with this one. It lacks operators that the program registers."""
+    """Start the process that times calls. It ends with this process. Operators that the program registers do not exist
+    there."""
     return subprocess.Popen(
         [sys.executable, "-c", SERVE],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -92,8 +99,10 @@ def _child() -> subprocess.Popen[str]:
 
 
 def _timed(call: str, others: int = 0) -> float | None:
-    """Return the seconds of a call while `others` threads do the same, averaged between warm and cold caches. None if
-    the call cannot be made, or would take more than a quarter of the free memory."""
+    """Return the seconds of a call while `others` threads repeat it, as the geometric mean of warm and cold caches.
+
+    Return None if the call cannot be made, or would take more than a quarter of the free memory.
+    """
     size = bytes_of(call)
     if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
         return None
@@ -111,7 +120,7 @@ def _timed(call: str, others: int = 0) -> float | None:
 
 @contextlib.contextmanager
 def _at_once(call: str, others: int) -> Iterator[None]:
-    """In the block, let `others` threads repeat the call, each on tensors of its own."""
+    """Within the context, let `others` threads repeat the call, each on its own tensors."""
     over = threading.Event()
 
     def work() -> None:
@@ -132,7 +141,8 @@ def _at_once(call: str, others: int) -> Iterator[None]:
 
 
 def _taken_inside(call: str) -> int:
-    """Return the peak of the bytes that a call allocates besides its results, by the events of torch's allocator."""
+    """Return the peak of the bytes that a call allocates in addition to its results, from the events of torch's
+    allocator."""
     if bytes_of(call) < INSIDE_FROM:
         return 0
     totals = list(itertools.accumulate(allocations_of(made(call))))
@@ -140,7 +150,11 @@ def _taken_inside(call: str) -> int:
 
 
 def median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
-    """Return the median seconds of a call. With one thread, count the thread's CPU time, to ignore other load."""
+    """Return the median seconds of a call. If torch uses one thread, count the thread's CPU time, which excludes other
+    load.
+
+    before: called before each timed call, outside of the measured time.
+    """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     seconds: list[float] = []
@@ -155,7 +169,7 @@ def median_of(call: Callable[[], object], repeats: int, before: Callable[[], obj
 
 @contextlib.contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    """Set torch's number of threads in the block."""
+    """Within the context, set torch's number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -52,13 +52,17 @@ from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
 STEPS = 2
-"""How many steps are traced: the first creates the optimizer's state and the buckets, all later ones are equal."""
+"""The number of steps that are traced. The first creates the optimizer's state and the buckets. All later steps are
+equal."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank does in its first step, and in each later one (`step`). reads_values: whether the forward or
-    backward reads values of tensors, so that what it does may depend on the batch."""
+    """What one rank does in its first step, and in each later step (`step`).
+
+    reads_values: whether the forward or backward reads values of tensors, so that its operators may depend on the
+    batch.
+    """
 
     first: Work
     step: Work
@@ -66,10 +70,12 @@ class Trace:
 
 
 def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
-    """Trace what the ranks of `plan` do in a step of `job`: one rank of each kind, rank 0 first.
+    """Trace what the ranks of a plan do in a step of a job. Return one trace for each kind of rank, rank 0 first.
 
-    kind: of device, `gpu` or `cpu`. speeds: one value for each rank, equal for ranks with equal devices; by default all
-    are equal. Raises PlanError, with the reason, for a plan that cannot run; UsageError, with the source line, if the
+    kind: the kind of device, `gpu` or `cpu`.
+    speeds: one value for each rank. Ranks with equal devices have equal values. By default, all devices are equal.
+
+    Raises PlanError, with the reason, for a plan that cannot run. Raises UsageError, with the source line, if the
     program cannot run on tensors without values.
     """
     mail: stages.Mail = {}
@@ -80,8 +86,8 @@ def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = 
 
 
 def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
-    """Return one rank of each kind, in ascending order. Ranks are of the same kind if they have the same stage, devices
-    of the same speed, and the same share of the batch."""
+    """Return one rank of each kind, in ascending order. Ranks are of the same kind if they have the same pipeline
+    stage, equally fast devices, and the same share of the batch."""
     within, apart = plan.within_samples, plan.within_samples // plan.pipeline
     found: dict[Any, list[range]] = {}
     for replica in range(plan.replicas):
@@ -94,7 +100,11 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
 
 
 def refused(what: str, error: Exception) -> MeshwiseError:
-    """Return why `what` cannot be rehearsed, with its line, from an error that it raised; one of ours says it."""
+    """Return the error that says why `what` cannot be rehearsed, made from the exception that it raised. A
+    MeshwiseError is returned unchanged.
+
+    what: the job or script, as named in the message.
+    """
     if isinstance(error, MeshwiseError):
         return error
     told = UsageError(_why_not(what, error)).with_traceback(error.__traceback__)
@@ -148,7 +158,8 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -
 
 @contextmanager
 def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[tuple[Record, FakeTensors]]:
-    """In the block, make this process a rank of a faked run. Yield the record of events, and the mode to enter."""
+    """Within the context, make this process a rank of a simulated run. Yield the record of events, and the tensor mode
+    to enter."""
     with ExitStack() as stack:
         device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
         stack.enter_context(fake_world(rank, ranks))
@@ -208,5 +219,5 @@ def _steps(
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state; of a DTensor, this rank's part."""
+    """Return the tensors of an optimizer's state. For a DTensor, this is the rank's local shard."""
     return [local_of(t) for t in tensors_in(list(optimizer.state.values()))]

@@ -15,16 +15,19 @@ MAIN = "main"
 """The name of the stream in which a program computes."""
 PHASES = ("forward", "backward", "optimizer", "other")
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "input")
-"""What memory is used for. `communication`: buffers of collectives, and gathered parameters."""
+"""What memory is used for. `communication` is buffers of collectives and gathered parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """A call of an operator on one device.
 
-    name: torch's, without the overload: `aten.mm`. shapes, dtypes (`bf16`): of the tensor arguments, in order. flops:
-    multiplications and additions; of causal attention, only half. read, written: bytes. call: on a CPU, the call as
-    text (calls.py), so that it can be measured. layout: `channels_last` if a convolution's images are.
+    name: the name in torch without the overload, such as `aten.mm`.
+    shapes, dtypes: those of the tensor arguments, in order. A dtype is written like `bf16`.
+    flops: the number of floating-point operations. For causal attention, half of those of full attention.
+    read, written: the bytes that the operator reads and writes.
+    call: on a CPU, the call as text (calls.py), so that it can be measured.
+    layout: `channels_last` if the images of a convolution have this layout.
     """
 
     name: str
@@ -39,9 +42,12 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOperation:
-    """A collective, send or receive. kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`,
-    `send`, `receive`. size: bytes of the full tensor, as nccl-tests count them. ranks: those of the group, as numbered
-    in the run; for a send or receive (source, target)."""
+    """A collective, or a send or receive.
+
+    kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`, `send` or `receive`.
+    size: the bytes of the full tensor, as nccl-tests count them.
+    ranks: the global ranks of the group. For a send or receive, (source, target).
+    """
 
     kind: str
     size: int
@@ -51,7 +57,11 @@ class CollectiveOperation:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy between host memory and device memory. size: bytes. to: `host` or `device`."""
+    """A copy between host memory and device memory.
+
+    size: the number of bytes.
+    to: `host` or `device`.
+    """
 
     size: int
     to: str
@@ -62,10 +72,12 @@ What = Operation | CollectiveOperation | Copy
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The host launches something on a stream, which does one thing after the other.
+    """The host launches an operator, a collective or a copy on a stream. A stream runs one launch after the other.
 
-    after: indices in `Work.events` of launches on other streams that must end first. blocks: whether the host waits for
-    its end. module: the block of the model that it is in. microbatch: its number, from 0; -1 outside of microbatches.
+    after: indices in `Work.events` of launches on other streams that must end before this one begins.
+    blocks: whether the host waits until the launch has ended.
+    module: the name of the model's block that the launch belongs to.
+    microbatch: the index of the microbatch, from 0. -1 outside of microbatches.
     """
 
     what: What
@@ -79,7 +91,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory is allocated. storage: its number, used by `Free`. category: of CATEGORIES. on_host: in host memory."""
+    """An allocation of memory.
+
+    storage: the number of the storage, which `Free` refers to.
+    category: one of CATEGORIES.
+    on_host: whether it is in host memory.
+    """
 
     storage: int
     size: int
@@ -90,7 +107,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The memory of this storage is freed."""
+    """The memory of a storage is freed."""
 
     storage: int
 
@@ -102,9 +119,11 @@ Event = Launch | Allocate | Free
 class Work:
     """What one rank does in one step, in the order in which its host does it.
 
-    rank, ranks: its number and how many there are. kind: of the device: `cpu`, or `gpu` for any accelerator. held: what
-    is allocated when the step begins (parameters, optimizer state). notes: remarks on the program under this plan.
-    dtensors: whether the optimizer steps on DTensors, whose operators are slower, as they all go through Python.
+    rank, ranks: the rank, and the number of ranks.
+    kind: the kind of device: `cpu`, or `gpu` for any accelerator.
+    held: the memory that is allocated when the step begins, such as parameters and optimizer state.
+    notes: remarks on the program under this plan.
+    dtensors: whether the optimizer steps on DTensors. Their operators are slower, since they all go through Python.
     """
 
     rank: int
@@ -117,7 +136,7 @@ class Work:
 
     @property
     def launches(self) -> Iterator[Launch]:
-        """The launches, without memory events."""
+        """The launches, without the memory events."""
         return (event for event in self.events if isinstance(event, Launch))
 
     def holds(self, category: str) -> int:
@@ -131,7 +150,7 @@ class Work:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which most FLOPs are computed; empty if there are none."""
+        """The dtype in which most FLOPs are computed. An empty string if there are none."""
         return max(flops, key=flops.__getitem__) if (flops := self._by_dtype) else ""
 
     @property

@@ -30,15 +30,15 @@ LIMITS = {
     TO_HOST: "the link between the device and its host",
     IDLE: "time in which nothing is ready to run",
 }
-"""Each limit of a step in words. Any other limit is a link."""
+"""A description of each limit of a step. Any other limit is the name of a link."""
 OTHER_COLUMNS, LEAST_NAME = 72, 28
-"""The width of the columns other than an operator's name, and the least width of the name, in characters."""
+"""The total width of the columns beside an operator's name, and the minimum width of the name, in characters."""
 WORTH_SAYING = 0.005
-"""The smallest share of the step to mention in a sentence."""
+"""The smallest fraction of the step that a sentence mentions."""
 
 
 def explain_lines(found: Explanation, width: int) -> list[Text]:
-    """Return the explanation of a step as lines, at most `width` characters wide."""
+    """Return the explanation of a step as lines of at most `width` characters."""
     estimate = found.estimate
     assert estimate.seconds is not None
     step = seconds_text(estimate.seconds.value)
@@ -54,7 +54,8 @@ def explain_lines(found: Explanation, width: int) -> list[Text]:
 
 
 def _phases(found: Explanation, width: int) -> list[Text]:
-    """Return a table of seconds, a row for each phase, a column for each kind; empty ones are left out."""
+    """Return a table of seconds with a row for each phase and a column for each kind of time. Empty rows and columns
+    are left out."""
     kinds = [kind for kind in KINDS if found.time.kinds.get(kind)]
     rows: list[list[Cell]] = []
     for phase in PHASES:
@@ -69,7 +70,8 @@ def _phases(found: Explanation, width: int) -> list[Text]:
 
 
 def limit_sentences(found: Explanation) -> list[str]:
-    """Return sentences on what limits the step, its parts, overlapped communication, and the interval's causes."""
+    """Return sentences on what limits the step, what its time consists of, how much communication overlaps, and what
+    makes its interval wide."""
     whole, hidden = found.time.seconds, found.time.hidden
     first = next(iter(found.limits), IDLE)
     shares = [
@@ -95,7 +97,11 @@ def _costly(title: str, costly: Sequence[Costly], step: float, width: int) -> li
 
 
 def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[str, list[Cell]]:
-    """Return a table of the launches that take most time, by its columns. step: the step's seconds."""
+    """Return a table of the launches that take the most time, as a mapping from titles to columns.
+
+    title: the title of the first column.
+    step: the seconds of the step.
+    """
     return {
         title: [one.what for one in costly],
         "times": [str(one.times) for one in costly],
@@ -109,7 +115,8 @@ def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[st
 
 
 def runner_up_sentences(best: Estimate, other: Estimate | None) -> list[str]:
-    """Return sentences on why plan `other` is worse than `best`: differences in time by part, and in memory."""
+    """Return sentences on why the plan `other` is worse than `best`: the differences in time, by part, and in
+    memory."""
     if other is None:
         return []
     name = settings_text(other.plan)

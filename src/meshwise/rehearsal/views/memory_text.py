@@ -16,7 +16,7 @@ from meshwise.terminal.table import Cell, columns_lines, table_lines
 
 
 def memory_lines(found: MemoryParts, width: int) -> list[Text]:
-    """Return the parts of a rank's memory as lines, at most `width` characters wide."""
+    """Return the parts of a rank's memory as lines of at most `width` characters."""
     peak = found.peak
     at = ", ".join(part for part in (f"in {peak.phase}" if peak.phase else "", peak.module) if part)
     step = "its first step" if found.first else "a step"
@@ -33,7 +33,8 @@ def memory_lines(found: MemoryParts, width: int) -> list[Text]:
 
 
 def _phases(found: MemoryParts, width: int) -> list[Text]:
-    """Return a table of bytes by category, with a row for the peak of each phase; the step's peak is bold."""
+    """Return a table of bytes by category, with a row for the peak of each phase. The row with the peak of the step is
+    bold."""
     names = [name for name in CATEGORIES if any(name in split for split in found.phases.values())]
     most = max(sum(split.values()) for split in found.phases.values())
     rows: list[list[Cell]] = []
@@ -46,7 +47,7 @@ def _phases(found: MemoryParts, width: int) -> list[Text]:
 
 
 def largest_columns(found: MemoryParts) -> dict[str, list[Cell]]:
-    """Return a table of the largest tensors at the peak, by its columns."""
+    """Return a table of the largest tensors at the peak, as a mapping from titles to columns."""
     return {
         "at the peak": [one.category for one in found.largest],
         "tensors": [str(one.times) for one in found.largest],

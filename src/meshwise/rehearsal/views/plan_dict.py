@@ -14,7 +14,7 @@ from meshwise.spec.plan import changed
 
 
 def plans_dict(plans: Any) -> dict[str, Any]:
-    """Convert the result of a search (`api.plan.Plans`) to plain values, in seconds and bytes."""
+    """Convert the result of a search (`api.plan.Plans`) to plain values. Times are in seconds, memory is in bytes."""
     found = plans.found
     return {
         "job": plans.job,
@@ -42,7 +42,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
 
 
 def explanation_dict(explanation: Explanation) -> dict[str, Any]:
-    """Convert the explanation of a step to plain values; `phases` is by phase, then by kind."""
+    """Convert the explanation of a step to plain values. Its `phases` are nested: by phase, then by kind."""
     values: dict[str, Any] = json_value(explanation)
     phases: dict[str, dict[str, float]] = {}
     for (phase, kind), seconds in explanation.time.phases.items():

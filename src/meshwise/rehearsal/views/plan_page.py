@@ -30,11 +30,14 @@ from meshwise.timeline.timeline import Timeline
 from meshwise.timeline.views.html_page import page_of
 
 POINTS = 600
-"""The most points of the memory curve to draw; each stands for the largest of its neighbours."""
+"""The largest number of points of the memory curve to draw. Each is the highest of its neighbors."""
 
 
 def plan_page(plans: Any, first: Rehearsed) -> str:
-    """Return an HTML page on the plans of `api.plan.Plans`. first: the first plan's estimate, with its inputs."""
+    """Return an HTML page about the plans of `api.plan.Plans`.
+
+    first: the estimate of the first plan, with its inputs.
+    """
     found = plans.found
     title, counts = titles(plans)
     timeline = Timeline(source="predicted") if first.step is None else timeline_of(first, plans.job)
@@ -61,14 +64,19 @@ def plan_page(plans: Any, first: Rehearsed) -> str:
 
 
 def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[str, Any]:
-    """Return a table's titles, its rows of texts, and the indices of left-aligned columns. right: other titles."""
+    """Return a table's titles, its rows as texts, and the indices of left-aligned columns.
+
+    columns: the columns by title.
+    right: the titles of right-aligned columns.
+    """
     titles = list(columns)
     rows = [[str(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
     return {"titles": titles, "rows": rows, "left": [at for at, title in enumerate(titles) if title not in right]}
 
 
 def _memory(first: Rehearsed) -> dict[str, Any]:
-    """Return the curve of the neediest rank's memory in a step after the first; its x axis is time, if known."""
+    """Return the memory curve, in a step after the first, of the rank that needs the most memory. Its x axis is the
+    time, if it is known."""
     rank = first.estimate.memory.rank
     traced = next(each for each in first.traces if each.step.rank == rank)
     before, after = (with_inside(work, first.prices.inside) for work in (traced.first, traced.step))
@@ -92,8 +100,10 @@ def _memory(first: Rehearsed) -> dict[str, Any]:
 
 
 def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
-    """Return the time in ms of each point of a curve: when the launch begins that the memory is for. If the step's time
-    is unknown, return the number of that launch."""
+    """Return the time in ms of each point of a curve: the beginning of the launch that the memory was allocated for.
+
+    If the step's time is unknown, return the index of that launch instead.
+    """
     launched = np.cumsum([isinstance(event, Launch) for event in curve.work.events])
     number = np.where(curve.places < 0, 0, launched[np.maximum(curve.places, 0)])
     if step is None:
@@ -103,7 +113,8 @@ def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
 
 
 def _thinned(curve: Curve) -> list[int]:
-    """Return the indices of a curve's points to draw: the first, and of each stretch the point with most bytes."""
+    """Return the indices of a curve's points to draw: the first point, and from each section of the curve the point
+    with the most bytes."""
     parts = np.array_split(np.arange(1, len(curve.places)), min(POINTS, max(len(curve.places) - 1, 1)))
     total = curve.total
     return [0, *(int(part[total[part].argmax()]) for part in parts if len(part))]

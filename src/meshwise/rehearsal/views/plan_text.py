@@ -23,7 +23,7 @@ from meshwise.spec.words import some
 from meshwise.terminal.table import NO_LIMIT, Cell, columns_lines
 
 LESS_NEEDED = ("samples/s", "most of it", "80 % of cases")
-"""Columns to leave out on a narrow screen, the first of these first."""
+"""Columns to leave out on a narrow screen, in this order."""
 MOST_ROWS, MOST_REASONS, MOST_EDITS, MOST_NAMED = 12, 6, 6, 5
 HOST_WORTH_SAYING = 1 << 20  # bytes
 
@@ -43,7 +43,7 @@ def plans_text(plans: Any, width: int | None = None) -> Text:
 
 
 def titles(plans: Any) -> tuple[str, str]:
-    """Return what was planned, and how much of it was rehearsed."""
+    """Return two texts: what was planned, and how many plans were rehearsed."""
     head, dtype = f"{plans.job} on {plans.machine.name}, batch {plans.batch}", plans.found.estimates[0].dtype
     rehearsed = plural(len(plans.found.estimates), "plan")
     counts = f"{rehearsed} rehearsed in {seconds_text(plans.found.seconds)} of a processor"
@@ -51,7 +51,7 @@ def titles(plans: Any) -> tuple[str, str]:
 
 
 def first_text(plans: Any) -> str:
-    """Return the likely best plans of `api.plan.Plans` as text, as guessed before any is rehearsed."""
+    """Return the likely best plans of `api.plan.Plans` as text, with costs guessed before any plan is rehearsed."""
     rows = [
         f"  {settings_text(plan)}: about {seconds_text(guess.seconds)}, {bytes_text(guess.memory)}"
         for plan, guess in plans.found.first
@@ -60,8 +60,11 @@ def first_text(plans: Any) -> str:
 
 
 def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the plans that somebody may choose: without those that another plan on the same axes beats in time and
-    memory, and without those that do not fit if another plan may. The JSON has all."""
+    """Return the plans that a user may choose.
+
+    A plan is left out if another plan on the same mesh needs neither more time nor more memory, or if it does not fit
+    while another plan may. The JSON output has all plans.
+    """
     shown: list[Estimate] = []
     for each in estimates:  # the best first
         nowhere = each.memory.verdict == TOO_LARGE and estimates[0].memory.verdict != TOO_LARGE
@@ -80,7 +83,7 @@ def _beats(one: Estimate, other: Estimate) -> bool:
 
 
 def plan_columns(plans: Any) -> dict[str, list[Cell]]:
-    """Return a table of plans by its columns, with a row for each plan worth showing."""
+    """Return a table with a row for each plan worth showing, as a mapping from titles to columns."""
     every = plans.found.estimates
     shown = every[:1] if plans.one else worth_showing(every)[:MOST_ROWS]
     room = {each.memory.capacity for each in shown if each.memory.capacity is not None}
@@ -104,7 +107,8 @@ def _cost(plans: Any, estimate: Estimate) -> str:
 
 
 def training_sentence(plans: Any) -> str:
-    """Return a sentence on how long the whole training takes with the first plan; empty if unknown."""
+    """Return a sentence on how long the whole training takes with the first plan. Return an empty string if this is
+    unknown."""
     first = plans.found.estimates[0]
     hours = plans.device_hours(first)
     if hours is None:
@@ -115,7 +119,8 @@ def training_sentence(plans: Any) -> str:
 
 
 def kept_sentence(plans: Any) -> str:
-    """Return a sentence on how much host memory `--redundancy 1` takes with the first plan; empty if that is little."""
+    """Return a sentence on how much host memory `--redundancy 1` takes with the first plan. Return an empty string if
+    it is little."""
     first, machine = plans.found.estimates[0], plans.machine
     ranks = min(first.plan.devices, len(machine.devices) // max(1, len(machine.hosts)) or first.plan.devices)
     each, whole, room = first.memory.kept, first.memory.kept * ranks, machine.hosts[0].memory
@@ -132,7 +137,7 @@ def _interval(estimate: Estimate) -> str:
 
 
 def _parts(estimate: Estimate) -> str:
-    """Format the two largest parts of the step: `computing 80 %, communication 15 %`."""
+    """Return the two largest parts of the step as text, such as `computing 80 %, communication 15 %`."""
     total = sum(estimate.parts.values())
     largest = sorted(estimate.parts.items(), key=lambda part: -part[1])[:2]
     return ", ".join(f"{name} {percent_text(value / total)}" for name, value in largest if total and value)
@@ -146,7 +151,8 @@ def _below(plans: Any) -> list[Text]:
 
 
 def _not_shown(found: Any) -> Iterator[str]:
-    """Yield lines on why plans of a search have no row in the table. Plans that were guessed best are named first."""
+    """Yield lines on why plans of a search have no row in the table. Plans that were guessed to be the best are named
+    first."""
     guessed, shown = [plan for plan, _ in found.first], worth_showing(found.estimates)[:MOST_ROWS]
     reasons: dict[str, list[Plan]] = {}
     for each in found.estimates:
@@ -177,7 +183,7 @@ def _edits(first: Estimate, others: Sequence[Estimate]) -> list[Text]:
 
 
 def sentences(plans: Any) -> list[str]:
-    """Return sentences on the first plan: its memory, why it is the first, and what the training takes."""
+    """Return sentences on the first plan: its memory, why it is the first, and what the whole training takes."""
     first, *others = plans.found.estimates
     memory = first.memory
     need, low, high = (bytes_text(value) for value in (memory.total.value, memory.total.low, memory.total.high))
