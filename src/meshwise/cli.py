@@ -47,7 +47,7 @@ NARROW = 66  # columns below which the boxes of a command's help would cut the n
 
 
 class Commands(TyperGroup):
-    """The commands, in the order in which they are used."""
+    """The subcommands of `meshwise`, in the order in which they are used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -65,7 +65,8 @@ class Commands(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        """Invoke like click, but also report a Ctrl-C, or how a called program ended the command: click is silent."""
+        """Invoke a command like click. In addition, report an interruption (Ctrl-C) or that the called program has
+        ended the process, which click does not."""
         try:
             return super().invoke(ctx)
         except Exception:
@@ -120,7 +121,8 @@ def main() -> None:
 
 
 def _end(call: str) -> None:
-    """End this process because the program that a command reads or calls has called `call`."""
+    """End this process with an error, because the program that a command reads or calls has called the function
+    `call`."""
     error = UsageError(sudden_end.OF_COMMAND.format(call=call))
     _print_error(error)
     if os.isatty(2):
@@ -129,7 +131,8 @@ def _end(call: str) -> None:
 
 
 def _open_standard_files() -> None:
-    """Open stdin, stdout or stderr if a caller has closed it: the next opened file would get its number and text."""
+    """Open stdin, stdout or stderr on the null device if the caller has closed it. Otherwise, the next opened file
+    would get its file descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -139,7 +142,8 @@ def _open_standard_files() -> None:
 
 
 def _told(error: Exception) -> MeshwiseError | None:
-    """Return the error to show for what ended a command; None for a bug of ours."""
+    """Return the error to show for an exception that ended a command. Return None if the exception is a bug of
+    meshwise."""
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -164,8 +168,8 @@ def _print_error(error: MeshwiseError) -> None:
 
 
 def _flush() -> None:
-    """Flush what is printed, even if nobody reads it any more, or a job has closed it. Raises OSError where it cannot
-    be written."""
+    """Flush stdout, even if nobody reads it any more or a job has closed it. Raises OSError if it cannot be written for
+    another reason."""
     with contextlib.suppress(AttributeError, ValueError):
         try:
             sys.stdout.flush()

@@ -86,7 +86,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
 
 
 def _show(found: Any, target: Path | None, as_json: bool) -> int:
-    """Print a bench, save it if `target` is given, and return its exit code."""
+    """Print the result of a bench, save it if `target` is given, and return its exit code."""
     if as_json:
         print(json.dumps(views.bench_dict.bench_dict(found), indent=2))
     else:
@@ -107,7 +107,8 @@ def _compare(old: str, new: str, as_json: bool) -> None:
 
 
 def _writable(path: Path) -> Path:
-    """Return `path` if a machine file can be written there. Raises UsageError, also if another kind of file exists."""
+    """Return `path` if a machine file can be written there. Raises UsageError if it cannot, or if another kind of file
+    exists there."""
     toml_writer()  # before anything is measured
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--save {path}: this is not a file in an existing folder. Use for instance here.toml.")
@@ -123,8 +124,10 @@ def _writable(path: Path) -> Path:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """In the block, let SIGTERM and a closed terminal end a bench as Ctrl-C does, with results so far kept. After the
-    first signal, ignore further ones, which would interrupt the saving."""
+    """Within the context, let SIGTERM and a closed terminal end a bench like Ctrl-C, so that results so far are kept.
+
+    Further signals are ignored, since they would interrupt the saving.
+    """
 
     def stop(number: int, frame: object) -> None:
         for each in before:

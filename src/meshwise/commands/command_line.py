@@ -28,12 +28,15 @@ from meshwise.commands.script_options import check_options_behind
 from meshwise.spec.options import Option, option_name, options_of
 
 BEHIND = "meshwise.behind"
-"""The key in a context's `meta` for all words after a script's name."""
+"""The key in a context's `meta` that holds all words after a script's name."""
 
 
 def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) -> Callable[..., None]:
-    """Make a command for typer of `function`: each parameter that is a dataclass is replaced by one option per field.
-    hidden: names of fields that the help does not show."""
+    """Convert `function` to a command for typer: each parameter that is a dataclass is replaced by one option per
+    field.
+
+    hidden: the names of fields that the help does not show.
+    """
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters.values()
     kinds: dict[str, type] = {p.name: hints[p.name] for p in given if is_dataclass(hints[p.name])}
@@ -53,7 +56,7 @@ def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) ->
 
 
 def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Remove a dataclass's fields from the typed `values` and return them. Lists (repeated options) become tuples."""
+    """Remove the fields of a dataclass from `values` and return them. Lists, from repeated options, become tuples."""
     taken = {name: values.pop(name) for name, _, _ in options_of(kind)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
@@ -85,7 +88,8 @@ def _declared(name: str, option: Option, default: Any, hidden: bool) -> Any:
 
 
 def _typed(annotation: Any) -> Any:
-    """Return the type of an option for typer: a list for a tuple (repeatable), str if the value may be a str."""
+    """Return the type that typer is given for an option: a list for a tuple, since the option can be repeated, and str
+    if the value may be a str."""
     kinds = get_args(annotation)
     for kind in (annotation, *kinds):
         if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
@@ -96,18 +100,19 @@ def _typed(annotation: Any) -> Any:
 
 
 def is_script(word: object) -> bool:
-    """Return whether the word for a job names a user's script: a text that ends in `.py`."""
+    """Return whether a job argument is the path of a user's script, which is a string that ends in `.py`."""
     return isinstance(word, str) and word.endswith(".py")
 
 
 class ScriptCommand(TyperCommand):
-    """A command that reads options only up to the name of a script; `context.args` has the words after that name.
+    """A command that reads options only up to the name of a script. The words after the name are in `context.args`.
 
-    It must have an argument `job`. `context_settings={"obj": RunOptions}` tells it the dataclass of its options.
+    The command must have an argument `job`. `context_settings={"obj": RunOptions}` tells it the dataclass of its
+    options.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse like click; `ctx` is its Context."""
+        """Parse the words of the command line like click, except those after a script's name."""
         ctx.allow_interspersed_args = False
         values, behind, _ = self.make_parser(ctx).parse_args(list(args))
         job = values.get("job")

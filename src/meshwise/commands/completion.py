@@ -21,7 +21,7 @@ def _those(words: Iterable[str], begun: str) -> list[str]:
 
 
 def files(begun: str, ending: str) -> list[str]:
-    """Return files with this ending, and all folders, whose paths start with `begun`."""
+    """Return all folders, and the files with this ending, whose paths start with `begun`."""
     folder = Path(begun) if begun.endswith("/") else Path(begun).parent
     try:
         found = [path for path in folder.iterdir() if not path.name.startswith(".")]
@@ -37,27 +37,27 @@ def jobs_here(incomplete: str) -> list[str]:
 
 
 def plan_fields(incomplete: str) -> list[str]:
-    """Return the fields of a plan that start with `incomplete`: `shard=`, `precision=`."""
+    """Return the fields of a plan that start with `incomplete`, such as `shard=` and `precision=`."""
     return _those((f"{field.name}=" for field in fields(Plan)), incomplete)
 
 
 def devices(incomplete: str) -> list[str]:
-    """Return some words for devices that start with `incomplete`: `all`, `2xcpu`, `8xcuda`."""
+    """Return some device descriptions that start with `incomplete`, such as `all`, `2xcpu` and `8xcuda`."""
     return _those(("all", *(f"{count}x{kind}" for kind in DEVICE_KINDS[:2] for count in (1, 2, 4, 8))), incomplete)
 
 
 def plan_files(incomplete: str) -> list[str]:
-    """Return TOML files, such as those of plans and machines, that start with `incomplete`."""
+    """Return the TOML files that start with `incomplete`, such as plans and machine files."""
     return files(incomplete, ".toml")
 
 
 def runs_here(incomplete: str) -> list[str]:
-    """Return the names of the runs in runs/ that start with `incomplete`, newest first."""
+    """Return the names of the runs in `runs/` that start with `incomplete`, newest first."""
     return [path.parent.name for path in sorted(Path("runs").glob(f"{incomplete}*/run.json"), reverse=True)]
 
 
 def run_folders(incomplete: str) -> list[str]:
-    """Return the folders of the runs in runs/ that start with `incomplete`, newest first."""
+    """Return the folders of the runs in `runs/` that start with `incomplete`, newest first."""
     begun = incomplete.removeprefix("runs/") if incomplete.startswith("runs/") else ""
     return [path for name in runs_here(begun) if (path := f"runs/{name}").startswith(incomplete)]
 
@@ -71,4 +71,5 @@ OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "weights": run_folders,
     "log": lambda incomplete: _those(TRACKERS, incomplete),
 }
-"""For each option of `meshwise run` and others, by its field: the function that completes its value in a shell."""
+"""For each option of `meshwise run` and other commands, by its field: the function that completes its value in a
+shell."""

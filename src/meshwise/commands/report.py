@@ -97,7 +97,7 @@ def _print_views(console: Console, run: Path, wanted: list[str], to_folder: Path
 
 
 def _share(text: str) -> float:
-    """Parse `5%` or `0.05` as 0.05. Raises UsageError for anything that is not a share."""
+    """Parse a fraction such as `5%` or `0.05`. Raises UsageError for any other text."""
     try:
         share = float(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
     except ValueError:
@@ -108,7 +108,7 @@ def _share(text: str) -> float:
 
 
 def _refuse_together(options: list[str], other: str | None) -> None:
-    """Raise UsageError for options that exclude each other. other: the second run, if one is given."""
+    """Raise UsageError for options that exclude each other. other: the second run, or None."""
     shown = ", ".join(f"--{name}" for name in options)
     if other is not None and set(options) - {"json"}:
         raise UsageError(f"RUN2 and {shown} do not work together. Compare two runs as text, or with --json.")

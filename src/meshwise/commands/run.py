@@ -63,10 +63,11 @@ def run(
 
 
 def typed() -> float:
-    """Return about when the command was typed: when this process started, in seconds since 1970.
+    """Return roughly when the command was typed, which is when this process started, in seconds since 1970.
 
-    Linux gives that as a time after boot, and rounds the time of the boot down to a second: an attempt could seem to
-    begin before the end of the previous one. So this computes the age of the process, and subtracts it from now.
+    On Linux, the start of a process is a time after boot, and the time of the boot is rounded down to a second. An
+    attempt could then seem to begin before the previous one ended. So this function computes the age of the process and
+    subtracts it from the current time.
     """
     import psutil  # here: the help has no use for it
 
@@ -86,7 +87,8 @@ def _say_starting(options: RunOptions) -> None:
 
 
 def _workers(devices: str | None) -> str:
-    """Return `2 workers` if `--devices` tells how many, else `the workers`: torch is not asked for devices yet."""
+    """Return text such as `2 workers` if `--devices` gives the number, else `the workers`. Torch is not yet asked for
+    devices."""
     try:
         request = parse_devices(devices or "all")
     except UsageError:

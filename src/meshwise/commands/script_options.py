@@ -20,15 +20,19 @@ from meshwise.spec.words import some
 MOST_FILES = 200
 _IMPORTS = re.compile(r"^[ \t]*(?:from\s+([.\w]+)\s+import\s+([\w, ]+)|import\s+([\w., ]+))", re.MULTILINE)
 _GIVEN_AWAY = re.compile(r"(?<!def )\b(\w+)\(\s*(?:\w*parser\b|sys\.argv\b)")
-"""Matches a call that passes a parser or `sys.argv` on. If the function is a library's, it may know the option."""
+"""Matches a call that passes on a parser or `sys.argv`. If the function belongs to a library, it may know the
+option."""
 
 
 def check_options_behind(script: str, before: Sequence[str], own: Sequence[str], flags: Mapping[str, bool]) -> None:
-    """Check for options of meshwise after a script's name. Raise UsageError if the script itself has no such option;
-    print a note if it may have one through a library that it passes its parser to.
+    """Check whether options of meshwise stand after a script's name by mistake.
 
-    before: the command and the words before the script's name. own: the words after the name. flags: meshwise's
-    options, and whether each is a switch.
+    before: the command, and the words before the script's name.
+    own: the words after the script's name.
+    flags: the options of meshwise. The values say whether an option is a switch, which takes no value.
+
+    Raises UsageError if the script does not declare such an option. If the script passes its parser to a library, which
+    may declare the option, a note is printed instead.
     """
     given = [word for word in own if word.startswith("--") and word.partition("=")[0] in flags]
     if not given or not is_readable(Path(script)):  # one that is not there is told where it is run
@@ -54,7 +58,8 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
 
 
 def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Split words into (the options `given`, each with its value; all others). flags: which options are switches."""
+    """Split the words into the options `given`, each with its value, and all other words. flags: as in
+    `check_options_behind`."""
     moved, left, words = list[str](), list[str](), iter(own)
     for word in words:
         if word not in given:
@@ -67,14 +72,14 @@ def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) 
 
 
 def is_readable(path: Path) -> bool:
-    """Return whether a path is a file; False if it may not be looked at."""
+    """Return whether a path is a file. Return False if the path may not be accessed."""
     with contextlib.suppress(OSError):
         return path.is_file()
     return False
 
 
 def _texts_of(script: Path) -> Iterator[str]:
-    """Yield the text of a script, and of the files in its folder and below that it imports, directly or not."""
+    """Yield the text of a script, and of the files in or below its folder that it imports, directly or indirectly."""
     waiting, seen = [script], set[Path]()
     while waiting and len(seen) < MOST_FILES:
         path = waiting.pop()
@@ -90,7 +95,8 @@ def _texts_of(script: Path) -> Iterator[str]:
 
 
 def _modules_in(text: str) -> Iterator[str]:
-    """Yield the modules that a source text may import: `a.b` and `a.b.c` for `from a.b import c`."""
+    """Yield the names of modules that a source text may import. For `from a.b import c`, these are `a.b` and
+    `a.b.c`."""
     for module, names, modules in _IMPORTS.findall(text):
         yield from re.findall(r"\w[\w.]*", modules) or [module, *(f"{module}.{n}" for n in re.findall(r"\w+", names))]
 
@@ -98,7 +104,7 @@ def _modules_in(text: str) -> Iterator[str]:
 def _declares(text: str, option: str) -> bool:
     """Return whether a source text declares an option: as a string, or as a field or parameter that becomes an option.
 
-    A bare word does not count: the script's docstring may show how meshwise runs the script.
+    A bare word does not count, because the script's docstring may show how meshwise runs the script.
     """
     field = option.removeprefix("--").replace("-", "_")
     return (

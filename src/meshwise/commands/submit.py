@@ -71,7 +71,7 @@ def _say(line: str) -> None:
 
 
 def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list[str]]:
-    """Return the words for the user's script, and those for sbatch, which stand after the last `--`."""
+    """Return the words for the user's script, and the words for sbatch, which stand after the last `--`."""
     behind: list[str] = context.meta[BEHIND] if is_script(options.job) else ["--", *context.args]
     if "--" not in behind:
         _refuse_ours(behind, BEFORE)
@@ -83,7 +83,10 @@ def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list
 
 
 def _refuse_ours(words: list[str], why: str) -> None:
-    """Raise UsageError if `words`, which are passed on to others, have an option of this command. why: the reason."""
+    """Raise UsageError if `words`, which are passed on to the script or to sbatch, contain an option of this command.
+
+    why: the end of the error message, after the option.
+    """
     ours = {option_name(name, option) for name, _, option in options_of(SubmitOptions)} - {"--time", "--nodes"}
     for word in words:
         if word.partition("=")[0] in ours:

@@ -37,7 +37,7 @@ class InjectedFault(RuntimeError):
 
 
 class ArmedFaults:
-    """The faults of this rank, and which of them have happened."""
+    """The faults to inject in this rank, and a record of which have happened."""
 
     def __init__(self, faults: Sequence[Fault], folder: Path | None) -> None:
         self._left, self._folder = list(faults), folder
@@ -46,10 +46,10 @@ class ArmedFaults:
         self.states: Path | None = None
         """The folder in which the run saves its state."""
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
-        """Returns the parameters that this rank holds."""
+        """A function that returns the parameters that this rank holds."""
 
     def phase_begins(self, phase: str, step: int) -> None:
-        """Cause the faults that are due when a phase of a step begins."""
+        """Inject the faults that are due at the beginning of this phase of this step."""
         if self._full is not None and step >= self._full[0].step + self._full[0].steps and self._full[1].refused:
             self._full[1].end()
             self._full = None
@@ -77,7 +77,8 @@ class ArmedFaults:
                 append_lines(self._folder / names.FAULTS, [fact])
 
     def _of_the_machine(self, fault: Fault) -> Callable[[], object] | None:
-        """Return a function that causes this fault of a disk or link; None if there is no file or link to fail."""
+        """Return a function that injects this fault of a disk or link. Return None if there is no file or link that
+        could fail."""
         if fault.kind == "disk-full":
             return partial(self._fill, fault)
         if fault.kind.endswith("link"):
@@ -118,13 +119,13 @@ class ArmedFaults:
 
 
 class FaultyRecorder(Recorder):
-    """A recorder that causes the armed faults when phases begin."""
+    """A recorder that injects the armed faults when phases begin."""
 
     faults: ArmedFaults
 
     @property
     def phase(self) -> str:
-        """The phase that this rank is in."""
+        """The current phase of this rank."""
         return self._phase
 
     @phase.setter
@@ -147,26 +148,26 @@ _armed: ArmedFaults | None = None
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
-    """Arm, in this process, those of the faults that are of this rank."""
+    """Arm those of the faults that are meant for this rank, in this process."""
     global _armed
     mine = [fault for fault in faults if fault.rank == rank]
     _armed = ArmedFaults(mine, folder) if mine else None
 
 
 def hold(parameters: Callable[[], Iterable[Tensor]]) -> None:
-    """Set the function that returns this rank's parameters, for faults that change one."""
+    """Set the function that returns this rank's parameters. Faults that change a parameter call it."""
     if _armed is not None:
         _armed.parameters = parameters
 
 
 def saves_into(folder: Path) -> None:
-    """Set the folder in which the state is saved, for faults of its disk."""
+    """Set the folder in which the state is saved. Faults of the disk need it."""
     if _armed is not None:
         _armed.states = folder
 
 
 def watch(recorder: Recorder) -> None:
-    """Cause the armed faults at the phases of `recorder`, by making it a FaultyRecorder."""
+    """Inject the armed faults at the phases of `recorder`, by changing its class to FaultyRecorder."""
     if _armed is not None:
         phase = recorder.__dict__.pop("phase")
         recorder.__class__ = FaultyRecorder

@@ -22,7 +22,7 @@ PATIENCE = 10.0  # seconds for a checkpoint that is being written
 
 
 class _FullFile(io.FileIO):
-    """A file that refuses every byte."""
+    """A file in which every write fails, as on a full disk."""
 
     refused: ClassVar[bool] = False
 
@@ -32,9 +32,9 @@ class _FullFile(io.FileIO):
 
 
 class FullDisk:
-    """Until `end`, makes writes by Python's `open` into these folders fail as on a full disk.
+    """Makes writes to files in these folders fail as on a full disk, until `end` is called.
 
-    Files that were open before still work, and empty files can be created.
+    It replaces Python's `open`. Files that were opened before still work, and empty files can be created.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -44,7 +44,7 @@ class FullDisk:
 
     @property
     def refused(self) -> bool:
-        """Whether a write has failed since this object was made."""
+        """Whether a write has failed since this object was created."""
         return _FullFile.refused
 
     def end(self) -> None:
@@ -63,8 +63,11 @@ class FullDisk:
 
 
 def newest_file(folder: Path | None, rank: int) -> Path | None:
-    """Return this rank's file in the newest checkpoint of a folder, else the checkpoint's manifest; None without any.
-    Waits for a checkpoint that is being written."""
+    """Return this rank's file in the newest checkpoint of a folder, or the checkpoint's manifest if the rank has no
+    file. Return None if there is no checkpoint.
+
+    Waits up to PATIENCE seconds for a checkpoint that is being written.
+    """
     until = time.monotonic() + PATIENCE
     while folder is not None and any(folder.glob(f"*{PART}")) and time.monotonic() < until:
         time.sleep(0.01)
@@ -84,5 +87,5 @@ def flip_bit(path: Path) -> None:
 
 
 def cut(path: Path) -> None:
-    """Cut off the second half of the file."""
+    """Remove the second half of the file."""
     os.truncate(path, path.stat().st_size // 2)

@@ -22,13 +22,14 @@ FDS = Path("/dev/fd")
 
 
 def connections_to_peers() -> list[int]:
-    """Return descriptors of this process's TCP connections, except to the process group's store and the launcher."""
+    """Return the file descriptors of this process's TCP connections, except those to the process group's store and to
+    the launcher."""
     known = os.environ.get("MASTER_PORT", "0"), os.environ.get(ADDRESS, "").rpartition(":")[2] or "0"
     return [fd for fd, ends in _connections() if not {*map(int, known)} & {*ends}]
 
 
 def _connections() -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield the file descriptor of each TCP connection, with the ports of both ends."""
+    """Yield the file descriptor of each TCP connection, with the port numbers of both ends."""
     for fd in _open_files():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
             if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
@@ -56,7 +57,7 @@ def close(connections: Sequence[int]) -> None:
 
 
 def _polls() -> list[select.epoll]:
-    """Return this process's epoll objects, with which threads of libraries wait for connections."""
+    """Return copies of this process's epoll objects, with which threads of libraries wait for data on connections."""
     found = []
     for fd in _open_files():
         with contextlib.suppress(OSError):

@@ -27,7 +27,10 @@ BYTES = START + 1  # every byte, and the token before a document
 
 @dataclass(frozen=True)
 class GptSize:
-    """The dimensions of a model. hidden: the width inside the feed-forward layers."""
+    """The dimensions of a model.
+
+    hidden: the width inside the feed-forward layers.
+    """
 
     layers: int
     width: int
@@ -62,7 +65,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(size.heads * self.head_width, size.width, bias=False)
 
     def forward(self, x_BTD: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Mix each token with itself and those before it."""
+        """Apply attention from each position to the position itself and to earlier ones.
+
+        turns: cosines and sines of the rotary angles, from `rotary_turns`.
+        """
         layers = self.query, self.key, self.value
         q_BHTE, k_BKTE, v_BKTE = (layer(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in layers)
         shared = q_BHTE.shape[1] // k_BKTE.shape[1]
@@ -88,7 +94,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each applied to the normalised residual stream, with the result added to it."""
+    """A transformer block: attention and feed-forward. Each is applied to the normalized residual stream, and its
+    result is added to the stream."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -103,7 +110,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Maps tokens (B, T) to logits (B, T, vocabulary)."""
+    """A model that maps tokens (B, T) to logits (B, T, vocabulary)."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -118,7 +125,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(p, std=0.02 / depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token that follows each position."""
+        """Return, for each position, the logits of the next token."""
         x = self.embed(tokens)
         turns = rotary_turns(tokens.shape[1], self.size.width // self.size.heads, self.size.theta, x)
         for block in self.blocks:
@@ -128,7 +135,11 @@ class Gpt(nn.Module):
 
 
 def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (T, E / 2) of the angles by which each position turns each pair (arXiv 2104.09864)."""
+    """Return the cosines and sines, each (T, E / 2), of the angles by which rotary embedding rotates each pair at each
+    position (arXiv 2104.09864).
+
+    like: a tensor with the device and dtype to use.
+    """
     dtype = torch.promote_types(like.dtype, torch.float32)  # bfloat16 cannot tell neighbouring positions apart
     speed = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width)
     angles = torch.outer(torch.arange(length, device=like.device, dtype=dtype), speed)
@@ -136,14 +147,15 @@ def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tu
 
 
 def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (i, i + E / 2) of the last dim by the angles of `turns`."""
+    """Rotate the pairs (i, i + E / 2) of the last dimension by the angles of `turns`."""
     cos, sin = turns
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy of a batch's tokens, in nats, and their number; padding does not count."""
+    """Return the mean cross entropy of a batch's tokens in nats, and the number of tokens. Padding tokens do not
+    count."""
     inputs, targets = batch
     logits = model(inputs).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -154,7 +166,9 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
     """Return a job that trains a byte-level model of a named size on text.
 
-    data: a folder of text files instead of Python's standard library. Raises UsageError for an unknown size.
+    data: a folder of text files to use instead of Python's standard library.
+
+    Raises UsageError for an unknown size.
     """
     if size not in SIZES:
         raise UsageError(f"gpt has no size '{size}'.{nearest(size, SIZES)} Use one of {', '.join(SIZES)}.")
@@ -183,13 +197,14 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
 
 @lru_cache(maxsize=1)
 def documents(context: int, data: Path | None) -> tuple[Documents, Documents]:
-    """Return training and held-out documents of at most `context` bytes."""
+    """Return the training and the held-out documents, each of at most `context` bytes."""
     train, held_out = read_files(data)
     return make_documents(train, context, TRAINED), make_documents(held_out, context, HELD_OUT)
 
 
 def warm_up_and_decay(step: int, steps: int, warm_up: int = 50) -> float:
-    """Return the learning rate's factor at a step: linear warm-up, then a cosine decay to 0.1, which stays."""
+    """Return the factor of the learning rate at a step: a linear warm-up, then a cosine decay to 0.1. The factor then
+    stays at 0.1."""
     if step < warm_up:
         return (step + 1) / warm_up
     progress = min((step - warm_up) / max(steps - warm_up, 1), 1.0)

@@ -33,9 +33,10 @@ DIMS = {"images": 3, "labels": 1}
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images and labels in memory, which can be read by sample or, much faster, by batch.
+    """Images and labels in memory. They can be read by sample or, much faster, by batch.
 
-    pixels: uint8 of shape (samples, height, width). labels: int64 of shape (samples,).
+    pixels: uint8 of shape (samples, height, width).
+    labels: int64 of shape (samples,).
     """
 
     pixels: Tensor
@@ -45,16 +46,18 @@ class Images:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return one sample, like torchvision's MNIST: float32 (1, height, width), and its label."""
+        """Return one sample, like torchvision's MNIST: a float32 image (1, height, width) and its label."""
         return normalise(self.pixels[index])[None], int(self.labels[index])
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the samples at `indices` (int64): float32 (batch, 1, height, width), and int64 labels (batch,)."""
+        """Return the samples at `indices` (int64): float32 images (batch, 1, height, width) and int64 labels
+        (batch,)."""
         return normalise(self.pixels.index_select(0, indices))[:, None], self.labels.index_select(0, indices)
 
 
 def normalise(pixels: Tensor) -> Tensor:
-    """Convert bytes 0..255 to float32 -1..1, bitwise as ToTensor and then Normalize((0.5,), (0.5,)) would.
+    """Convert bytes 0..255 to float32 -1..1. The result is bitwise equal to ToTensor followed by Normalize((0.5,),
+    (0.5,)).
 
     These compute (x / 255 - 0.5) / 0.5. Scaling by two is exact in floating point, so x / 127.5 - 1 rounds in the same
     way with half the passes. (A table of 256 entries gives the same bits in twice the time.)
@@ -65,8 +68,10 @@ def normalise(pixels: Tensor) -> Tensor:
 def read_images(where: Path, part: str) -> Images:
     """Read one part, `train` or `test`, of a data set in a folder.
 
-    where: a folder with one set, or the folder and the name of one of its sets, such as `emnist/emnist-letters`. Raises
-    DataError if a file is missing, damaged, cut off or empty, or if images and labels differ in number.
+    where: a folder with one data set. If a folder holds several, the folder and the name of one of them, such as
+    `emnist/emnist-letters`.
+
+    Raises DataError if a file is missing, damaged, truncated or empty, or if images and labels differ in number.
     """
     image_file, label_file = find_file(where, part, "images"), find_file(where, part, "labels")
     pixels, labels = read_idx(image_file, "images"), read_idx(label_file, "labels")
@@ -79,12 +84,18 @@ def read_images(where: Path, part: str) -> Images:
 
 
 def count_classes(where: Path) -> int:
-    """Return the number of classes of a set: its largest label plus 1 (27 for EMNIST's letters). Raise DataError."""
+    """Return the number of classes of a data set, which is its largest label plus 1 (27 for EMNIST's letters).
+
+    Raises DataError like `read_images`.
+    """
     return 1 + max(int(read_idx(find_file(where, part, "labels"), "labels").max()) for part in PARTS)
 
 
 def find_file(where: Path, part: str, kind: str) -> Path:
-    """Return the file of `images` or `labels` of one part of a set. Raise DataError, which names the expected files."""
+    """Return the file with the `images` or `labels` (`kind`) of one part of a data set.
+
+    Raises DataError if there is none. The message names the expected files.
+    """
     folder, name = (where, "") if where.is_dir() else (where.parent, where.name)
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     if not any(other.startswith(name) for other in names) and not where.is_dir():
@@ -106,7 +117,10 @@ def find_file(where: Path, part: str, kind: str) -> Path:
 
 
 def read_idx(path: Path, kind: str) -> Tensor:
-    """Read the `images` or `labels` of a plain or gzipped IDX file as uint8, never empty. Raise DataError."""
+    """Read the images or labels (`kind`) of a plain or gzipped IDX file as uint8. The result is never empty.
+
+    Raises DataError if the file is empty, damaged or not an IDX file of this kind.
+    """
     content, complete = _unpack(path)
     dims = DIMS[kind]
     magic = bytes((0, 0, UNSIGNED_BYTE, dims))
@@ -126,7 +140,8 @@ def read_idx(path: Path, kind: str) -> Tensor:
 
 
 def _unpack(path: Path) -> tuple[bytearray, bool]:
-    """Return the bytes of a plain or gzipped file, and whether it was complete. Raise DataError if it is damaged."""
+    """Return the content of a plain or gzipped file, and whether the file was complete. Raises DataError if it is
+    damaged."""
     content = bytearray()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

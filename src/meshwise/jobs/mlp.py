@@ -21,7 +21,10 @@ CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10
 
 
 def mlp(*, seed: int = 0) -> Job:
-    """Return tutorial 2's job: three linear layers, SGD at 1e-3, 10 epochs. Test data is drawn after training data."""
+    """Return the job of tutorial 2: three linear layers, SGD with a learning rate of 1e-3, 10 epochs.
+
+    The test data is drawn after the training data from the same random generator.
+    """
 
     return Job(
         name="mlp",
@@ -49,7 +52,8 @@ def build_model() -> nn.Module:
 
 
 def draw_samples(seed: int) -> tuple[Batch, Batch]:
-    """Draw the training and test sets of a seed: float32 features (samples, 1000), int64 labels (samples,)."""
+    """Draw the training and the test set for a seed: float32 features (samples, 1000) and int64 labels (samples,)
+    each."""
     generator = torch.Generator().manual_seed(seed)
     centres = CENTRE_SCALE * torch.randn(CLASSES, FEATURES, generator=generator)
 

@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]  # inputs (batch, ...), labels (batch,)
 
 
 class ConvNet(nn.Module):
-    """Two convolutions, each with pooling, and two linear layers."""
+    """A network of two convolutions, each with pooling, and two linear layers."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -43,9 +43,12 @@ class ConvNet(nn.Module):
 
 
 def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
-    """Return tutorial 1's job: 784-128-10, batches of 64, 5 epochs, Adam. Reaches 96 to 97 % on MNIST's test set.
+    """Return the job of tutorial 1: a network 784-128-10, batches of 64, 5 epochs, Adam. It reaches 96 to 97 % on
+    MNIST's test set.
 
-    data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError if unreadable.
+    data: a folder of IDX files to use instead of the MNIST that is included in meshwise.
+
+    Raises DataError if the data cannot be read.
     """
 
     def model(classes: int) -> nn.Module:
@@ -56,16 +59,23 @@ def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
 
 
 def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
-    """Return tutorial 3's job: a convolutional network with pooling. Reaches 98.5 % on MNIST's test set in 3 epochs.
+    """Return the job of tutorial 3: a convolutional network with pooling. It reaches 98.5 % on MNIST's test set in 3
+    epochs.
 
-    data: a folder of IDX files instead of the MNIST that ships with meshwise. Raises DataError if unreadable.
+    data: a folder of IDX files to use instead of the MNIST that is included in meshwise.
+
+    Raises DataError if the data cannot be read.
     """
     sgd = partial(optim.SGD, lr=0.05, momentum=0.9)
     return _digits_job(data or MNIST, ConvNet, name="mnist-cnn", optimizer=sgd, batch_size=256, epochs=3, seed=seed)
 
 
 def _digits_job(where: Path, model: Callable[[int], nn.Module], **settings: Any) -> Job:
-    """Classify the images in a folder. model: makes a network for a number of classes. settings: those of `Job`."""
+    """Return a job that classifies the images in a folder.
+
+    model: builds a network for a number of classes.
+    settings: further arguments of `Job`.
+    """
     classes = count_classes(where)
     return Job(
         model=lambda: model(classes),
@@ -84,13 +94,13 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the fraction of a batch's samples whose most likely class is the right one."""
+    """Return the fraction of a batch's samples for which the most likely class is the correct one."""
     inputs, labels = batch
     return {"accuracy": (model(inputs).argmax(dim=1) == labels).float().mean()}
 
 
 def read_digits(where: Path, part: str) -> Images:
-    """Read one part, `train` or `test`, of a set of 28 x 28 images. Raise DataError for images of another size."""
+    """Read one part, `train` or `test`, of a set of 28 x 28 images. Raises DataError for images of another size."""
     images = read_images(where, part)
     height, width = images.pixels.shape[1:]
     if (height, width) != (SIDE, SIDE):

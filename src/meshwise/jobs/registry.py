@@ -29,10 +29,14 @@ BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": 
 def find_job(
     word: str | Job, *, data: str | Path | None = None, seed: int | None = None, args: Iterable[str] = ()
 ) -> Job:
-    """Return the job named `word`, or `word` if it is a Job. A job's function gets `data` and `seed` if it takes them.
+    """Return the job that a word names, or `word` itself if it is a Job.
 
-    data: a folder. args: `NAME=VALUE` for other parameters of the job's function. Raises UsageError if there is no such
-    job, or if its function does not take what is given.
+    word: the name of a built-in job, with a size if it has several (`gpt:small`), or `file.py:name`.
+    data: a folder, passed to the job's function.
+    seed: passed to the job's function if it has a parameter `seed`.
+    args: texts `NAME=VALUE` for other parameters of the job's function.
+
+    Raises UsageError if there is no such job, or if its function does not take the given arguments.
     """
     texts, folder = tuple(args), None if data is None else Path(data)
     if isinstance(word, Job):
@@ -88,7 +92,8 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
 
 
 def _from_file(path: Path, name: str) -> tuple[str, Any]:
-    """Return the name and the value of a file's variable `name`; without a name, of its only job."""
+    """Return the name and value of the variable `name` in a Python file. If the name is empty, return the file's only
+    job."""
     module = import_file(path)
     jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
     if not name:
@@ -103,7 +108,7 @@ def _from_file(path: Path, name: str) -> tuple[str, Any]:
 
 
 def find_in_file(path: Path, name: str) -> Any:
-    """Return the object called `name` in a Python file. Raise UsageError if there is none."""
+    """Return the object called `name` in a Python file. Raises UsageError if there is none."""
     module = import_file(path)
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]
@@ -112,9 +117,10 @@ def find_in_file(path: Path, name: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a Python file, once, as a module named like the file, with its folder first on the module path.
+    """Import a Python file as a module named like the file. The file's folder is put first on the module path.
 
-    Raises UsageError, with the line that failed, if the file cannot be imported.
+    A file that is already imported is not executed again. Raises UsageError if the file cannot be imported, with the
+    line that failed.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file. Name a Python file, for instance train.py:job.")

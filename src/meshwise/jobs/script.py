@@ -20,11 +20,11 @@ from meshwise.spec.user_code import name_line
 from meshwise.workers.environment import read_world
 
 VERBS = {"meshwise.api.run", "meshwise.api.check"}
-"""Other modules that may have trained a script's job; each is imported when it is first used."""
+"""Other modules that may have trained a script's job. Each is imported when it is first used."""
 
 
 def is_plain(script: Path) -> bool:
-    """Return whether the script does not mention meshwise, so that it may use DDP or accelerate."""
+    """Return whether a script does not mention meshwise. It may then use DDP or accelerate."""
     return not _mentions(script, "meshwise")
 
 
@@ -33,7 +33,8 @@ def _mentions(script: Path, name: str) -> bool:
 
 
 def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run `script` as `__main__` with these arguments, its folder first on the module path. Return its variables."""
+    """Run `script` as `__main__` with these arguments, and with its folder first on the module path. Return its global
+    variables."""
     if (is_plain(script) or _mentions(script, "Trainer")) and read_world(os.environ).device == "cpu":
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate and Trainer look for GPUs alone
     sys.argv = [str(script), *arguments]
@@ -49,7 +50,7 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
-    """Raise UsageError if a script has defined a Job, or a function that makes one, but has trained nothing."""
+    """Raise UsageError if a script has defined a Job, or a function that returns one, but has not trained anything."""
     jobs = [name for name, value in variables.items() if isinstance(value, Job) or _makes_job(value)]
     if jobs and not (VERBS & sys.modules.keys() or process.session.has_begun()):
         raise UsageError(

@@ -28,7 +28,11 @@ START = 256  # the token that stands before every document; the others are its b
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents, concatenated as bytes: `data` uint8 (all bytes,), `starts` and `lengths` int64 (documents,)."""
+    """Documents of unequal length, concatenated.
+
+    data: uint8 of shape (all bytes,).
+    starts, lengths: int64 of shape (documents,).
+    """
 
     data: Tensor
     starts: Tensor
@@ -38,7 +42,8 @@ class Documents:
         return len(self.starts)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, int64 of shape (documents, longest length). Padding has the target `IGNORED`."""
+        """Return inputs and targets, int64 of shape (documents, longest length). The targets of padding are
+        `IGNORED`."""
         lengths = self.lengths[indices].unsqueeze(1)
         place = torch.arange(int(lengths.max()))
         inside = place < lengths
@@ -50,9 +55,11 @@ class Documents:
 
 
 def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
-    """Read training files and held-out files, each sorted by name. folder: None for Python's standard library.
+    """Read the contents of training files and of held-out files, each sorted by file name.
 
-    Raises DataError if there are no text files, or too few to hold some out.
+    folder: a folder of text files. None for Python's standard library.
+
+    Raises DataError if there are fewer than two text files, since some must be held out.
     """
     if folder is None:
         root, pattern, skipped, asked = Path(sysconfig.get_paths()["stdlib"]), "*.py", SKIPPED, "this Python's library"
@@ -74,7 +81,8 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
 
 
 def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents:
-    """Draw at most `most` documents of at most `longest` bytes each from all `files`; the same ones each time."""
+    """Draw at most `most` documents of at most `longest` bytes each from all `files`. The same documents are drawn each
+    time."""
     pieces = [piece for file in files for piece in cut(file, longest)]
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:most].tolist()
     chosen = [pieces[i] for i in order]
@@ -86,7 +94,8 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
 
 
 def cut(text: bytes, longest: int) -> Iterator[bytes]:
-    """Split a file into documents: each has as many whole paragraphs as fit; a paragraph that is too long is split."""
+    """Split a file into documents of as many whole paragraphs as fit. A paragraph longer than `longest` bytes is
+    split."""
     held = b""
     for paragraph in text.split(b"\n\n"):
         paragraph += b"\n\n"

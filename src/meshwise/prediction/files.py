@@ -33,25 +33,27 @@ from meshwise.records.files import atomic_file, write_text, write_with
 from meshwise.spec.errors import UsageError
 
 Outputs = Mapping[str | int, Any]
-"""Rows of several samples, as tensors or lists, by name; by index if the model returns a tuple; by "" if one output."""
+"""The rows of several samples, as tensors or lists, by the name of the output. The name is an index if the model
+returns a tuple, and "" if it returns a single output."""
 FACTS = "facts.json"
 
 
 class Store(Protocol):
-    """Stores predictions, in memory or in a file."""
+    """A store for predictions, in memory or in a file."""
 
     def begin(self, multiple: int) -> int:
-        """Return how many samples an earlier run has stored; rows beyond a multiple of `multiple` may be dropped."""
+        """Return the number of samples that an earlier run has stored. Stored rows beyond a multiple of `multiple` may
+        be dropped."""
 
     def add(self, first: int, pieces: Sequence[Outputs]) -> None:
-        """Add rows, beginning with that of sample `first`."""
+        """Append rows. first: the index of the sample that the first row belongs to."""
 
     def finish(self) -> Any:
         """Finish after the last sample. Return the outputs if they are kept in memory, else None."""
 
 
 class InMemory:
-    """Keeps predictions in memory: a tensor with a row per sample, or a list of rows if their shapes differ."""
+    """Keeps predictions in memory, as a tensor with a row per sample, or as a list of rows if their shapes differ."""
 
     def __init__(self) -> None:
         self._pieces: list[Outputs] = []
@@ -76,14 +78,18 @@ def _joined(rows: Sequence[Any]) -> Any:
 
 
 class PartialFolder:
-    """The folder `OUT.partial` for unfinished predictions. Only one process at a time can open it."""
+    """The folder `OUT.partial`, which holds unfinished predictions. Only one process at a time can open it."""
 
     def __init__(self, out: Path) -> None:
         self.out, self.path = out, out.with_name(f"{out.name}.partial")
         self._lock: BinaryIO | None = None
 
     def open(self, facts: Mapping[str, Any], *, overwrite: bool) -> str:
-        """Make or continue the folder; return a note for the user. Raises UsageError unless its facts are the same."""
+        """Create the folder, or open one that an earlier run began. Return a note for the user, or an empty string.
+
+        facts: what the predictions depend on. Raises UsageError if the earlier run had other facts, except `source`.
+        overwrite: whether to delete an existing folder first.
+        """
         if overwrite:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -118,7 +124,7 @@ class PartialFolder:
             raise UsageError(f"another process is writing {self.out}. Wait, or name another --out.") from None
 
     def remove(self) -> None:
-        """Remove the folder, after its content has been moved to the output file."""
+        """Remove the folder. Called after its content has been moved to the output file."""
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -134,7 +140,10 @@ def _short(value: Any) -> str:
 
 
 class Lines:
-    """Stores JSON lines: one number, list or object per sample. NaN becomes null and infinity 1e999: JSON has none."""
+    """Stores predictions as JSON lines: a number, list or object per sample.
+
+    NaN is written as null and infinity as 1e999, since JSON has neither.
+    """
 
     def __init__(self, folder: PartialFolder) -> None:
         self.folder, self._path = folder, folder.path / "outputs.jsonl"
@@ -193,7 +202,8 @@ def _texts(rows: Any) -> list[str]:
 
 
 class Pieces:
-    """Stores safetensors: a tensor `output` with a row per sample; if the model returns a dict, one for each name."""
+    """Stores predictions as safetensors: a tensor `output` with a row per sample, or a tensor for each name if the
+    model returns a dict."""
 
     def __init__(self, folder: PartialFolder) -> None:
         self.folder = folder
@@ -223,7 +233,8 @@ class Pieces:
         write_with(path, lambda file: file.write(save(tensors)))
 
     def _check(self, first: int, tensors: Mapping[str, Any]) -> None:
-        """Raise UsageError for outputs that are no tensors, or whose shape or dtype differs from earlier ones."""
+        """Raise UsageError for outputs that are not tensors, or have a different shape or dtype than earlier
+        outputs."""
         for name, rows in tensors.items():
             if not isinstance(rows, Tensor):
                 raise UsageError(
@@ -269,7 +280,7 @@ def _name(key: str | int) -> str:
 
 @contextlib.contextmanager
 def saying_what_is_kept(out: Path | None) -> Iterator[None]:
-    """In the block, turn an OSError into a UsageError that says that what was written before is kept."""
+    """Within the context, convert an OSError to a UsageError that says that the predictions written before are kept."""
     try:
         yield
     except OSError as error:

@@ -24,8 +24,10 @@ FORMATS = (".jsonl", ".safetensors")
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """The options of `meshwise predict` and `mw.predict`. predict, collate: functions for a model without a job, or to
-    replace those of the job."""
+    """The options of `meshwise predict` and `mw.predict`.
+
+    predict, collate: functions for a model that is not part of a job, or replacements for the job's functions.
+    """
 
     job: Annotated[
         Any | str,
@@ -70,7 +72,7 @@ class PredictOptions:
 
     @property
     def run_options(self) -> RunOptions:
-        """Those of these options that `meshwise run` has too, as its options."""
+        """The options that `meshwise run` has too, as a `RunOptions`."""
         given = {
             name: getattr(self, name) for name in ("devices", "plan", "settings", "precision", "batch_size", "seed")
         }

@@ -48,10 +48,13 @@ SAID = 5  # samples that are named where more have no number
 def run_predict(
     job: Job, options: PredictOptions, origin: Mapping[str, str], send: Send | None = None
 ) -> dict[str, Any]:
-    """Predict, as one of several ranks. Collective. Return the facts on what was done, with outputs kept in memory.
+    """Run the predictions as one of several ranks. Return facts on what was done, with the outputs if they are kept in
+    memory. Collective.
 
-    origin: digests of the job's source or model. send: called with notes and progress; by default they are sent to the
-    launcher. Raises UsageError for what cannot be predicted.
+    origin: digests of the job's source file or model.
+    send: called with notes and progress. By default they are sent to the launcher.
+
+    Raises UsageError for what cannot be predicted.
     """
     session = join()
     plan = options.run_options.plan_on(session.world.size)
@@ -96,17 +99,19 @@ def run_predict(
 
 
 def _nobody(kind: str, **facts: Any) -> None:
-    """Ignore a message: used without a launcher."""
+    """Ignore a message. Used if there is no launcher."""
 
 
 def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
-    """Return a function that opens the data to predict: the job's test set if it has one, else its training set."""
+    """Return the function that opens the data to predict: the job's test set, or its training set if it has no test set
+    or with `--train`."""
     found = job.data if options.train or job.test is None else job.test
     return cast("Callable[[], Any]", found)
 
 
 def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None) -> tuple[nn.Module, Predict]:
-    """Return the job's model under `plan`, with weights, in eval mode, and the function that calls it. Collective."""
+    """Return the job's model under `plan` in eval mode, with weights loaded, and the function that calls the model on a
+    batch. Collective."""
     seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
     if not isinstance(model, nn.Module):
@@ -125,7 +130,8 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
 
 
 def _load(model: nn.Module, path: Path) -> Path | None:
-    """Load weights from a file, a folder or a finished run. For an unfinished run, return its folder of checkpoints."""
+    """Load weights from a file, a folder or a finished run into the model, and return None. For an unfinished run, load
+    nothing and return its folder of checkpoints."""
     if not (path / names.RUN).exists():
         load_weights(model, path)
         return None
@@ -138,7 +144,7 @@ def _load(model: nn.Module, path: Path) -> Path | None:
 
 
 def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data: Data, writer: Writer) -> None:
-    """Predict the samples from `writer.written` on, and pass their rows to the writer. Collective."""
+    """Predict all samples from index `writer.written` on, and pass their rows to the writer. Collective."""
     world, at = engine.world, writer.written
     slices = epoch_slices(torch.arange(data.samples), job.batch_size, world, begin=at)
     batches = read_parts(data, (parts[0] for parts in slices), 0, world.device)
@@ -154,7 +160,7 @@ def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data
 
 
 def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any, part: BatchSlice) -> Outputs:
-    """Return the rows of a batch; in a pipeline, only ranks of the last stage have them. Collective."""
+    """Return the predicted rows of a batch. In a pipeline, only ranks of the last stage have them. Collective."""
     pipeline, cast = engine.program.pipeline, engine.cast(batch)
     if pipeline is None:
         return rows_of(call(model, cast), part, job.name)
@@ -168,7 +174,7 @@ def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any,
 
 @contextlib.contextmanager
 def _stored(first: bool, out: Path | None) -> Iterator[Store]:
-    """Yield the store for predictions; on ranks other than the first, one in memory that stays empty."""
+    """Yield the store for predictions. On ranks other than the first, this is a store in memory that stays empty."""
     if out is None or not first:
         yield InMemory()
         return
@@ -180,7 +186,8 @@ def _stored(first: bool, out: Path | None) -> Iterator[Store]:
 
 
 def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: int, engine: Engine) -> int:
-    """Open the store, and return how many samples it has already. Collective. All ranks raise what rank 0 raises."""
+    """Open the store, and return how many samples it already has. Every rank raises the error that rank 0 raises.
+    Collective."""
     done, wrong, note = 0, None, ""
     if isinstance(store, Lines | Pieces):
         try:
@@ -197,7 +204,8 @@ def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: 
 
 
 def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
-    """Return the facts besides the program that decide the outputs. A stopped run continues only with equal facts."""
+    """Return the facts that determine the outputs, except the program. A stopped run can only be continued with equal
+    facts."""
     ends = torch.tensor([0, data.samples // 2, data.samples - 1])
     weights = None if options.weights is None else digest_of_file(Path(options.weights))
     return {
@@ -223,7 +231,8 @@ def digest_of(leaves: Sequence[Any]) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Return a digest of 64 parts of each weights file. It changes with the training, but not with the folder."""
+    """Return a digest of 64 samples of each weights file at `path`. It changes with training, but not if the folder is
+    moved."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*.safetensors")) or sorted(path.rglob("step-*.pt")) if path.is_dir() else [path]:
         size = file.stat().st_size

@@ -25,9 +25,11 @@ HOW = "Write Job(predict=lambda model, batch: model(...)), or mw.predict(..., pr
 
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
-    """Return a function that calls a model on a batch: with a dict's entries by name, with a tuple's first entries.
+    """Return a function that calls a model on a batch. A dict is passed as keyword arguments, a tuple as positional
+    arguments.
 
-    Use this before a plan is applied, as that replaces the forwards of modules.
+    Entries that the model's forward does not take are left out. Must be called before a plan is applied, because this
+    replaces the forwards of modules.
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -54,7 +56,8 @@ def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
 
 
 def rows_of(result: Any, part: BatchSlice, job: str) -> Outputs:
-    """Return the rows of this rank's samples on the host, without padding samples. Gathers split tensors: collective.
+    """Return the rows of this rank's samples on the host, without padding samples. Collective, since sharded tensors
+    are gathered.
 
     Raises UsageError if `result` does not have a row for each sample.
     """

@@ -48,9 +48,9 @@ class _Waiting:
 
 
 class Writer:
-    """Gathers the rows of all ranks on rank 0, after every few batches, and writes them there. Collective.
+    """Gathers the predicted rows of all ranks on rank 0 after every few batches, and writes them there. Collective.
 
-    A thread writes the rows in order, while the next batches are computed.
+    A thread writes the rows in order while the next batches are computed.
     """
 
     def __init__(self, store: Store, out: Path | None, plan: Plan, rank: int, written: int, say: Send) -> None:
@@ -70,13 +70,19 @@ class Writer:
             self._writing.result()
 
     def take(self, rows: Outputs, indices: Tensor, at: int) -> None:
-        """Take this rank's rows of a batch, with their samples' indices. at: how many samples are then predicted."""
+        """Take this rank's rows of a batch, with the indices of their samples.
+
+        at: the number of samples that have been predicted after this batch.
+        """
         self._waiting.take(rows, indices)
         if len(self._waiting.rows) >= self._every:
             self.flush(at)
 
     def flush(self, at: int) -> None:
-        """Gather and write the rows that wait. at: how many samples are then written. Collective."""
+        """Gather and write the rows that have not been written yet. Collective.
+
+        at: the number of samples that will have been written.
+        """
         if not self._waiting.rows:
             return
         now, waiting = time.perf_counter(), self._waiting
@@ -94,7 +100,8 @@ class Writer:
         self.written, self._waiting, self._flushed = at, _Waiting(), time.perf_counter()
 
     def _on_first(self, waiting: _Waiting) -> tuple[list[Outputs], list[int]]:
-        """Gather the rows of all ranks on rank 0, and return them there: first in each pipeline, then over these."""
+        """Gather the rows of all ranks on rank 0, and return them there: first within each pipeline, then over all
+        pipelines."""
         rows, nan, pipe = waiting.rows, waiting.nan, stages.pipe()
         if self._of_first and pipe is not None:
             rows, nan = gathered(rows, nan, pipe.group)
@@ -109,9 +116,9 @@ class Writer:
 def gathered(
     rows: Sequence[Outputs], nan: Sequence[int], group: collectives.Group = None
 ) -> tuple[list[Outputs], list[int]]:
-    """Gather the rows of all ranks on the group's rank 0, by batch and then by rank, and all indices `nan`.
+    """Gather the rows of all ranks on rank 0 of the group, by batch and then by rank, and all indices in `nan`.
 
-    Collective; other ranks get empty lists. Tensors of any shapes are sent as bytes, lists are pickled.
+    Collective. Other ranks get empty lists. Tensors of any shapes are sent as bytes, lists are pickled.
     """
     mine = [{name: _form(value) for name, value in each.items()} for each in rows]
     ranks = collectives.gather_objects((mine, nan), group)
@@ -136,7 +143,7 @@ def gathered(
 
 
 def _form(value: Any) -> Any:
-    """Return what is sent of rows besides their bytes: shape, dtype and size of a tensor, or a list itself."""
+    """Return what is sent of rows apart from their bytes: the shape, dtype and size of a tensor, or a list as it is."""
     return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
 
 
