@@ -51,8 +51,8 @@ def logs(
 
 
 class _Status:
-    """The line with a run's progress. On a terminal it is redrawn below the other lines, elsewhere it is printed every
-    EVERY seconds."""
+    """The line with a run's progress. On a terminal it is redrawn below the other lines. Elsewhere it is printed if it
+    has changed, at most once in EVERY seconds."""
 
     def __init__(self, line: Callable[[], str]) -> None:
         self._line, self._drawn, self._at = line, "", time.monotonic()

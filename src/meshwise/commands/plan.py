@@ -33,7 +33,7 @@ class PlanCommand(ScriptCommand):
     """A command in which `--explain` without a number means the first plan."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse like click, after inserting the 1 behind `--explain`."""
+        """Parse the words of the command line like click. An `--explain` without a number gets the number 1."""
         for at, word in enumerate(args):
             if is_script(word):  # what follows is its own
                 break

@@ -1,6 +1,6 @@
 """Decide whether an option after a script's name is the script's.
 
-The script's source tells; else it may be meant for meshwise.
+This is decided by the script's source. If the source does not declare the option, it may be meant for meshwise.
 
 Tested in tests/cli/test_script_arguments.py.
 """

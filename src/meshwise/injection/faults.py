@@ -1,9 +1,9 @@
-"""Inject this rank's faults (`--fault`) as its phases come.
+"""Inject this rank's faults (`--fault`) when its phases begin.
 
 Without faults, this costs nothing.
 
-The launcher passes the faults with the task, never by the environment or a plan. Each fault is recorded in the run
-folder just before it happens, so that faults that did not happen are known too.
+The launcher passes the faults with the task, never through the environment or a plan. Each fault is recorded in the run
+folder just before it happens. So it is also known which faults did not happen.
 Tested in tests/injection/test_faults.py and tests/faults/test_restarts.py.
 """
 

@@ -1,9 +1,9 @@
 """Break a link silently, as when a cable is pulled.
 
-`--fault drop-link` does this; `reset-link` closes the link, so that both ends notice.
+`--fault drop-link` does this. `--fault reset-link` closes the link instead, so that both ends notice.
 
-For each of a process's connections to its peers, the file descriptor gets a socket that is connected to nothing. The
-real socket stays open, so that the peers do not notice an end.
+To break a connection to a peer, its file descriptor is replaced by a socket that is connected to nothing. The real
+socket stays open, so that the peer does not notice an end.
 Tested in tests/injection/test_faults.py and tests/faults/test_disks_and_links.py.
 """
 

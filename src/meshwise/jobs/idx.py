@@ -2,11 +2,12 @@
 
 MNIST, Fashion-MNIST, KMNIST and EMNIST use this format.
 
-An IDX file is a big-endian header (two zero bytes, the type of a value, the number of dims, each dim as four bytes),
-then the values. Only unsigned bytes (type 8) are read here, as images (3 dims) or labels (1 dim), gzipped or plain.
+An IDX file is a big-endian header (two zero bytes, the type of a value, the number of dimensions, each dimension as
+four bytes), followed by the values. Only unsigned bytes (type 8) are read here, as images (3 dimensions) or labels (1
+dimension), gzipped or plain.
 Source: http://yann.lecun.com/exdb/mnist/, "file formats for the MNIST database".
 
-Images stay bytes in memory; `Images.batch` normalises a whole batch at once.
+Images stay bytes in memory. `Images.batch` normalizes a whole batch at once.
 """
 
 from __future__ import annotations

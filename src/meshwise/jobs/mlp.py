@@ -1,8 +1,9 @@
 """Define tutorial 2's network, 1000-1000-1000-10, and its seeded data.
 
-The tutorial trains on pure noise, from which nothing can be learned. Here each class has a centre, and a sample is the
-centre of its class plus noise: a single feature tells little of the class, all 1000 together tell much. Tested with the
-other built-in jobs in tests/jobs/test_registry.py and tests/job/test_equal_losses.py.
+The tutorial trains on pure noise, from which nothing can be learned. Here, each class has a center, and a sample is the
+center of its class plus noise. A single feature says little about the class, all 1000 together say much.
+
+Tested with the other built-in jobs in tests/jobs/test_registry.py and tests/job/test_equal_losses.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every Python installation has these sources.
 
-A document is a sequence of whole paragraphs, separated by blank lines, of at most `longest` bytes. A hash of a file's
-name decides whether the file is held out, so that the split is the same everywhere and no file is in both parts.
+A document is a sequence of whole paragraphs (separated by blank lines) of at most `longest` bytes in total. A hash of a
+file's name decides whether the file is held out. So the split is the same everywhere, and no file is in both parts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
 
     folder: a folder of text files. None for Python's standard library.
 
-    Raises DataError if there are fewer than two text files, since some must be held out.
+    Raises DataError if the folder does not exist or has fewer than two text files, since some must be held out.
     """
     if folder is None:
         root, pattern, skipped, asked = Path(sysconfig.get_paths()["stdlib"]), "*.py", SKIPPED, "this Python's library"
@@ -82,7 +82,10 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
 
 def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents:
     """Draw at most `most` documents of at most `longest` bytes each from all `files`. The same documents are drawn each
-    time."""
+    time.
+
+    Raises DataError if no file is long enough.
+    """
     pieces = [piece for file in files for piece in cut(file, longest)]
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:most].tolist()
     chosen = [pieces[i] for i in order]

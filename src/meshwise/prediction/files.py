@@ -1,13 +1,13 @@
 """Write predictions to a file that survives a kill.
 
-It holds whole samples in their order, so that a killed run can go on.
+The file holds whole samples in their order, so that a killed run can be continued.
 
     OUT.partial/                        until every sample is there
         facts.json                      what they are predictions of
         outputs.jsonl                   a line a sample; a torn last one is dropped
         000000000-000000512.safetensors or a file a piece, each whole or not there
 
-What is finished is moved to OUT; pieces are joined, read one after the other.
+The finished predictions are moved to OUT. Pieces are joined by reading one after the other.
 
 Tested in tests/prediction/test_predict.py.
 """
@@ -87,8 +87,10 @@ class PartialFolder:
     def open(self, facts: Mapping[str, Any], *, overwrite: bool) -> str:
         """Create the folder, or open one that an earlier run began. Return a note for the user, or an empty string.
 
-        facts: what the predictions depend on. Raises UsageError if the earlier run had other facts, except `source`.
+        facts: what the predictions depend on. They are stored in the folder.
         overwrite: whether to delete an existing folder first.
+
+        Raises UsageError if the earlier run had other facts (except `source`), or if another process uses the folder.
         """
         if overwrite:
             shutil.rmtree(self.path, ignore_errors=True)

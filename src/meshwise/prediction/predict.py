@@ -3,7 +3,7 @@
 Predictions are written during the run. This code runs on every rank.
 
 Each global batch is divided over the ranks as in an evaluation. Every few batches, rank 0 collects the rows of all
-ranks and writes them; how many batches depends on the time and the bytes that the last ones took.
+ranks and writes them. The number of batches depends on the time and the bytes of the last ones.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ def digest_of(leaves: Sequence[Any]) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Return a digest of 64 samples of each weights file at `path`. It changes with training, but not if the folder is
-    moved."""
+    """Return a digest of about 64 excerpts of each weights file at `path`. It changes with training, but not if the
+    folder is moved."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*.safetensors")) or sorted(path.rglob("step-*.pt")) if path.is_dir() else [path]:
         size = file.stat().st_size

@@ -25,11 +25,11 @@ HOW = "Write Job(predict=lambda model, batch: model(...)), or mw.predict(..., pr
 
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
-    """Return a function that calls a model on a batch. A dict is passed as keyword arguments, a tuple as positional
-    arguments.
+    """Return a function that calls a model on a batch.
 
-    Entries that the model's forward does not take are left out. Must be called before a plan is applied, because this
-    replaces the forwards of modules.
+    The entries of a dict are passed as keyword arguments, if the model's forward takes them. Of a tuple, as many of the
+    first entries are passed as the forward requires. Must be called before a plan is applied, because this replaces the
+    forwards of modules.
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,6 +1,6 @@
 """Gather predicted rows to rank 0 in batches, and write them.
 
-Writing runs beside the computation.
+A thread writes them while the next batches are computed.
 
 Tested in tests/prediction/test_predict.py.
 """

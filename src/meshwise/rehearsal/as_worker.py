@@ -1,6 +1,6 @@
 """Make this process look to a script like a run's worker.
 
-It starts no other processes, and is afterwards as it was.
+No other processes are started. The state of this process is restored afterwards.
 
 Tested in tests/rehearsal/test_scripts.py.
 """

@@ -1,8 +1,9 @@
-"""Track collectives that overlap the stream that began them.
+"""Track the asynchronous collectives of a rehearsed step.
 
-They do so until the program waits for them or uses their tensors.
+A collective overlaps with the stream that launched it until the program waits for it or uses its tensors.
 
-On a GPU they run in a stream of their group, on a CPU in threads of gloo; both take one after the other.
+On a GPU, collectives run on a stream of their process group, on a CPU in threads of gloo. Both run one collective after
+the other.
 
 Tested in tests/rehearsal/test_beside.py.
 """

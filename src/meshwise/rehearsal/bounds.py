@@ -1,8 +1,9 @@
 """Bound a plan's memory and time from below, before rehearsing it.
 
-Memory: parameters, their gradients and the optimizer's state lie on the devices at once when the optimizer steps. Time:
-the operations of the model at the peak rate of the devices, with the bubble of the pipeline. The first is known from
-the model; state and operations from the first plan that was rehearsed.
+Memory: parameters, their gradients and the optimizer's state are all on the devices when the optimizer steps. Time: the
+FLOPs of the model at the peak rate of the devices, plus the bubble of the pipeline. The bytes of parameters and
+gradients are known from the model. The bytes of the optimizer's state and the FLOPs are known from the first plan that
+was rehearsed.
 
 Tested in tests/rehearsal/test_bounds.py.
 """

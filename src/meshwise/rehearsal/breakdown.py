@@ -1,8 +1,8 @@
 """Break a simulated step's time down by rank, kind and phase.
 
-Every moment is counted once, under the first of these that applies: computing, communication that nothing hides,
-copies to and from the host, waiting for other ranks. A gap counts as the host's if it ends with an operation that was
-launched too late; any other gap is idle.
+Every moment is counted once, under the first of these kinds that applies: computing, communication that does not
+overlap with computing, copies to and from the host, waiting for other ranks. A gap counts as waiting for the host if it
+ends with an operator that the host launched too late. Any other gap is idle time.
 
 Tested in tests/rehearsal/test_simulate.py.
 """

@@ -1,6 +1,6 @@
-"""Write operator calls as text, and repeat them from it.
+"""Write operator calls as text, and repeat them from the text.
 
-They are repeated with real tensors of the same sizes, strides and dtypes.
+They are repeated with real tensors of the same shapes, strides and dtypes.
 
 Tested in tests/rehearsal/test_measured.py.
 """

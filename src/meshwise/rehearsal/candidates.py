@@ -1,9 +1,9 @@
 """List the plans that a search chooses from.
 
-They vary meshes, microbatches, recompute, and what else saves memory.
+The plans differ in their meshes, microbatches, recompute and other options that save memory.
 
-Nothing here changes the numbers of a job: its precision, its global batch and its batch norms stay, unless they are
-allowed to change.
+They do not change the numerical results of a job: its precision, its global batch and its batch norms stay the same,
+unless the user allows a change.
 
 Tested in tests/rehearsal/test_candidates.py.
 """

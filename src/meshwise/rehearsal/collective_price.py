@@ -1,10 +1,11 @@
 """Price a collective, send or receive on a machine, in seconds.
 
-The price comes from the machine's tables, else from a model of NCCL or gloo.
+The price comes from the machine's tables of measurements. Without a table, it comes from a model of NCCL or gloo.
 
-The model is NCCL's own: for each algorithm and protocol a latency (hops inside hosts and between them) and a bandwidth,
-and the least time of all counts. Between hosts a group has its share of what the hosts can send: the other ranks of the
-same hosts do the same in groups of their own. Where the bandwidth of a link is not known there is no time.
+The model of NCCL is its own cost model. Each algorithm and protocol has a latency (hops within hosts and between hosts)
+and a bandwidth, and the shortest time of all is used. Between hosts, a group has a share of each host's bandwidth,
+since the other ranks of these hosts communicate in groups of their own at the same time. If the bandwidth of a link is
+unknown, there is no price.
 
 Tested in tests/rehearsal/test_collective_price.py.
 """

@@ -1,10 +1,10 @@
 """Define the constants of the performance model, with errors and sources.
 
-The error is how far the truth may lie from the constant.
+The error (spread) of a constant says how far the true value may lie from it.
 
-Figures of a part or a link are in machine/catalog.toml. Those whose source says so were fitted to published runs by
-bench/fit.py, and are frozen until it is run again; no constant belongs to a model, a data set or a row; `digest()`
-names this table in a scoreboard.
+Figures of a device model or a link are in machine/catalog.toml. Constants with a source that says so were fitted to
+published runs by bench/fit.py, and do not change until it is run again. No constant is specific to a model, a data set
+or a published run. `digest()` identifies this table in a scoreboard.
 
 Tested in tests/rehearsal/test_price.py.
 """

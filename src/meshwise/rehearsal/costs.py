@@ -1,6 +1,6 @@
-"""Convert a rank's priced launches to the items that are played.
+"""Convert a rank's priced launches to the items of a simulation.
 
-An item is one launch, or several operators in a row.
+An item is one launch, or several consecutive operators.
 
 Tested in tests/rehearsal/test_simulate.py.
 """

@@ -1,6 +1,6 @@
 """Define a plan's estimated cost: step time and memory, with intervals.
 
-Each is given with its parts.
+Both are also given in parts.
 
 Tested in tests/rehearsal/test_estimate.py.
 """

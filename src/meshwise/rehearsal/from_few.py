@@ -1,9 +1,9 @@
 """Build traces of deep models from traces of few blocks.
 
-Where blocks are alike, the built trace equals that of the whole.
+If the blocks are alike, the result equals a trace of the whole model.
 
-Two models that differ by one block on each stage are traced, and the rest is replayed. Where that cannot be exact, all
-blocks are traced.
+Two models that differ by one block on each pipeline stage are traced. The trace of the real model is extrapolated from
+them. If that cannot be exact, all blocks are traced.
 
 Tested in tests/rehearsal/test_replay.py.
 """

@@ -1,9 +1,10 @@
 """Extrapolate a sequence from two that differ by one repetition.
 
-The longer sequence repeats some pieces once more; these pieces are repeated further.
+The longer sequence contains some pieces of the shorter one once more. The result contains these pieces more often
+still.
 
-The pieces are found from the two sequences alone. Only a piece directly behind an equal one counts as growth. If the
-two sequences differ in any other way, Unlike is raised.
+The pieces are found by comparing the two sequences. A piece must directly follow an equal piece. If the two sequences
+differ in any other way, Unlike is raised.
 
 Tested in tests/rehearsal/test_replay.py.
 """

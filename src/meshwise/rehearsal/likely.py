@@ -1,8 +1,9 @@
 """Guess a plan's cost, to rehearse the likely best first.
 
-The guesses decide what is rehearsed, and are shown only as a first order. What a block costs comes from a few small
-traces (small_traces.py), or roughly from one forward of the model; formulas add communication, pipelines and overlap.
-The errors of the guesses for plans already rehearsed correct the guesses for similar plans.
+The guesses decide which plans are rehearsed, and are shown to the user only before the first rehearsal. The cost of a
+block comes from a few small traces (small_traces.py), or roughly from one forward pass of the model. Formulas add
+communication, pipelines and overlap. The errors of the guesses for plans already rehearsed correct the guesses for
+similar plans.
 
 Tested in tests/rehearsal/test_likely.py.
 """

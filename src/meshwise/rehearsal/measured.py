@@ -1,8 +1,8 @@
 """Measure operators at their shapes on this processor, and cache times.
 
-Each is run with real tensors (timing.py). Times are cached by torch's version, the processor, threads, workers and the
-call, in the user's cache folder. What an operator allocates inside is measured with it, and what a program adds to it
-(Python, modules, autograd), once.
+Each operator is run with real tensors (timing.py). Its time is cached in the user's cache folder, under torch's
+version, the processor, the number of threads, the number of workers and the call. The memory that an operator allocates
+internally is measured with it. What Python, modules and autograd add to an operator is measured once for all operators.
 
 Tested in tests/rehearsal/test_measured.py.
 """

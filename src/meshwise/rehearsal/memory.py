@@ -1,9 +1,9 @@
 """Compute memory over a step: bytes by category, and the peak.
 
-Bytes are those that are allocated after each event; the tensors at the peak are known.
+The allocated bytes are known after each event. At the peak, the tensors are known too.
 
-Bytes of a GPU are counted as torch's `memory_allocated` counts them, in blocks of 512; those of a host and of a CPU
-device as they were asked for.
+Bytes of a GPU are counted like torch's `memory_allocated` counts them, in blocks of 512. Bytes of a host or of a CPU
+device are counted as they were requested.
 
 Tested in tests/rehearsal/test_memory.py.
 """

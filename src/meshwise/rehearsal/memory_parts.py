@@ -1,6 +1,6 @@
 """Break a step's memory down by category and phase.
 
-Of each phase it takes the peak, and it lists the tensors that are there at the peak of the step.
+For each phase, the peak is given. For the peak of the whole step, the tensors are listed too.
 
 Tested in tests/rehearsal/test_memory_parts.py.
 """

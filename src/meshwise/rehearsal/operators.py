@@ -1,6 +1,6 @@
 """Classify an operator's work and find its matrix product.
 
-Its name and shapes tell.
+Both are determined from the operator's name and shapes.
 
 Tested in tests/rehearsal/test_price.py.
 """

@@ -1,8 +1,7 @@
-"""Assign an operator of a rehearsed step to block and microbatch.
+"""Find the block and microbatch of an operator in a rehearsed step.
 
-Operators of the forward and of the backward are assigned.
-
-Autograd numbers its nodes in the order of the forward: an operator of a backward belongs where its node was made.
+This works for operators of the forward and of the backward. Autograd numbers its nodes in the order of the forward. An
+operator of a backward belongs to the block in which its node was created.
 
 Tested in tests/rehearsal/test_places.py.
 """

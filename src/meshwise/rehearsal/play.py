@@ -1,10 +1,10 @@
-"""Play the steps of some ranks on one clock.
+"""Simulate the launches of some ranks on one clock.
 
-Hosts launch in order, streams do one thing after the other, collectives begin when all have come, and what runs at the
-same time slows each other.
+Hosts launch in order. A stream runs one launch after the other. A collective begins when all its ranks have reached it.
+Activities that run at the same time slow each other.
 
-Every activity has work left (seconds alone) and a rate; the rates of a rank's activities change when what runs on it
-does. A send begins without its receiver; a receive ends when its send has.
+Every activity has a remaining duration (in seconds when alone) and a rate. The rates of a rank's activities change when
+another activity begins or ends on it. A send begins without its receiver. A receive ends when its send has ended.
 
 Tested in tests/rehearsal/test_simulate.py.
 """

@@ -1,9 +1,9 @@
 """Convert a simulated step to a timeline, for Gantt and report.
 
-Gantt and report are the same as for a measured run.
+The Gantt chart and the report are the same as for a measured run.
 
-The main lane has the phases, the forward and backward of each microbatch, and the receives that a stage waits in. The
-communication lane has what runs on other streams, the blocks lane the modules of the main stream.
+The main lane has the phases, the forward and backward of each microbatch, and the receives that a pipeline stage waits
+for. The communication lane has the collectives on other streams. The blocks lane has the modules on the main stream.
 
 Tested in tests/rehearsal/test_predicted.py.
 """

@@ -1,6 +1,6 @@
-"""Keep a plan's predicted times, to compare a run with.
+"""Store a plan's predicted times, to compare a run with them.
 
-Kinds of time are those of a report.
+The kinds of time are those of a report.
 
 Tested in tests/rehearsal/test_prediction.py.
 """

@@ -1,9 +1,10 @@
 """Price one operator on one device, in seconds.
 
-The price is measured there, else it comes from a roofline of the catalog's figures.
+The price is a measurement on this device. Without one, it comes from a roofline model with the catalog's figures.
 
-A roofline is the longer of two times: FLOPs at the rate that a matmul of this shape can have (share of the peak once
-reached, tiles over multiprocessors), and bytes at the rate of the memory. Where a figure is not known there is no time.
+The roofline model takes the longer of two times: the FLOPs at the rate that a matmul of this shape can reach (the
+fraction of the peak that was reached, and how tiles fill the multiprocessors), and the bytes at the rate of the memory.
+If a figure is unknown, there is no price.
 
 Tested in tests/rehearsal/test_price.py.
 """

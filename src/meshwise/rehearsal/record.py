@@ -1,9 +1,9 @@
 """Record a rehearsed program's launches, allocations and frees.
 
-They are written down operator by operator.
+They are recorded one operator at a time.
 
-An operator that gives a view, or that only takes memory, launches nothing. Memory is that of storages: a new one is
-taken where an operator first gives it, and given back when its last tensor is gone.
+An operator that returns a view or only allocates memory launches nothing. Memory is recorded per storage. It is
+allocated when an operator first returns a tensor on the storage, and freed when the last such tensor is deleted.
 
 Tested in tests/rehearsal/test_trace.py.
 """

@@ -1,11 +1,11 @@
-"""Extend the work of few blocks or microbatches to many.
+"""Extend the trace of few blocks or microbatches to many.
 
-The blocks or microbatches must be alike; the extended work then equals the real one, event for event.
+The blocks or microbatches must be alike. The extended trace then equals the real one, event for event.
 
-Two works that differ by one block (or microbatch) are compared: the longer one repeats some pieces once more. These
-are inserted again until there are as many as requested. The references of an event (to the memory that it frees, to the
-launches that it waits for) move with the pieces, forwards or backwards, as they do from one piece to the next. If
-something does not follow this rule, Unlike is raised, and the whole model is traced instead.
+Two traces that differ by one block (or microbatch) are compared. The longer one repeats some pieces once more. These
+pieces are inserted again until there are as many as requested. An event refers to other events: to the allocation that
+it frees, and to the launches that it waits for. The references move with the pieces, by the same distance from one
+piece to the next. If something does not follow this rule, Unlike is raised, and the whole model is traced instead.
 
 Tested in tests/rehearsal/test_replay.py.
 """

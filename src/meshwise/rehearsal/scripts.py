@@ -1,10 +1,11 @@
 """Rehearse a script on fake tensors, until its second step ends.
 
-The script is one with the two lines, and runs in this process.
+The script uses `mw.distribute` and `mw.backward`. It runs in this process.
 
-It gets the plan, its rank and the world in the same ways as a worker of `meshwise run`. Its files are really read, its
-output is not shown, and afterwards the state of this process is restored. A number that only a real run knows
-(`loss.item()`) is taken to be 1 outside of the model, and a note says where; inside the model it is refused.
+It gets the plan, its rank and the world size in the same ways as a worker of `meshwise run`. Files are really read,
+output is not shown, and afterwards the state of this process is restored. A number that only a real run can compute
+(`loss.item()`) is taken to be 1 outside of the model, and a note names the line that reads it. Inside the model,
+reading such a number is an error.
 
 Tested in tests/rehearsal/test_scripts.py.
 """

@@ -1,7 +1,7 @@
 """Search for plans: rehearse the likely best first, while time lasts.
 
-A plan that cannot run is refused with the reason of `parallel`, and so are those that cut the model in the same way.
-What cannot fit, or be the fastest, by a bound is not rehearsed.
+A plan that cannot run is refused, with the reason that `parallel` gives. Plans that split the model in the same way are
+then refused too. A plan is not rehearsed if a bound shows that it cannot fit in memory or cannot be the fastest.
 
 Tested in tests/rehearsal/test_search.py.
 """
@@ -135,8 +135,6 @@ def search(
 
 
 class _Searching:
-    """The state of a search while it runs."""
-
     def __init__(
         self,
         plans: Sequence[Plan],
@@ -206,7 +204,6 @@ class _Searching:
         return list(dict.fromkeys([*(each.plan for each in tried), *large]))
 
     def found(self) -> Search:
-        """Return the results so far."""
         ranked = sorted(self.estimates.values(), key=lambda estimate: estimate.rank_key)
         no = tuple(Refused(plan, why) for plan, why in self._refused.items())
         left = [plan for plan in self._open if not self._is_worse(plan)]

@@ -1,10 +1,11 @@
 """Shorten a job's model to few of its repeated blocks.
 
-If blocks are alike, the cost of a step with many of them follows from steps with few.
+If blocks are alike, the cost of a step with many of them can be computed from steps with few.
 
-Blocks are alike if their modules have the same classes, settings, parameters and buffers, except for the block's own
-number, and their forwards run the same operators. In a stretch of such blocks (or of groups of them, such as three with
-windowed attention and one with full attention), all but the first few are never built: they return what they are given.
+Blocks are alike if their modules have the same classes, settings, parameters and buffers, except for the block's index,
+and if their forwards run the same operators. In a sequence of such blocks, all but the first few are never built:
+modules in their place return their input. Groups of blocks can also be alike, such as groups of three blocks with
+windowed attention and one with full attention.
 
 Tested in tests/rehearsal/test_shorter.py.
 """

@@ -2,9 +2,9 @@
 
 The steps are those of one or more ranks.
 
-Errors of prices of one factor (computing, memory, communication, launches, overlap) go together, those of different
-factors are independent: the step is played again with each factor at both ends of its interval, and the differences
-are added as squares.
+The errors of prices that depend on the same factor (computing, memory, communication, launches, overlap) are
+correlated. The errors of different factors are independent. So the step is simulated again with each factor at both
+ends of its interval, and the differences are added as squares.
 
 Tested in tests/rehearsal/test_simulate.py.
 """

@@ -1,7 +1,7 @@
-"""Trace few blocks to know what one takes on a rank.
+"""Trace few blocks to know what one costs on a rank.
 
-Of each kind of `tensor`, `sequence` and `recompute` one is enough: deeper models, more samples and other parts of a
-layer follow from them.
+One trace is enough for each combination of `tensor`, `sequence` and `recompute`. The costs of deeper models, of more
+samples and of other sizes of the `tensor` axis are computed from it.
 
 Tested in tests/rehearsal/test_likely.py.
 """

@@ -1,8 +1,9 @@
 """Time operators on real tensors in a separate process.
 
-An operator that crashes ends only that process, and the crash is reported.
+If an operator crashes, only that process ends, and the crash is reported.
 
-If several workers share the processor, as many threads time the operator at once, since workers share its memory too.
+If several workers share the CPU, as many threads run the operator at once, since the workers also share the memory
+bandwidth.
 
 Tested in tests/rehearsal/test_measured.py.
 """

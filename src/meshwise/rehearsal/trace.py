@@ -2,9 +2,9 @@
 
 The step runs in a fake process group.
 
-The engine, the techniques and PyTorch's own FSDP2 are those of a real run, and what they do is recorded. No memory is
-taken and nothing is computed. One rank of each kind is traced: in a pipeline one of each stage, since ranks that differ
-only in other axes do the same.
+The engine, the parallelism code and PyTorch's own FSDP2 are those of a real run. Their operators and collectives are
+recorded. No device memory is allocated and nothing is computed. One rank of each kind is traced. In a pipeline, this is
+one rank of each stage, since ranks that differ only on other mesh axes do the same.
 
 Tested in tests/rehearsal/test_trace.py.
 """

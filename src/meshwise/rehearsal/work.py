@@ -1,6 +1,6 @@
-"""Define the work of one rank in a step, free of hardware.
+"""Define the work of one rank in a step, independent of hardware.
 
-It is traced once, and priced on many machines.
+The work is traced once, and priced on many machines.
 
 Tested in tests/rehearsal/test_work.py.
 """

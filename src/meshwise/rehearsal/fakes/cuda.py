@@ -1,7 +1,8 @@
 """Redirect a rehearsed script's `cuda` to the simulated device.
 
-The script, and the libraries that it calls, find one GPU; torch's own code and ours do not. A tensor tells the script
-that it lies on `cuda:0`. Without a device (`there=False`) there is no CUDA, whatever this machine has.
+The script and the libraries that it calls see one GPU. The code of torch and of meshwise does not. The script is told
+that a tensor on the simulated device is on `cuda:0`. Without a device (`there=False`), CUDA is not available, even if
+this machine has a GPU.
 Read in torch 2.11, 2.13 and 2.15: `overrides.py`, `cuda/__init__.py`, `amp/autocast_mode.py`, `fake_tensor.py`.
 Tested in tests/rehearsal/test_scripts.py.
 """

@@ -1,9 +1,9 @@
 """Fake a process group of any size in one process.
 
-Collectives send nothing, and the other ranks hold and say what this one does.
+Collectives send nothing. Every other rank is assumed to hold the same data and to make the same calls as this one.
 
-torch's own `fake` backend does the collectives; it is registered with torch's tests. What agrees on facts through
-the store, or sends objects, needs answers: a count is as if every rank had counted.
+The collectives are those of torch's own `fake` backend, which is part of torch's test utilities. Code that compares
+facts through the store, or sends objects, needs answers: these are given as if every rank had made the same call.
 Read in torch 2.11, 2.13 and 2.15: `testing/_internal/distributed/fake_pg.py`, `distributed_c10d.py`. In 2.13:
 `distributed/tensor/_sharding_prop.py`.
 """

@@ -1,6 +1,6 @@
 """Explain a step as text: costs, limits, the runner-up.
 
-It shows time by phase and kind, what is dearest, what limits it, and why the runner-up is slower.
+It shows the time by phase and kind, the most expensive launches, what limits the step, and why the runner-up is slower.
 
 Tested in tests/rehearsal/test_explain.py.
 """

@@ -1,6 +1,6 @@
 """Show a plan's memory as text: categories, phases, largest tensors.
 
-It also shows what lies beside them.
+It also shows the memory outside of tensors.
 
 Tested in tests/rehearsal/test_memory_parts.py.
 """

@@ -1,6 +1,6 @@
 """Write a job's plans as one HTML page that works offline.
 
-It has the table, the predicted step as a Gantt chart, and its memory by category.
+It has the table of plans, the predicted step as a Gantt chart, and the step's memory by category.
 
 Tested in tests/rehearsal/test_plan_page.py.
 """

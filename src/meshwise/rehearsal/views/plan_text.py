@@ -1,6 +1,6 @@
 """Show a job's plans as a table, fastest first.
 
-Plans that do not fit follow, with the reason.
+Plans that do not fit in memory follow, with the reason.
 
 Tested in tests/rehearsal/test_plan_text.py.
 """
