@@ -148,7 +148,10 @@ _armed: ArmedFaults | None = None
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
-    """Arm those of the faults that are meant for this rank, in this process."""
+    """In this process, arm the faults whose rank is `rank`. Other faults are ignored.
+
+    folder: the run folder, in which each fault is recorded.
+    """
     global _armed
     mine = [fault for fault in faults if fault.rank == rank]
     _armed = ArmedFaults(mine, folder) if mine else None

@@ -29,8 +29,8 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 """The bytes of a segment of the large pool for an allocation of less than LARGE bytes (kLargeBuffer)."""
 LARGE = 10 << 20
-"""An allocation of at least this many bytes (kMinLargeAlloc) gets a segment of its own, rounded up to a multiple of
-ROUND bytes (kRoundLarge)."""
+"""An allocation of at least this many bytes (kMinLargeAlloc) gets a segment of its own size, rounded up to a multiple
+of ROUND bytes (kRoundLarge)."""
 ROUND = 2 << 20
 
 
@@ -55,7 +55,7 @@ class Replayed:
     reserved: the peak of the memory in segments.
     place: the index of the event at which `reserved` was reached.
     retries: how often the allocator returned cached segments to the device to stay below the cap.
-    failed: whether an allocation exceeded the cap even after all cached segments had been returned.
+    failed: whether an allocation exceeded the cap even after the cached segments had been returned.
     """
 
     allocated: int
@@ -141,7 +141,7 @@ class _Heap:
         return _Block(whole, self.next_address - whole, stream, small)
 
     def _give_back(self) -> None:
-        """Return every segment in which no block is in use to the device."""
+        """Return to the device all segments without a block in use."""
         for cached in self.cached.values():
             for key in list(cached):
                 block = self.at[key[1]]

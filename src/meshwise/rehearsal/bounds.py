@@ -21,7 +21,10 @@ COMPUTED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
 
 
 class Bounds:
-    """Lower bounds on the memory and the step time of any plan of one job on one machine."""
+    """Lower bounds on the memory and the step time of any plan of one job on one machine.
+
+    A search uses them to reject plans before it simulates them.
+    """
 
     def __init__(self, model: Facts, machine: Machine, cap: int | None) -> None:
         """cap: the bytes of each device's memory that a step may take, if that is less than the device has."""
@@ -35,11 +38,10 @@ class Bounds:
         self._flops = 0.0
 
     def learn(self, found: Rehearsed) -> None:
-        """Take the size of the optimizer's state and the FLOPs of a step from a rehearsed plan.
+        """Take the size of the optimizer's state and the FLOPs of a step from a simulated plan.
 
-        The first plan whose ranks all hold equal parts is used: without tensor or pipeline parallelism, ZeRO-1, offload
-        or unequal shares of the batch. Other plans are ignored. The optimizer's state is kept as bytes per byte of
-        parameters.
+        Only the first suitable plan is used. A suitable plan has no mesh axes except `data` and `shard`, and no ZeRO-1,
+        offload or unequal shares of the batch. The size of the state is stored as bytes per byte of parameters.
         """
         plan, work = found.estimate.plan, found.traces[0].step
         simple = plan.devices == plan.data * plan.shard and not plan.shares

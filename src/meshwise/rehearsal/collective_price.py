@@ -1,11 +1,12 @@
-"""Price a collective, send or receive on a machine, in seconds.
+"""Estimate the time of a collective, send or receive on a machine.
 
-The price comes from the machine's tables of measurements. Without a table, it comes from a model of NCCL or gloo.
+The time in seconds, called a price, comes from the machine's tables of measurements. Without a table, it comes from a
+model of NCCL or gloo.
 
 The model of NCCL is its own cost model. Each algorithm and protocol has a latency (hops within hosts and between hosts)
 and a bandwidth, and the shortest time of all is used. Between hosts, a group has a share of each host's bandwidth,
 since the other ranks of these hosts communicate in groups of their own at the same time. If the bandwidth of a link is
-unknown, there is no price.
+unknown, no time is given.
 
 Tested in tests/rehearsal/test_collective_price.py.
 """
@@ -30,7 +31,7 @@ from meshwise.spec.timings import Timings, fitted, seconds_at
 POINT_TO_POINT = ("send", "receive")
 _NO_TIMES = fitted((1,), (1.0,))
 BEYOND = 4
-"""A price counts as measured for sizes up to this many times the largest size in the table of measurements."""
+"""A time counts as measured for sizes up to this many times the largest size in the table of measurements."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Group:
 
 
 def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
-    """Return the price of a collective: the seconds from when the last rank begins it to its end. Return None if a
-    figure is unknown.
+    """Estimate the time of a collective, from when the last rank begins it to its end. Return None if a figure is
+    unknown.
 
     The collective's ranks are indices of `machine.devices`. Raises ValueError for a rank that the machine does not
     have.
@@ -81,8 +82,8 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Price a collective by measurements with as many ranks. On a single host, measurements with another number of
-    ranks are scaled instead. Return None if there are no such measurements."""
+    """Estimate the time of a collective from measurements with as many ranks. On a single host, measurements with
+    another number of ranks are scaled instead. Return None if there are no such measurements."""
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
         return None
@@ -98,8 +99,8 @@ def _measured(collective: CollectiveOperation, machine: Machine, group: Group, b
 
 
 def _of_table(table: Timings, size: int) -> Priced:
-    """Price a message of `size` bytes by a table of measurements. The interval is wider far beyond the table's largest
-    size."""
+    """Estimate the time of a message of `size` bytes from a table of measurements. The interval is wider far beyond the
+    table's largest size."""
     inside = size <= BEYOND * table.sizes[-1]
     spread = FIGURES["measured.collective" if inside else "measured.scaled"].spread
     return priced(seconds_at(table, size), spread, MEASURED, COMMUNICATION)
@@ -115,7 +116,7 @@ def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
 
 
 def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Priced | None:
-    """Price one message from the first of the ranks to the second. Return None if a figure is unknown."""
+    """Estimate the time of a message from the first of the ranks to the second. Return None if a figure is unknown."""
     source, target = (machine.devices[rank] for rank in collective.ranks[:2])
     if source.host == target.host:
         link, share = link_between(machine, source.name, target.name), 1.0
@@ -154,7 +155,8 @@ def _modelled_send(
 
 
 def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
-    """Price an NCCL collective by its fastest algorithm and protocol. Return None if the rate of a link is unknown."""
+    """Estimate the time of an NCCL collective with its fastest algorithm and protocol. Return None if the rate of a
+    link is unknown."""
     inside = _inside(collective.kind, machine, group)
     across = _across(machine, group)
     if (group.each > 1 and inside is None) or (group.hosts > 1 and across is None):
@@ -252,7 +254,8 @@ def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: i
 
 
 def _all_to_all(collective: CollectiveOperation, group: Group, inside: Rate | None, across: Rate | None) -> Priced:
-    """Price an all-to-all of equal parts. Messages within hosts and between hosts are sent at the same time."""
+    """Estimate the time of an all-to-all of equal parts. Messages within hosts and between hosts are sent at the same
+    time."""
     part_of_rank = collective.size / group.ranks
     legs: list[tuple[float, float, str]] = []
     if inside is not None:
@@ -285,8 +288,11 @@ tensor."""
 
 
 def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
-    """Price a gloo collective as a sequence of messages: within a host by measurements between two processes, between
-    hosts by the network's figures. Return None if these are unknown."""
+    """Estimate the time of a gloo collective as a sequence of messages. Return None if a figure is unknown.
+
+    Within a host, the time of a message comes from measurements between two processes. Between hosts, it comes from
+    measurements or the figures of the link.
+    """
     if collective.kind not in _STEPS:
         return None
     steps, carried = _STEPS[collective.kind](group.ranks)

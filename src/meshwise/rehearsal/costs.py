@@ -21,9 +21,10 @@ from meshwise.spec.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A launch and its price.
+    """A launch and its estimated time (price).
 
-    host: the price of the host's work to launch it.
+    price: the time on its stream.
+    host: the time of the host to launch it.
     share, blocks, number: as in `Item`.
     joins: whether it can be simulated together with the launch before it. This holds if the two are operators on one
     stream and no launch waits for the first.
@@ -40,7 +41,7 @@ class Cost:
 
 
 def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
-    """Return the launches of a step with their prices. Return None if a price is unknown."""
+    """Return the launches of a step with their estimated times. Return None if one of the times is unknown."""
     found: list[Cost] = []
     numbers: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
     awaited = {place for launch in work.launches for place in launch.after}
@@ -77,7 +78,7 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
 def items(costs: Sequence[Cost], ends: Mapping[str, str], merged: bool = False) -> list[Item]:
     """Return the items to simulate for a rank's launches.
 
-    ends: for each factor in this mapping, prices are taken at that end (`low` or `high`) of their interval.
+    ends: for each factor in this mapping, times are taken at that end (`low` or `high`) of their interval.
     merged: whether to join consecutive operators into one item that takes the same time on the stream and on the host.
     """
     if not merged:

@@ -35,7 +35,7 @@ class Rehearsed:
     """An estimate with the data it was computed from.
 
     traces: the traces of the plan's ranks.
-    prices: the prices of their launches.
+    prices: the estimated times of their launches.
     step: the simulated step. None if its time is unknown.
     """
 
@@ -46,13 +46,13 @@ class Rehearsed:
 
 
 def kind_of(machine: Machine) -> str:
-    """Return the kind of device to rehearse on for this machine: `cpu` or `gpu`."""
+    """Return the kind of device to trace steps on for this machine: `cpu` or `gpu`."""
     return "cpu" if machine.devices[0].kind == "cpu" else "gpu"
 
 
 def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
-    """Return a function that rehearses a plan of this job on this machine and returns its estimate with the underlying
-    data.
+    """Return a function that traces and simulates a step of this job under a plan on this machine. The function returns
+    the plan's estimate and the data it was computed from.
 
     cap: the bytes of a device's memory that a step may take, if that is less than the device has.
     """
@@ -87,7 +87,7 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
 
 
 def _cells(work: Work) -> tuple[str, ...]:
-    """Return a note if recurrent layers on a GPU were rehearsed cell by cell, as fake tensors compute them. Otherwise
+    """Return a note if recurrent layers on a GPU were traced cell by cell, as fake tensors compute them. Otherwise
     return an empty tuple."""
     cells = sum("_thnn_fused" in launch.what.name for launch in work.launches if isinstance(launch.what, Operation))
     if work.kind == "cpu" or not cells:
@@ -102,7 +102,7 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
     """Return shares of the batch with which all replicas would compute for equally long. Return an empty tuple if all
     devices are equal.
 
-    A replica that was not rehearsed gets the rate of a rehearsed replica with equal devices.
+    A replica that was not simulated gets the rate of a simulated replica with equal devices.
     """
     if len(set(speeds[: plan.devices])) < 2 or plan.replicas == 1:
         return ()

@@ -35,7 +35,7 @@ class Costly:
     bytes: for each launch, the bytes that the operator reads and writes, or the bytes of the collective's full tensor.
     rate: for an operator, FLOP/s if compute limits it, else bytes/s. For a collective, its bus bandwidth in bytes/s.
     limit: what limits the launches: `compute`, `memory`, or the name of a link.
-    origin: the origin of the price: `measured`, with the date if known, `catalog` or `model`.
+    origin: where the estimated time of a launch comes from: `measured`, with the date if known, `catalog` or `model`.
     """
 
     what: str
@@ -54,8 +54,8 @@ class Explanation:
     time: the time of the rank that computes for the longest time.
     limits: that rank's seconds by what limits them (`compute`, `memory`, links, waiting and so on). Their sum is the
     time of the step.
-    factors: for each kind of price, by how many seconds the step is longer if all prices of this kind are at the upper
-    end of their interval.
+    factors: for each factor, such as `compute`, by how many seconds the step is longer if all times that depend on it
+    are at the upper end of their interval.
     runner_up: the estimate of the next best plan.
     """
 

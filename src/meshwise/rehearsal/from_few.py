@@ -83,9 +83,9 @@ class Facts:
 
 
 class Tracer:
-    """Traces plans of one job like `trace`, but faster where blocks or microbatches are alike.
+    """Traces plans of one job like `trace`, but faster if blocks or microbatches are alike.
 
-    It then traces only a few of them and extends the trace, which gives the same result.
+    It then traces only a few blocks or microbatches and extends the trace to all of them, which gives the same result.
     """
 
     def __init__(self, job: Job) -> None:
@@ -206,17 +206,17 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
 
 def blocks_axis(stretch: Stretch) -> GrowthAxis:
     """Return the axis along which a trace grows with the number of blocks. Its numbers are the indices of the groups of
-    blocks in the stretch.
+    blocks in `stretch`.
 
-    Every rank also calls the blocks of earlier pipeline stages, which only pass a shape on. These are part of the same
-    stretch.
+    Every rank also calls the blocks of earlier pipeline stages, which only pass a shape on. These blocks are in
+    `stretch` too.
     """
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache
     def known(module: str) -> tuple[int, str]:
-        """Return the index of a module's block in the stretch, or -1 for a module outside, and the module's name within
-        the block."""
+        """Return the index of a module's block in `stretch`, or -1 for other modules, and the module's name within the
+        block."""
         name = module
         while name and name not in places:
             name = name.rpartition(".")[0]

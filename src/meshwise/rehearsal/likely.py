@@ -25,15 +25,18 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 1e-5
-"""The fraction of the peak FLOP/s that matrix products reach; the FLOP/s to assume if the peak is unknown; the memory
-bytes/s to assume if they are unknown; the seconds to launch an operator from Python."""
-SPLIT = 8
-"""The largest size of the `tensor` axis in small traces. Costs for other sizes are interpolated linearly in 1 / size.
+"""PRODUCTS: the fraction of the peak FLOP/s that matrix products reach.
+RATE, MEMORY_RATE: the FLOP/s and the memory bytes/s to assume if they are unknown.
+LAUNCH: the seconds to launch an operator from Python.
 """
+SPLIT = 8
+"""Small traces have at most this size of the `tensor` axis. Costs for other sizes are interpolated linearly in 1 /
+size."""
 STATE = 2.0
 """Bytes of optimizer state per byte of trained parameters, as for Adam."""
 ADDED, STEPPED = 3, 7
-"""How often gradients are read or written when they are accumulated, and how often parameters are in an optimizer step.
+"""ADDED: how often gradients are read or written when they are accumulated.
+STEPPED: how often parameters are read or written in an optimizer step.
 """
 AGAIN = 1.25
 """The factor by which recompute increases the communication of layers under tensor parallelism: one of a block's four
@@ -58,7 +61,7 @@ class Guess:
 
 
 class Likely:
-    """Guesses the costs of plans of one job on one machine, before they are rehearsed."""
+    """Guesses the costs of plans of one job on one machine, before the plans are simulated."""
 
     def __init__(
         self, model: Facts, machine: Machine, batch: int, small: Callable[[Kind], Small | None] = lambda kind: None
@@ -78,13 +81,13 @@ class Likely:
 
     def __call__(self, plan: Plan) -> Guess:
         """Guess a plan's cost. The guess is corrected by the error of the guess for the most similar plan that was
-        rehearsed."""
+        simulated."""
         first = self._first(plan)
         seconds, memory = self._factors(plan)
         return Guess(first.seconds * seconds, first.memory * memory)
 
     def learn(self, found: Estimate) -> None:
-        """Remember the error of the guess for a plan that was rehearsed, to correct the guesses for similar plans."""
+        """Remember the error of the guess for a plan that was simulated, to correct the guesses for similar plans."""
         first = self._first(found.plan)
         seconds = found.seconds.value / first.seconds if found.seconds is not None and first.seconds else 1.0
         for key in _likenesses(found.plan):

@@ -138,11 +138,11 @@ def prices_here(
     folder: Path | None = None,
     workers: int | None = None,
 ) -> Prices:
-    """Return the prices of launches on a machine of CPU workers. If its CPU is the CPU of this process, measure the
-    operators of these steps first.
+    """Return the estimated times of launches on a machine of CPU workers. If its CPU is the CPU of this process,
+    measure the operators of these steps first.
 
-    Measuring takes about `budget` seconds, starting with the most expensive operators. Operators that are not measured
-    are priced by the memory rate, which is measured if it is unknown.
+    Measuring takes about `budget` seconds, starting with the most expensive operators. The times of operators that are
+    not measured are estimated from the memory rate, which is measured if it is unknown.
 
     folder: the folder of the cache of measurements.
     workers: the number of workers that share the cores. The default is the number of devices of a host.

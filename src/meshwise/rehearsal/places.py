@@ -25,8 +25,8 @@ _until: list[tuple[float, Callable[[], float]]] = []
 
 
 class OutOfTime(BaseException):
-    """Raised when the time for a rehearsal is over. It is not an Exception, so that a program's `except Exception` does
-    not catch it."""
+    """Raised when the time for a search of plans is over. It is not an Exception, so that a program's `except
+    Exception` does not catch it."""
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ link from the device to its host, and the link from the host to the device."""
 
 @dataclass(slots=True)
 class Item:
-    """A priced launch, or several consecutive operators joined into one.
+    """A launch with its estimated time, or several consecutive operators joined into one.
 
     seconds: the time on the stream if nothing else ran on the device.
     host: the seconds that the host takes to launch it.

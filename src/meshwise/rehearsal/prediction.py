@@ -26,7 +26,7 @@ from meshwise.timeline.timeline import Timeline
 
 
 def prediction(whole: Rehearsed, job: str) -> Prediction:
-    """Return the prediction for a rehearsed plan in the form that is stored in a plan file.
+    """Return the prediction for a simulated plan in the form that is stored in a plan file.
 
     job: the name of the job.
     """
@@ -56,7 +56,7 @@ def _held(whole: Rehearsed) -> dict[str, int]:
 
 
 def timeline_of(whole: Rehearsed, job: str) -> Timeline:
-    """Return the predicted step of a rehearsed plan as a timeline. The step must have been simulated."""
+    """Return the predicted step of a simulated plan as a timeline. The time of the step must be known."""
     assert whole.step is not None
     plan = whole.estimate.plan
     stages = {trace.step.rank: at for at, trace in enumerate(whole.traces)} if plan.pipeline > 1 else None
@@ -72,7 +72,7 @@ def _kinds(whole: Rehearsed) -> dict[str, float]:
 
 
 def _origin(whole: Rehearsed) -> str:
-    """Return where the prices come from, with their share of the step's seconds, such as `catalog 80 %, model 20 %`."""
+    """Return where the estimated times come from, with their share of the step, such as `catalog 80 %, model 20 %`."""
     assert whole.step is not None
     rank, machine = slowest_rank(whole.step).rank, whole.prices.machine
     shares: dict[str, float] = defaultdict(float)

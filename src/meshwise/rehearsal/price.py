@@ -1,10 +1,11 @@
-"""Price one operator on one device, in seconds.
+"""Estimate the time of one operator on one device.
 
-The price is a measurement on this device. Without one, it comes from a roofline model with the catalog's figures.
+The time in seconds, called a price, is a measurement on this device. Without one, it comes from a roofline model with
+the catalog's figures.
 
 The roofline model takes the longer of two times: the FLOPs at the rate that a matmul of this shape can reach (the
 fraction of the peak that was reached, and how tiles fill the multiprocessors), and the bytes at the rate of the memory.
-If a figure is unknown, there is no price.
+If a figure is unknown, no time is given.
 
 Tested in tests/rehearsal/test_price.py.
 """
@@ -28,8 +29,8 @@ from meshwise.spec.timings import seconds_at
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
-"""What a price depends on. The errors of prices with the same factor are correlated. Errors of different factors are
-independent."""
+"""What an estimated time depends on. The errors of times with the same factor are correlated. Errors of different
+factors are independent."""
 Known = Callable[[Operation], float | None]
 """A function that returns the measured seconds of an operator at its shapes, or None if it was not measured on this
 device."""
@@ -37,12 +38,12 @@ device."""
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A price in seconds.
+    """An estimated time in seconds, called a price.
 
     low, high: the ends of its 80 % interval.
     origin: `measured`, `catalog` (a nominal figure times a fraction that was measured) or `model` (a nominal figure
     times a fraction that was not measured).
-    factor: what the price depends on, one of FACTORS.
+    factor: what the time depends on, one of FACTORS.
     """
 
     seconds: float
@@ -53,20 +54,20 @@ class Priced:
 
 
 def priced(seconds: float, spread: float, origin: str, factor: str) -> Priced:
-    """Return a price with the interval from `seconds / spread` to `seconds * spread`."""
+    """Return an estimated time with the interval from `seconds / spread` to `seconds * spread`."""
     return Priced(seconds, seconds / spread, seconds * spread, origin, factor)
 
 
 def times(price: Priced, factor: float) -> Priced:
-    """Return a price multiplied by a factor, together with its interval."""
+    """Return an estimated time multiplied by a factor, together with its interval."""
     if factor == 1.0:
         return price
     return replace(price, seconds=price.seconds * factor, low=price.low * factor, high=price.high * factor)
 
 
 def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:
-    """Return the price of running one operator on a device. On a CPU it includes the cost of calling the operator.
-    Return None if a figure is unknown.
+    """Estimate the time of one operator on a device. On a CPU, this includes calling the operator. Return None if a
+    figure is unknown.
 
     known: returns the seconds of operators that were measured on this device. Measured seconds take precedence.
     """
@@ -96,10 +97,10 @@ def fused_share(operation: Operation) -> float:
 
 
 def launch_seconds(device: Device, phase: str = "") -> Priced:
-    """Return the price of the host's work to launch an operator on an accelerator. Return 0 for a CPU, since its
-    operator prices include the call.
+    """Estimate the time of the host to launch an operator on an accelerator. Return 0 seconds for a CPU, where the time
+    of an operator includes the call.
 
-    phase: if given, one of PHASES. The price then includes the time of Python, modules and autograd in this phase.
+    phase: if given, one of PHASES. The result then includes the time of Python, modules and autograd in this phase.
     """
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
@@ -113,7 +114,7 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
 
 
 def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
-    """Return the price of a copy between an accelerator and pinned memory of its host. Return None if a figure is
+    """Estimate the time of a copy between an accelerator and pinned memory of its host. Return None if a figure is
     unknown."""
     ends = (HOST, device.name) if copy.to == "device" else (device.name, HOST)
     link = link_between(machine, *ends)
@@ -135,7 +136,7 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
 
 
 def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Return the price of reading and writing an operator's bytes in an accelerator's memory. Return None if the memory
+    """Estimate the time to read and write an operator's bytes in an accelerator's memory. Return None if the memory
     rate is unknown."""
     moved = operation.read + operation.written
     group = sort if f"memory.{sort}" in FIGURES else "elementwise"
@@ -157,7 +158,7 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Return the price of computing an operator's FLOPs on an accelerator. Return None if the rate for its dtype is
+    """Estimate the time to compute an operator's FLOPs on an accelerator. Return None if the rate for its dtype is
     unknown."""
     if not operation.dtypes:
         return None
@@ -224,8 +225,8 @@ def _transposing(operation: Operation, device: Device) -> float:
 
 
 def _attention(operation: Operation, device: Device, dtype: str, known: CatalogPart | None) -> Priced | None:
-    """Price fused attention by its FLOPs at a fraction of the peak rate. The FLOPs of causal attention count half.
-    Return None if the peak is unknown."""
+    """Estimate the time of fused attention from its FLOPs, at a fraction of the peak rate. The FLOPs of causal
+    attention count half. Return None if the peak is unknown."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -295,8 +296,8 @@ def _between(table: Sequence[tuple[int, float]], at: float) -> float:
 
 
 def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Price an operator on a CPU by measured matrix products or by the memory rate, plus the cost of a call. Return
-    None if these were not measured."""
+    """Estimate the time of an operator on a CPU from measured matrix products or the memory rate, plus the time of a
+    call. Return None if these were not measured."""
     if device.memory_rate is None:
         return None
     bytes_seconds = (operation.read + operation.written) / device.memory_rate

@@ -1,4 +1,6 @@
-"""Price each launch of a step, asking once for equal launches.
+"""Estimate the time of each launch of a step.
+
+Equal launches are estimated once.
 
 Tested in tests/rehearsal/test_simulate.py.
 """
@@ -59,7 +61,7 @@ def _overlap(kind: str, end: int) -> Overlap:
 
 
 class Prices:
-    """Prices launches on the devices of one machine. Each distinct launch is priced once."""
+    """Estimates the times of launches on the devices of one machine. Equal launches are estimated once."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Prices:
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
     def of(self, what: What, rank: int) -> Priced | None:
-        """Return the price of a launch on its stream on this rank. Return None if a figure is unknown."""
+        """Return the estimated time of a launch on its stream on this rank. Return None if a figure is unknown."""
         key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
         found = self._objects.get(key)
         if found is None:
@@ -112,7 +114,7 @@ class Prices:
         return None if seconds is None else times(seconds, self._crowd)
 
     def host(self, what: What, rank: int, phase: str = "other", dtensors: bool = False) -> Priced:
-        """Return the price of the work of the rank's host to launch `what` in this phase.
+        """Return the estimated time that the rank's host takes to launch `what` in this phase.
 
         dtensors: whether the optimizer steps on DTensors, as in `Work`.
         """
@@ -138,7 +140,7 @@ class Prices:
 
 
 def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
-    """Return a sentence for each kind of launch in these steps whose price is unknown.
+    """Return a sentence for each kind of launch in these steps for which no time can be estimated.
 
     Raises UsageError if the machine has fewer devices than the plan needs.
     """

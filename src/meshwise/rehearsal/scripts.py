@@ -87,8 +87,8 @@ class RehearsalEnds(BaseException):
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
-    """Rehearse the first steps of a script on one device. Return the script with its batch size and the facts about its
-    model, as a search needs them."""
+    """Trace the first steps of a script on one device. Return the script with its batch size and the facts about its
+    model, which a search for plans needs."""
     script = Script(name, run)
     loop = _rehearsed(script, Plan(), kind)
     work = Work(0, 1, kind, *loop.works[-1])

@@ -1,5 +1,7 @@
 """Search for plans: rehearse the likely best first, while time lasts.
 
+To rehearse a plan is to trace its step on fake tensors and to simulate the time of the step.
+
 A plan that cannot run is refused, with the reason that `parallel` gives. Plans that split the model in the same way are
 then refused too. A plan is not rehearsed if a bound shows that it cannot fit in memory or cannot be the fastest.
 
@@ -25,16 +27,16 @@ from meshwise.spec.plan import Plan
 Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
-"""A plan is not rehearsed if its step is expected to take this many times as long as the best one, or longer."""
+"""A plan is not simulated if its step is expected to take this many times as long as the best one, or longer."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
-"""Plans with more parts to trace than this are not rehearsed among the first. Plans without pipeline stages never have
-more."""
+"""Plans with more parts to trace than this are not among the first to be simulated. Plans without pipeline stages never
+have more."""
 SIMPLER = 0.04
-"""The advantage of simpler plans in the order: for each doubling of microbatches, stages or parts of layers, a plan
-must be faster by this fraction to come first."""
+"""The advantage of simpler plans in the order of a search. For each doubling of microbatches, stages or parts of
+layers, a plan must be faster by this fraction to come first."""
 FIRST = 5
-"""The number of likely best plans that are shown before any plan is rehearsed."""
+"""The number of likely best plans that are shown before any plan is simulated."""
 NEAREST = 3
 """If no plan fits in memory, variants that save memory are tried for this many plans, those that need the least
 memory."""
@@ -52,12 +54,12 @@ class Refused:
 class Search:
     """The result of a search.
 
-    estimates: the estimates of rehearsed plans, best first.
+    estimates: the estimates of simulated plans, best first.
     refused: plans that were rejected, with the reasons.
-    left: plans that were not rehearsed for lack of time, likely best first.
+    left: plans that were not simulated for lack of time, likely best first.
     seconds: the time that the search took.
-    worse: plans that were not rehearsed because they are likely slower.
-    first: the likely best plans, with the guesses of their costs made before any plan was rehearsed.
+    worse: plans that were not simulated because they are likely slower.
+    first: the likely best plans, with the guesses of their costs made before any plan was simulated.
     """
 
     estimates: tuple[Estimate, ...]
@@ -70,11 +72,11 @@ class Search:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of plans before they are rehearsed.
+    """What is known of plans before they are simulated.
 
     bounds: rejects plans that cannot fit in memory or cannot be the fastest.
-    guess: guesses a plan's cost. With it, the fastest plans are rehearsed first, but plans that need more than `room`
-    bytes last. Without it, plans are rehearsed in the order given.
+    guess: guesses a plan's cost. With it, the fastest plans are simulated first, but plans that need more than `room`
+    bytes last. Without it, plans are simulated in the order given.
     room: the bytes of memory that a plan may need.
     """
 
@@ -97,18 +99,17 @@ def search(
     roomy: float = 0.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Search:
-    """Rehearse `plans`, the likely best first, for `seconds` of `clock`, and return the results. At least one plan is
-    rehearsed.
+    """Estimate the cost of `plans`, the likely best first, for `seconds` of `clock`. At least one plan is estimated.
 
-    rehearse: returns the estimate of a plan.
+    rehearse: traces and simulates the step of a plan, and returns its estimate.
     savers: returns variants of a plan that need less memory, starting with those that add the least time.
     show: called with the results so far, after each plan.
-    known: bounds and guesses for plans that have not been rehearsed.
+    known: bounds and guesses for plans that have not been simulated.
     roomy: variants of the best plan are skipped if it needs less than this fraction of a device's memory.
     clock: returns the current time in seconds. The default is the CPU time of this process.
 
-    If no plan fits, variants of the plans that need the least memory are rehearsed until one fits. At the end, variants
-    of the best plan are rehearsed if there is time.
+    If no plan fits, variants of the plans that need the least memory are tried until one fits. At the end, variants of
+    the best plan are tried if there is time.
     """
     going = _Searching(plans, rehearse, seconds, show, known, clock)
     if known.guess is not None:
@@ -161,8 +162,8 @@ class _Searching:
         return self._over or (bool(self.estimates) and self._clock() - self._begun > self._seconds)
 
     def next(self) -> Plan | None:
-        """Return the likely best plan to rehearse next. Return None if all remaining plans are likely worse than a
-        known one, or would take too long to rehearse."""
+        """Return the likely best plan to simulate next. Return None if all remaining plans are likely worse than a
+        known one, or would take too long to simulate."""
         for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
             del self._open[plan]
         left = self._seconds - (self._clock() - self._begun)
@@ -173,7 +174,7 @@ class _Searching:
         return None if self._is_worse(plan) else plan
 
     def _is_worse(self, plan: Plan) -> bool:
-        """Return whether a plan likely does not fit, or is likely slower than a rehearsed plan that fits."""
+        """Return whether a plan likely does not fit, or is likely slower than a simulated plan that fits."""
         best = min((each.seconds.value for each in self._fitting() if each.seconds is not None), default=None)
         if best is None or self._guess is None:
             return False
@@ -183,7 +184,7 @@ class _Searching:
         """Return a sort key that puts the likely best plans first.
 
         Plans that likely fit come first, sorted by time, with an advantage for simple plans. Plans that likely do not
-        fit follow, sorted by memory. Before the first estimate, plans that are quick to rehearse come first.
+        fit follow, sorted by memory. Before the first estimate, plans that are quick to trace come first.
         """
         assert self._guess is not None
         guess = self._guess(plan)
@@ -198,7 +199,7 @@ class _Searching:
 
     @property
     def nearest(self) -> list[Plan]:
-        """The rehearsed plans in ascending order of memory, followed by plans that the memory bound rejected."""
+        """The simulated plans in ascending order of memory, followed by plans that the memory bound rejected."""
         tried = sorted(self.estimates.values(), key=lambda each: each.memory.total.value)
         large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[-1])
         return list(dict.fromkeys([*(each.plan for each in tried), *large]))
@@ -214,7 +215,7 @@ class _Searching:
         return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, self._first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
-        """Rehearse a plan and return its estimate. Return None if the plan is refused or the time is over.
+        """Trace and simulate a plan, and return its estimate. Return None if the plan is refused or the time is over.
 
         bounded: whether a bound may reject the plan.
         """
@@ -261,7 +262,7 @@ class _Searching:
         return bool(why)
 
     def saved(self, cheaper: Sequence[Plan], until: bool) -> None:
-        """Rehearse variants that save memory, while there is time. until: whether to stop after the first one that
+        """Simulate variants that save memory, while there is time. until: whether to stop after the first one that
         fits."""
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
@@ -269,7 +270,7 @@ class _Searching:
 
 
 def _parts_traced(plan: Plan) -> int:
-    """Estimate how much a rehearsal of the plan has to trace: the number of traced microbatches, on all stages."""
+    """Estimate how much of the plan's step has to be traced: the number of traced microbatches, on all stages."""
     few = microbatches_of(plan)
     return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (2 if plan.tensor > 1 else 1)
 

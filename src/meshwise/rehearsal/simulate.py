@@ -25,8 +25,8 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
 OVERLAP, STEP = "overlap", "step"
-"""Two more factors of the interval of a step: how much overlapping activities slow each other, and time that no price
-accounts for."""
+"""Two more factors of the interval of a step: how much overlapping activities slow each other, and time that belongs to
+no launch."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def simulate(
     """Simulate the step of several ranks, such as one rank of each pipeline stage.
 
     works: the step of each rank.
-    machine: a machine, or its prices if they are to be reused.
+    machine: a machine, or the object with the estimated times on it if the object is to be reused.
     interval: whether to compute `low` and `high`. If False, they equal `seconds`.
     merged: whether to simulate consecutive operators as one, which is several times as fast. The step takes the same
     time, except where late launches overlap with communication, and time lost to launches counts as computing.
     overlap: the overlap factors to use instead of the constants.
 
-    Raises UsageError if a price is unknown (see `missing`) or if the machine has too few devices. Raises ValueError if
-    ranks wait for each other forever.
+    Raises UsageError if the time of a launch is unknown (see `missing`) or if the machine has too few devices. Raises
+    ValueError if ranks wait for each other forever.
     """
     prices = machine if isinstance(machine, Prices) else Prices(machine)
     costs = _costs(works, prices)

@@ -100,8 +100,8 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
 
 
 def refused(what: str, error: Exception) -> MeshwiseError:
-    """Return the error that says why `what` cannot be rehearsed, made from the exception that it raised. A
-    MeshwiseError is returned unchanged.
+    """Return the error that says why a program cannot be traced on fake tensors, made from the exception that it
+    raised. A MeshwiseError is returned unchanged.
 
     what: the job or script, as named in the message.
     """

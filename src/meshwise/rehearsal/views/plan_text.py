@@ -43,7 +43,7 @@ def plans_text(plans: Any, width: int | None = None) -> Text:
 
 
 def titles(plans: Any) -> tuple[str, str]:
-    """Return two texts: what was planned, and how many plans were rehearsed."""
+    """Return two texts: what was planned, and how many plans were simulated."""
     head, dtype = f"{plans.job} on {plans.machine.name}, batch {plans.batch}", plans.found.estimates[0].dtype
     rehearsed = plural(len(plans.found.estimates), "plan")
     counts = f"{rehearsed} rehearsed in {seconds_text(plans.found.seconds)} of a processor"
@@ -51,7 +51,7 @@ def titles(plans: Any) -> tuple[str, str]:
 
 
 def first_text(plans: Any) -> str:
-    """Return the likely best plans of `api.plan.Plans` as text, with costs guessed before any plan is rehearsed."""
+    """Return the likely best plans of `api.plan.Plans` as text, with costs guessed before any plan is simulated."""
     rows = [
         f"  {settings_text(plan)}: about {seconds_text(guess.seconds)}, {bytes_text(guess.memory)}"
         for plan, guess in plans.found.first
@@ -62,8 +62,8 @@ def first_text(plans: Any) -> str:
 def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
     """Return the plans that a user may choose.
 
-    A plan is left out if another plan on the same mesh needs neither more time nor more memory, or if it does not fit
-    while another plan may. The JSON output has all plans.
+    A plan is left out if another plan with the same mesh needs neither more time nor more memory. A plan that does not
+    fit is left out if another plan may fit. The JSON output has all plans.
     """
     shown: list[Estimate] = []
     for each in estimates:  # the best first
