@@ -71,5 +71,4 @@ OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "weights": run_folders,
     "log": lambda incomplete: _those(TRACKERS, incomplete),
 }
-"""For each option of `meshwise run` and other commands, by its field: the function that completes its value in a
-shell."""
+"""For each option, by its field: the function that completes its value in a shell."""

@@ -20,8 +20,7 @@ from meshwise.spec.words import some
 MOST_FILES = 200
 _IMPORTS = re.compile(r"^[ \t]*(?:from\s+([.\w]+)\s+import\s+([\w, ]+)|import\s+([\w., ]+))", re.MULTILINE)
 _GIVEN_AWAY = re.compile(r"(?<!def )\b(\w+)\(\s*(?:\w*parser\b|sys\.argv\b)")
-"""Matches a call that passes on a parser or `sys.argv`. If the function belongs to a library, it may know the
-option."""
+"""Matches a call that passes on a parser or `sys.argv`. A library's function may then know the option."""
 
 
 def check_options_behind(script: str, before: Sequence[str], own: Sequence[str], flags: Mapping[str, bool]) -> None:

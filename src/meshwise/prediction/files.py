@@ -33,8 +33,7 @@ from meshwise.records.files import atomic_file, write_text, write_with
 from meshwise.spec.errors import UsageError
 
 Outputs = Mapping[str | int, Any]
-"""The rows of several samples, as tensors or lists, by the name of the output. The name is an index if the model
-returns a tuple, and "" if it returns a single output."""
+"""The rows of several samples by output: its name, its index in a tuple, or "" for a single output."""
 FACTS = "facts.json"
 
 

@@ -22,15 +22,13 @@ from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Work
 BLOCK = 512
 """The size of every block is a multiple of this many bytes (kMinBlockSize)."""
 SMALL = 1 << 20
-"""The largest allocation of the small pool, in bytes (kSmallSize). In the large pool, a block is split only if the
-remainder is larger than this."""
+"""The largest allocation of the small pool (kSmallSize). In the large pool, smaller remainders are not split off."""
 SMALL_SEGMENT = 2 << 20
 """The bytes of a segment of the small pool (kSmallBuffer)."""
 LARGE_SEGMENT = 20 << 20
 """The bytes of a segment of the large pool for an allocation of less than LARGE bytes (kLargeBuffer)."""
 LARGE = 10 << 20
-"""An allocation of at least this many bytes (kMinLargeAlloc) gets a segment of its own size, rounded up to a multiple
-of ROUND bytes (kRoundLarge)."""
+"""From this size on, a segment is made for one allocation (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
 ROUND = 2 << 20
 
 

@@ -18,15 +18,8 @@ from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 
 KINDS = ("computing", "communication", "copies", "waiting", "launches", "idle")
-"""The kinds of time of a rank.
-
-computing: an operator runs.
-communication: a collective runs that does not overlap with computing.
-copies: a copy to or from the host runs.
-waiting: the rank waits for other ranks. This includes a pipeline's bubble.
-launches: the device waits until the host launches an operator.
-idle: anything else.
-"""
+"""The kinds of time of a rank: running an operator, communication that does not overlap, copies to or from the host,
+waiting for other ranks (such as a pipeline's bubble), waiting for the host to launch, and anything else."""
 
 
 @dataclass(frozen=True)

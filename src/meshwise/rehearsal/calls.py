@@ -22,11 +22,10 @@ _WORDS: dict[type, str] = {
     torch.memory_format: "memory_format",
 }
 UNDRAWN = ("workspace", "reserve", "reserveSpace", "philox_seed", "rng_state")
-"""Tensor arguments that must not be filled with random values, because only the preceding operator can fill them.
-Random values crash the process in oneDNN's LSTM, whose workspace has no elements on fake tensors."""
+"""Arguments that must not be filled with random values, because only the preceding operator can fill them. Random
+values crash the process in oneDNN's LSTM, whose workspace has no elements on fake tensors."""
 LEAST, MOST = 0.1, 1.0
-"""The range of random floats. It contains no zero, subnormal or negative value, since such values make some operators
-slower."""
+"""The range of random floats. Zero, subnormal and negative values make some operators slower."""
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

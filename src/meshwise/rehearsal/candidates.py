@@ -20,11 +20,9 @@ from meshwise.spec.plan import RECOMPUTES, Plan
 from meshwise.spec.plan_settings import plan_from_settings
 
 MICROBATCHES = 4
-"""The number of microbatches per pipeline stage. The bubble of 1F1B, (stages - 1) / microbatches, is then below a
-fourth."""
+"""Microbatches per pipeline stage. The bubble of 1F1B, (stages - 1) / microbatches, is then below a fourth."""
 MOST_TENSOR = 8
-"""The largest size of the `tensor` axis to search. Larger ones span hosts, where the axis's collectives cost more than
-they save."""
+"""The largest `tensor` axis to search. On several hosts, its collectives cost more than they save."""
 
 
 @dataclass(frozen=True)

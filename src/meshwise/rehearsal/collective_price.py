@@ -283,8 +283,7 @@ _STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
     "all-to-all": lambda n: (n - 1, (n - 1) / n),
     "broadcast": lambda n: (math.ceil(math.log2(n)), math.ceil(math.log2(n))),
 }
-"""For each gloo collective over n ranks: the number of successive messages, and their total size in multiples of the
-tensor."""
+"""For each gloo collective over n ranks: the number of successive messages, and their total size in tensors."""
 
 
 def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:

@@ -136,8 +136,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (6
 LL, LL128, SIMPLE = 0, 1, 2
 NEVER = float("inf")
 BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4), "nvls": (NEVER, NEVER, 8.4), "pat": (NEVER, NEVER, 8.4)}
-"""NCCL's base latency in microseconds, by algorithm, for the protocols LL, LL128 and Simple. NEVER: the algorithm does
-not support the protocol."""
+"""NCCL's base latency in microseconds by algorithm, for LL, LL128, Simple. NEVER: the protocol is not supported."""
 HOP = {
     ("nvlink", "ring"): (0.6, 1.9, 3.4),
     ("nvlink", "tree"): (0.6, 1.25, 4.0),
@@ -148,13 +147,11 @@ HOP = {
     ("network", "tree"): (5.0, 8.5, 14.0),
     ("network", "pat"): (NEVER, NEVER, 14.0),
 }
-"""NCCL's latency per hop in microseconds, by (link, algorithm), for the protocols LL, LL128 and Simple. xGMI counts as
-NVLink."""
+"""NCCL's latency per hop in microseconds by (link, algorithm), for LL, LL128, Simple. xGMI counts as NVLink."""
 PROTOCOL = (0.25, 0.92, 1.0)
 """The share of the bus bandwidth that each protocol reaches, for LL, LL128 and Simple."""
 IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
-"""NVLS's rate by number of ranks, relative to the rate with 8 ranks. Source: stas00/ml-engineering@744d01e18b, network,
-all-reduce on H200."""
+"""NVLS's rate by ranks, relative to 8 ranks: stas00/ml-engineering@744d01e18b, network, all-reduce on H200."""
 
 
 def figure(name: str) -> Figure:

@@ -25,27 +25,20 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 1e-5
-"""PRODUCTS: the fraction of the peak FLOP/s that matrix products reach.
-RATE, MEMORY_RATE: the FLOP/s and the memory bytes/s to assume if they are unknown.
-LAUNCH: the seconds to launch an operator from Python.
-"""
+"""The fraction of the peak FLOP/s that matrix products reach. The FLOP/s and memory bytes/s to assume if unknown. The
+seconds to launch an operator from Python."""
 SPLIT = 8
-"""Small traces have at most this size of the `tensor` axis. Costs for other sizes are interpolated linearly in 1 /
-size."""
+"""The largest `tensor` axis in small traces. Costs for other sizes are interpolated linearly in 1 / size."""
 STATE = 2.0
 """Bytes of optimizer state per byte of trained parameters, as for Adam."""
 ADDED, STEPPED = 3, 7
-"""ADDED: how often gradients are read or written when they are accumulated.
-STEPPED: how often parameters are read or written in an optimizer step.
-"""
+"""How often gradients are read or written to accumulate them, and parameters in an optimizer step."""
 AGAIN = 1.25
-"""The factor by which recompute increases the communication of layers under tensor parallelism: one of a block's four
-collectives runs twice."""
+"""The factor by which recompute increases the communication of split layers: one of four collectives runs twice."""
 HELD = 1.1
 """How many bytes the allocator holds per byte of tensors."""
 ALONE = 2
-"""The number of blocks for which gathering parameters or reducing gradients does not overlap with computing: the first
-and the last block."""
+"""The number of blocks whose gather or reduction does not overlap with computing: the first and the last block."""
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.machine import Machine
 
 ADAM = 7
-"""The number of operators in a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt,
-div, add_, addcdiv_."""
+"""Operators in a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt, div, add_,
+addcdiv_."""
 MEMORY_RATE = "bytes a second of a copy"
 PROGRAM, DTENSOR = "what a program adds to an operator", "what DTensor adds to an operator"
 

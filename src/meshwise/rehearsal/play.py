@@ -20,8 +20,7 @@ from meshwise.rehearsal.prices import Overlap
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Launch, Operation, What
 
 COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
-"""The resources that activities of a rank share: the device's compute, links within a host, links between hosts, the
-link from the device to its host, and the link from the host to the device."""
+"""Resources that activities share: compute, links within a host, links between hosts, the link to and from the host."""
 
 
 @dataclass(slots=True)
@@ -71,8 +70,7 @@ class Done:
 
 
 _Member = tuple[int, Item, float, bool]
-"""One rank's part in an activity: (rank, item, when its stream was ready for the item, whether its stream waited for
-the host's launch)."""
+"""(rank, item, when its stream was ready for the item, whether its stream waited for the host's launch)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -29,11 +29,9 @@ from meshwise.spec.timings import seconds_at
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
-"""What an estimated time depends on. The errors of times with the same factor are correlated. Errors of different
-factors are independent."""
+"""What a time depends on. Errors of times with the same factor are correlated, those of different factors are not."""
 Known = Callable[[Operation], float | None]
-"""A function that returns the measured seconds of an operator at its shapes, or None if it was not measured on this
-device."""
+"""Returns the measured seconds of an operator at its shapes, or None if it was not measured on this device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,11 @@ from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, 
 
 _COUNT = re.compile(r"(?<= )\d+(?= )")
 Read = Callable[[Launch], tuple[Hashable, int | None]]
-"""Returns a key that a launch has in common with the corresponding launches of other blocks (or microbatches), and the
-index of the launch's own block or microbatch. The index is None for a launch outside of all blocks."""
+"""Returns a key that corresponding launches of all blocks (or microbatches) share, and the index of the block."""
 
 NUMBERS = 1 << 16
-"""The largest size in bytes of a collective that may grow with the depth of the model, such as one with a number for
-each parameter or for the loss of each microbatch. Larger collectives are split into buckets at some depth, so their
-size does not grow linearly."""
+"""The largest collective in bytes that may grow with depth, such as one with a number for each parameter, or for the
+loss of each microbatch. Larger ones are split into buckets at some depth, so they do not grow linearly."""
 GROWS = ("optimizer", "other")
 """The phases in which collectives may grow."""
 

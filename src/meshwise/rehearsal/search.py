@@ -27,19 +27,16 @@ from meshwise.spec.plan import Plan
 Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
-"""A plan is not simulated if its step is expected to take this many times as long as the best one, or longer."""
+"""A plan is not simulated if its step is expected to take this many times as long as the best one."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
-"""Plans with more parts to trace than this are not among the first to be simulated. Plans without pipeline stages never
-have more."""
+"""Plans with more parts to trace are not simulated first. Plans without pipeline stages never have more."""
 SIMPLER = 0.04
-"""The advantage of simpler plans in the order of a search. For each doubling of microbatches, stages or parts of
-layers, a plan must be faster by this fraction to come first."""
+"""By what fraction a plan must be faster for each doubling of microbatches, stages or layer parts, to come first."""
 FIRST = 5
 """The number of likely best plans that are shown before any plan is simulated."""
 NEAREST = 3
-"""If no plan fits in memory, variants that save memory are tried for this many plans, those that need the least
-memory."""
+"""If no plan fits, variants that save memory are tried for this many plans, those that need the least memory."""
 
 
 @dataclass(frozen=True)

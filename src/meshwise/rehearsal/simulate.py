@@ -25,8 +25,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
 OVERLAP, STEP = "overlap", "step"
-"""Two more factors of the interval of a step: how much overlapping activities slow each other, and time that belongs to
-no launch."""
+"""Two more factors: how much overlapping activities slow each other, and time that no launch explains."""
 
 
 @dataclass(frozen=True)

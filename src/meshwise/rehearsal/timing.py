@@ -31,11 +31,10 @@ from meshwise.machine.memory import free_bytes
 from meshwise.rehearsal.calls import bytes_of, made
 
 REPEATS, LONGEST = 7, 0.05
-"""The number of timed calls of an operator. Fewer, but at least two, are timed if they take more than LONGEST seconds
-in all."""
+"""How many calls of an operator are timed: fewer, but at least two, if they take more than LONGEST seconds in all."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
-"""For operators on more than IN_CACHE bytes, COLD calls are also timed after a write of FLUSHED bytes, which empties
-the caches. In a real step, some tensors are in a cache and others are not."""
+"""Operators on more than IN_CACHE bytes: how many calls are also timed after a write of FLUSHED bytes, which empties
+the caches. In a step, some tensors are in a cache and others are not."""
 INSIDE_FROM = 16 << 10
 """Internal allocations are measured for operators whose tensors have at least this many bytes."""
 SERVE = "from meshwise.rehearsal.timing import serve; serve()"

@@ -52,8 +52,7 @@ from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
 STEPS = 2
-"""The number of steps that are traced. The first creates the optimizer's state and the buckets. All later steps are
-equal."""
+"""How many steps are traced. The first creates the optimizer's state and the buckets. All later steps are equal."""
 
 
 @dataclass(frozen=True)
