@@ -33,7 +33,7 @@ def checkpoints(
     verify: Annotated[bool, typer.Option("--verify", help="read every byte, and compare it with its hash")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
 ) -> None:
-    """List the saved states of a run; without a name, of the newest run. Exit code 1: one of them is damaged.
+    """List the saved states of a run. Without a name, the newest run is listed. Exit code 1: a state is damaged.
 
     \b
     meshwise checkpoints                           of the newest run

@@ -30,7 +30,7 @@ def logs(
     rank: Annotated[list[int], typer.Option(help="this rank alone; may be repeated")] = [],  # noqa: B006
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run is over")] = False,
 ) -> None:
-    """Show what the ranks of a run printed, over all its attempts; without a name, of the newest run.
+    """Show what the ranks of a run printed, in all its attempts. Without a name, the newest run is shown.
 
     \b
     meshwise logs                          of the newest run

@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False)
 def predict(options: PredictOptions) -> None:
     """Run a job's model over every sample once, in order, without gradients, and write a row for each.
 
-    The same command goes on where it was stopped. Without --out the file is predictions.jsonl.
+    After a stop, the same command continues where it stopped. Without --out, the file is predictions.jsonl.
 
     \b
     meshwise predict mnist-cnn --weights runs/20261121-140502-mnist-cnn

@@ -36,9 +36,9 @@ def run(
     options: RunOptions,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON, and nothing else")] = False,
 ) -> None:
-    """Train a job on the devices, or run a script on all of them; what follows the script's name is its own.
+    """Train a job on the devices, or run a script on all of them. Words after a script's name are passed to the script.
 
-    Plan, train, evaluate, record: the folder runs/… keeps losses, weights, states and what each worker printed.
+    A folder in runs/ keeps the losses, weights and saved states, and what each worker printed.
 
     \b
     meshwise run --devices 2xcpu train.py --lr 0.1   your script; --lr is its own

@@ -28,7 +28,8 @@ def weights(
 ) -> None:
     """Write the weights of a run's newest state as safetensors, with the names of the state_dict.
 
-    Tensor by tensor: a model that no host holds is written too. `mw.load_weights`, transformers and others read them.
+    They are written tensor by tensor, so that the model may be larger than a host's memory. `mw.load_weights`,
+    transformers and others read them.
 
     \b
     meshwise weights                               of the newest run

@@ -139,8 +139,8 @@ class Record:
         return tuple("tf32" if word == "fp32" else word for word in words) if loose and name in MATMULS else words
 
     def _on_collective(self, moved: Moved, values: Any) -> None:
-        """Record a collective. If it is asynchronous, it runs on a stream of its own, else on the stream that launches
-        it."""
+        """Record a collective. If it is asynchronous, it runs on the stream of its process group, else on the stream
+        that launches it."""
         what, own = _collective(moved), self._stream
         if what is None:  # a barrier; a wait for one
             self.beside.wait(moved.work, own, self._storages(values))
@@ -232,8 +232,8 @@ class Record:
                 self._categories.setdefault(number, "gradients")
 
     def cut(self) -> tuple[tuple[Allocate, ...], tuple[Event, ...]]:
-        """Start a new list of events, with indices from 0. Return the memory in use now, and the events recorded
-        before."""
+        """Return the memory in use now and the events recorded so far. Then start a new list of events, with indices
+        from 0."""
         events, self.events = self.events, []
         self.beside = Beside()
         fake_device.begin_record()

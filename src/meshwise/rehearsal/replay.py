@@ -72,9 +72,9 @@ def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets:
 
 
 class _Row:
-    """A trace as one sequence of entries, stored in parallel lists.
+    """A trace as one sequence of entries, stored in lists of equal length.
 
-    events: the events.
+    events: the event of each entry.
     keys: a number that equal entries share.
     loose: a number that entries also share if they differ only by growth.
     at: the index of the entry's block or microbatch.
@@ -265,10 +265,10 @@ class _Longer:
     def _slope(self, beside: Sequence[tuple[int, int | None]], value: int, length: int | None = None) -> int:
         """Return the change of a value from one copy of a piece to the next.
 
-        beside: for the copy before (-1) and after (1) this one, the value there.
+        beside: pairs of a direction (-1 for the copy before, 1 for the copy after) and the value in that copy.
 
-        Raises Unlike if the two copies give different changes, or if `length` is given and the change is neither 0 nor
-        ±`length`.
+        Raises Unlike if the two copies give different changes, or if `length` is given and the change is not 0,
+        `length` or -`length`.
         """
         slopes = {None if other is None else way * (other - value) for way, other in beside}
         slope = slopes.pop() if len(slopes) == 1 else None
@@ -279,8 +279,11 @@ class _Longer:
     def _put(
         self, place: int, event: Event | None, refers: Sequence[int], number: int | None, check: bool = True
     ) -> Event | None:
-        """Append an event with new references, and return it. check: whether to raise Unlike if the new references are
-        to entries that differ from the old ones."""
+        """Append an event with new references, and return it.
+
+        check: whether to raise Unlike if the entries that the new references point to differ from those of the old
+        references.
+        """
         keys, key = self.keys, self.long.keys[place]
         if check and refers:
             old = self.long.refers[place]

@@ -257,7 +257,6 @@ def _run(script: Script, loop: _Loop, said: io.StringIO) -> None:
 
 
 def _names_us(error: Exception) -> bool:
-    """Return whether a file of the user that appears in the error's traceback mentions meshwise. A script that uses
-    meshwise does."""
+    """Return whether one of the user's files in the error's traceback contains the word meshwise."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)}
     return any("meshwise" in line for file in files for line in linecache.getlines(file))

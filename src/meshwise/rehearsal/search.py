@@ -27,7 +27,7 @@ from meshwise.spec.plan import Plan
 Rehearse = Callable[[Plan], Estimate]
 SLOWER = "slower than the first even at the peak rate of its devices"
 UNLIKELY = 1.25
-"""A plan is not simulated if its step is expected to take this many times as long as the best one."""
+"""A plan is not simulated if its step is expected to take more than this many times as long as the best one."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
 """Plans with more parts to trace are not simulated first. Plans without pipeline stages never have more."""
