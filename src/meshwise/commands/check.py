@@ -39,8 +39,8 @@ def check(
 ) -> None:
     """Prove that the plan computes what one device computes, or name the first module that does not, and why.
 
-    Exit code 0: equal. 1: different. 2: no verdict, because the plan is refused or the program fails. 4: doubtful, which
-    means equal in float64, but another figure differs.
+    Exit code 0: equal. 1: different. 2: no verdict, because the plan is refused or the program fails. 4: doubtful:
+    equal in float64, but another figure differs.
 
     \b
     meshwise check --devices 3xcpu train.py     your script, three workers

@@ -53,7 +53,7 @@ def plan(
 ) -> None:
     """Rank the plans that a job could have on a machine: step time and memory of each, before anything runs.
 
-    Exit code 0: a plan fits. 1: no plan fits for certain, or the plan of --fits does not. 2: refused.
+    Exit code 0: a plan fits. 1: no plan fits for certain, or the plan of --fits is too close to call. 2: refused.
 
     \b
     meshwise plan gpt --machine 8xH100              ranked plans
