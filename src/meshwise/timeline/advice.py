@@ -22,7 +22,7 @@ TRY_FOR_COMMUNICATION = {
     "mw.sum": "Sum once after the loop instead of in every batch: mw.sum of the values that were added up.",
     "": "Fewer reductions a sample: {batch}, or {accumulate}; half the bytes: {half}.",
 }
-"""Advice against slow collectives, by the data that they send."""
+"""Advice against slow collectives. The key is the kind of data that the collective sends, or "" for any other data."""
 TRY = {
     "slower": "Use one device, or give each more to compute in a step: {batch}, or {accumulate}.",
     "input": "Read ahead with more loader workers ({workers}).",
@@ -80,9 +80,12 @@ WORDS = {
         "bf16": "bf16 (torch.autocast)",
     },
 }
-"""For each kind of program, how to make the change that a piece of advice names."""
+"""For each kind of program, the text that replaces each placeholder such as `{batch}` in a piece of advice."""
 
 
 def advised(text: str, program: str) -> str:
-    """Return advice in the words for a kind of program, a key of WORDS; any other kind counts as a script."""
+    """Fill the placeholders of an advice text with the options that this kind of program has.
+
+    program: a key of `WORDS`. Any other value counts as "script".
+    """
     return text.format_map(WORDS.get(program, WORDS["script"]))

@@ -22,23 +22,28 @@ from meshwise.timeline.timeline import Clock
 
 Times = NDArray[np.int64]
 CLEAR = 3.0
-"""A burst counts as congested when its shortest round trip is longer than this many times that of the best burst.
-Congestion delays one direction, which would look like drift, so such a burst only rules out impossible offsets."""
+"""Limit for calling a burst of round trips congested: its shortest round trip takes more than this many times as long
+as the shortest round trip of the best burst. Congestion delays one direction only, which would look like clock drift. A
+congested burst is therefore left out of the fitted line, and only rules out impossible offsets."""
 DRIFT = 1e-4
-"""The most that two clocks are assumed to drift apart between bursts: 100 µs per second, as of a bad quartz."""
+"""Assumed upper bound of the drift between two clocks: 100 µs per second, as of a bad quartz oscillator."""
 BURST = 1_000_000_000  # ns: samples closer than this belong to one burst
 
 
 @dataclass(frozen=True)
 class ClockFit:
-    """Maps a rank's times to rank 0's clock: the offset (ns) is interpolated linearly between the points `at`."""
+    """Conversion from the clock of one rank to the clock of rank 0.
+
+    at: times on the rank's clock (ns).
+    offset: what to add to the rank's clock at these times (ns). Offsets between them are interpolated linearly.
+    """
 
     clock: Clock
     at: NDArray[np.float64]
     offset: NDArray[np.float64]
 
     def to_reference(self, times: Times) -> Times:
-        """Convert `times` (ns, the rank's clock) to rank 0's clock."""
+        """Convert times in ns from the rank's own clock to the clock of rank 0."""
         if len(self.at) == 1:
             return times + round(float(self.offset[0]))
         origin = int(self.at[0])
@@ -48,8 +53,11 @@ class ClockFit:
 
 
 def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
-    """Fit the clock of `rank` to rank 0's. Without samples, both are taken for one clock, with an error of 0, since
-    ranks of one host share a clock."""
+    """Fit the clock of a rank to the clock of rank 0.
+
+    samples: clock round trips as (sent, rank 0's time, received), in ns. Without samples, the offset and the error are
+        0, since ranks of one host share a clock.
+    """
     if not samples:
         return ClockFit(Clock(rank), np.zeros(1), np.zeros(1))
     at, offset, half = _bursts(np.asarray(samples, dtype=np.int64))
@@ -67,7 +75,8 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
 
 
 def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the shortest round trip of each burst: its middle by the rank's clock, its offset, and half its length."""
+    """Select the shortest round trip of each burst. Return its midpoint on the rank's clock, the clock offset, and half
+    its duration. The half duration is the error of the offset. All are in ns."""
     sent, theirs, received = samples[np.argsort(samples[:, 0], kind="stable")].T
     burst = np.concatenate([[0], np.cumsum(np.diff(sent) > BURST)])
     order = np.lexsort((received - sent, burst))
@@ -78,9 +87,10 @@ def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np.float64]) -> tuple[float, float]:
-    """Return slope and level (at `at[0]`) of the line through the offsets, each weighted by 1 / `half`, its error.
+    """Fit a line to the offsets, each weighted by 1 / `half`, where `half` is the error of the offset.
 
-    The slope is 0 for one burst, or for two whose offsets differ by no more than their errors.
+    Returns the slope, and the offset on the line at `at[0]`. The slope is 0 if there is only one burst, or if there are
+    two bursts and their offsets differ by no more than the sum of their errors.
     """
     if len(at) < 2 or (len(at) == 2 and abs(offset[1] - offset[0]) <= half.sum()):
         return 0.0, float(offset[np.argmin(half)])
@@ -89,10 +99,12 @@ def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np
 
 
 def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
-    """Return the shifts of the ranks' clocks (ns; 0 for rank 0) after which no collective ends before its last arrival.
+    """Return the clock shifts after which no collective ends before its last rank has arrived.
 
-    arrivals, ends: shape (collectives, ranks), aligned as well as round trips allow. Return None if no constant shifts
-    achieve this, since then the error is not one of clock offsets.
+    arrivals, ends: times in ns, shape (collectives, ranks), already aligned by clock round trips.
+
+    Returns the smallest such shift for each rank in ns, relative to rank 0. Returns None if no constant shifts achieve
+    this. The cause is then not a wrong clock offset.
     """
     ranks = arrivals.shape[1]
     if not len(arrivals):
@@ -111,5 +123,5 @@ def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
 
 
 def widened(clock: Clock, shift: int) -> Clock:
-    """Return the clock after a shift (ns) that collectives proved necessary; its error is at least that shift."""
+    """Add a shift in ns to the offset of a clock. The error of the result is at least as large as the shift."""
     return replace(clock, offset=clock.offset + shift, error=max(clock.error, float(abs(shift))))

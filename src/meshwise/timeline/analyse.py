@@ -49,9 +49,13 @@ POINTS = 300
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """Build the report of a timeline. steps: first and last step to show in detail. table: the step table, if known.
+    """Build the report of a timeline.
 
-    Raises UsageError if the run does not have those steps.
+    folder: the folder of the run, to look for earlier runs of the same program beside it.
+    steps: the first and the last step to show in detail.
+    table: the step table of the timeline, if the caller has already built it.
+
+    Raises UsageError if the run does not have the steps given in `steps`.
     """
     table = table or step_table_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, table)
@@ -109,7 +113,8 @@ def report_of(
 
 
 def _shares(timeline: Timeline) -> tuple[float, ...]:
-    """Return each rank's share of a batch; () if ranks worked on the same samples, or shares are unknown."""
+    """Return each rank's share of a batch, as proportions. Returns () if the ranks worked on the same samples, or if
+    the shares are unknown."""
     plan = fields_of(str(timeline.facts.get("plan") or ""))
     if not plan or timeline.facts.get("program") == "plain" or {"pipeline", "context", "tensor"} & plan.keys():
         return ()
@@ -118,14 +123,16 @@ def _shares(timeline: Timeline) -> tuple[float, ...]:
 
 
 def _have_links(timeline: Timeline) -> bool:
-    """Check whether the ranks may communicate over links: CPU workers of one machine do not."""
+    """Return whether the ranks may communicate over links between devices or machines. CPU workers of one machine do
+    not."""
     facts, ranks = timeline.facts, timeline.ranks
     several = int(facts.get("world") or 0) > len(facts.get("devices") or ()) or len({rank.host for rank in ranks}) > 1
     return several or any(not rank.device.startswith("cpu") for rank in ranks)
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return known facts about what was run: arguments, plan, command, commit, last and best metric, lost ranks."""
+    """Return the known facts about what was run: arguments, plan, command, commit, last metric, best metric, lost
+    ranks."""
     found = {name: str(facts.get(name) or "") for name in ("args", "plan", "command", "commit", "metric", "best")}
     found["lost"] = " ".join(lost_texts(facts))
     return {name: text for name, text in found.items() if text}
@@ -141,7 +148,8 @@ def _verdict(status: str, timeline: Timeline, verdict: str) -> str:
 
 
 def _throughput(timeline: Timeline, seconds: float) -> float | None:
-    """Return samples of global batches per second of training, by the counter of the lowest rank that has it."""
+    """Return the training throughput in samples of global batches per second, or None if no rank counted samples. The
+    counter of the lowest rank that counted samples is used."""
     counter = timeline.counter("samples")
     if counter is None or seconds <= 0:
         return None
@@ -183,7 +191,7 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
 
 
 def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return a rank's peak of each memory counter, and the peak at the ends of each kind of phase, in bytes."""
+    """Return the peak of each memory counter of a rank in bytes, and the peak at the end of each kind of phase."""
     counters = [c for c in timeline.counters if c.rank == rank and c.name not in NOT_MEMORY]
     peaks = {c.name: float(c.value.max()) for c in counters}
     by_phase = {
@@ -194,7 +202,11 @@ def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, 
 
 
 def _collectives(timeline: Timeline, arrivals: Arrivals) -> list[CollectiveReport]:
-    """Report collectives by name and size, each timed from its last arrival or the previous one's end (the later)."""
+    """Report the most expensive collectives, grouped by name and size.
+
+    The duration of a collective is measured from the arrival of its last rank, or from the end of the previous
+    collective, whichever is later.
+    """
     use = arrivals.complete
     if not use.any() or len(arrivals.ranks) < 2:
         return []
@@ -242,7 +254,8 @@ def _last_known(loss: dict[int, float], steps: Whole) -> float:
 
 
 def _thinned(counter: Counter) -> CounterSeries:
-    """Reduce a counter to at most POINTS values, each the largest of an interval, so that peaks stay."""
+    """Reduce a counter to at most POINTS values. Each value is the largest value of an interval, so that peaks are
+    kept."""
     parts = np.array_split(np.arange(len(counter.value)), min(POINTS, len(counter.value)))
     keep = [int(part[counter.value[part].argmax()]) for part in parts]
     return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())

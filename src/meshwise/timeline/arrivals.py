@@ -21,23 +21,29 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 TOGETHER = ("all-reduce", "all-gather", "barrier")
-"""Collectives that no rank can leave before all ranks have arrived. (In a broadcast, the source can.)"""
+"""Collectives that no rank can leave before all ranks have arrived. A broadcast is not among them, since its source
+can."""
 ABSENT = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Collectives in the order of their numbers. A time is ABSENT if the rank has no record of the collective.
+    """When each rank arrived at and left each collective of a run, in the order of the collectives' numbers.
 
-    number, step, bytes, name: shape (collectives,). arrival, end: ns, shape (collectives, ranks).
+    A time is ABSENT if the rank has no record of the collective. All times are in ns.
+
+    number, step, bytes, name: shape (collectives,). A collective has the same number on every rank.
+    arrival, end: shape (collectives, ranks).
     overlapped: whether the collective overlaps with computing, so that ranks do not wait for it at once.
-    complete: every rank has a record of it. together: complete, and no rank could leave before the last one arrived.
-    last_rank: column of the rank for which the others wait: the last to arrive, or the source of a broadcast.
-    last: when that rank arrived, so that communication could begin; ABSENT if any rank has no record.
-    until: shape (collectives, ranks): until when each rank waits for the last rank; ABSENT as `last`. It is `last`
-    minus the time by which the last rank left the previous collective later than this rank: if it did, it has a
-    slower link, so that time counts as communication.
-    of_stages: for each receive of a pipeline, by its rank and start, until when it waits for another stage.
+    together: whether every rank has a record of the collective and no rank could leave before the last rank arrived.
+    last_rank: the column of the rank for which the others wait, which is the source of a broadcast, and the last rank
+        to arrive otherwise.
+    complete: whether every rank has a record of the collective.
+    last: when the rank in `last_rank` arrived, so that communication could begin. ABSENT if any rank has no record.
+    until: the time until which each rank waits for the last rank, shape (collectives, ranks). ABSENT where `last` is
+        ABSENT. If the last rank left the previous collective later than the waiting rank, its link is slower. The
+        difference counts as communication, so it is subtracted from `last`.
+    of_stages: for each receive of a pipeline, identified by rank and start, when it stops waiting for another stage.
     """
 
     ranks: Table
@@ -56,7 +62,7 @@ class Arrivals:
     of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Table, numbers: Table) -> Table:
-        """Return `until` for each pair of a rank and a collective's number; ABSENT for unknown pairs."""
+        """Look up `until` for pairs of a rank and a collective's number. The result is ABSENT for unknown pairs."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
@@ -65,7 +71,8 @@ class Arrivals:
         return np.where(known, self.until[at, column], ABSENT)
 
     def waits_until(self, spans: Spans) -> Table:
-        """Return until when each span waits for another rank; for a span that does not wait, its start."""
+        """Return the time until which each span waits for another rank. For a span that does not wait, this is its
+        start."""
         until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
         if self.of_stages:
             places = zip(spans["rank"].tolist(), spans["start"].tolist(), strict=True)
@@ -76,13 +83,13 @@ class Arrivals:
 
 
 def is_collective(spans: Spans) -> NDArray[np.bool_]:
-    """Return a mask of the spans that are collectives of all ranks, which have the same number on every rank."""
+    """Return a mask of the spans that are collectives of all ranks. Such spans have a collective number."""
     found: NDArray[np.bool_] = (spans["kind"] == KIND["communication"]) & (spans["collective"] != NO_COLLECTIVE)
     return found
 
 
 def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
-    """Tabulate the collectives among a timeline's spans."""
+    """Build the table of arrivals from the collectives among a timeline's spans."""
     found = spans[is_collective(spans)]
     number, first, row = np.unique(found["collective"], return_index=True, return_inverse=True)
     ranks, column = np.unique(found["rank"], return_inverse=True)
@@ -115,7 +122,11 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
-    """For each collective and rank, return how many ns after this rank the last rank left the previous collective."""
+    """Return how much later than each rank the collective's last rank left the previous collective.
+
+    The result is in ns and has the shape (collectives, ranks). It is 0 if the last rank left earlier, or if the times
+    are unknown.
+    """
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
     row = np.arange(len(arrival))

@@ -22,10 +22,17 @@ Seconds = Annotated[float, seconds_text]
 
 @dataclass(frozen=True)
 class AttemptReport:
-    """One start of the workers. began: local time. launched: by what, as `Slurm job 7, start 2`. devices: how many; 0
-    if unknown. before: seconds since the previous attempt ended, or since the run was submitted; queued: whether these
-    were spent in a scheduler's queue. seconds: how long the attempt lasted. steps_lost: steps of the previous attempt
-    that were repeated; steps_lost and from_step are None if unknown, as in a user's own loop."""
+    """One attempt of a run, which is one start of its workers.
+
+    began: the local time.
+    launched: what started the attempt, such as `Slurm job 7, start 2`.
+    devices: the number of devices, or 0 if unknown.
+    before: the seconds since the previous attempt ended, or since the run was submitted.
+    queued: whether these seconds were spent in a scheduler's queue.
+    seconds: the duration of the attempt.
+    from_step: the step at which the attempt started, or None if unknown, as in a user's own training loop.
+    steps_lost: the number of steps of the previous attempt that were repeated, or None if `from_step` is None.
+    """
 
     number: Count
     began: str
@@ -41,7 +48,7 @@ class AttemptReport:
 
 
 def attempt_reports(facts: Mapping[str, Any]) -> list[AttemptReport]:
-    """Report all attempts that a run's record holds."""
+    """Report all attempts in the record of a run."""
     found = attempts_of(facts)
     gaps = [
         *[None][: len(found)],

@@ -30,11 +30,12 @@ from meshwise.timeline.timeline import PER_SESSION, RunSession, Spans
 
 Whole = NDArray[np.int64]
 OUTSIDE = len(KINDS)
-"""An extra kind: time before the first span of a session and after its last."""
+"""Code of an additional kind of time, which lies outside the spans of any session."""
 
 
 class Owner(IntEnum):
-    """The possible owners of a moment, the one of highest priority first."""
+    """What a moment of a rank's time can be attributed to. The members are in the order of priority, the highest
+    first."""
 
     BLOCKING_WAITING = 0
     BLOCKING_COMMUNICATION = 1
@@ -55,19 +56,22 @@ class Owner(IntEnum):
 
 
 COMPUTING = range(Owner.FORWARD, Owner.TRANSFER + 1)
-"""Owners that count as computing: overlapped communication is hidden while one of them owns the moment."""
+"""Owners that count as computing. Communication that overlaps with one of them is hidden."""
 OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
 COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
 KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
 OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
-"""The owner of each kind of span that has a single owner: all kinds but communication and backward."""
+"""For each kind of span, the `Owner` of its whole duration. Communication and backward spans are split between several
+owners instead."""
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """The time of one rank: intervals from `start` with `length` ns, each of one kind (index in KINDS, or OUTSIDE).
+    """The time of one rank, divided into intervals of one kind each.
 
-    hidden: whether an overlapped collective was under way in the interval, hidden by its computing.
+    start, length: in ns.
+    kind: an index in KINDS, or OUTSIDE.
+    hidden: whether a collective overlapped with computing during the interval.
     """
 
     start: Whole
@@ -76,10 +80,12 @@ class Attribution:
     hidden: NDArray[np.bool_]
 
     def sums(self, bins: Whole) -> NDArray[np.float64]:
-        """Return the seconds of each kind from each of the ascending times `bins` to the next; the last bin has no end.
+        """Sum the attributed time by bin and by kind.
 
-        Shape (bins, kinds + 2): the kinds, then OUTSIDE, then hidden communication. Time before the first bin is left
-        out. No attributed interval may cross the beginning of a bin.
+        bins: the start of each bin in ns, ascending. A bin ends where the next bin begins, and the last bin has no end.
+            No attributed interval may cross the beginning of a bin. Time before the first bin is left out.
+
+        Returns seconds, of shape (bins, kinds + 2). The columns are the kinds, then OUTSIDE, then hidden communication.
         """
         at = np.searchsorted(bins, self.start, side="right") - 1
         inside = at >= 0
@@ -94,7 +100,7 @@ class Attribution:
 
 
 def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession, ...] = ()) -> Attribution:
-    """Attribute the time of one rank, from the start of the rank's first span to the end of the last."""
+    """Attribute the time of one rank, from the start of its first span to the end of its last span."""
     start, end, owner = _claims(spans, arrivals)
     gaps = _gaps(spans, sessions)
     outside = np.full(len(gaps), Owner.OUTSIDE)
@@ -105,8 +111,11 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Split overlapping intervals with owners into disjoint intervals. Returns the edges of these (one more than
-    intervals), the owner of each, and whether an overlapped collective is hidden in each."""
+    """Split overlapping intervals into disjoint intervals. Where intervals overlap, the owner of highest priority wins.
+
+    Returns the edges of the disjoint intervals (one more than there are intervals), the owner of each interval, and
+    whether an overlapped collective is hidden in each interval.
+    """
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     edges = times[order]
@@ -124,7 +133,8 @@ def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray
 
 
 def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
-    """Return start, end and owner of each interval that a rank's spans claim; these intervals may overlap."""
+    """Convert the spans of a rank to intervals with owners. Returns the start, end and owner of each interval. The
+    intervals may overlap."""
     spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
     kind, start, end = spans["kind"], spans["start"], spans["end"]
     communication, backward = kind == KIND["communication"], kind == KIND["backward"]
@@ -145,8 +155,14 @@ def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
 
 
 def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
-    """Return when each backward (from `start` to `end`) had computed everything: when its last collective began, or its
-    `end` if none began in it. begun: sorted start times of collectives."""
+    """Return when each backward pass had handed over its last gradient bucket for communication.
+
+    This is when the last collective within the backward pass began. If none began within it, this is the end of the
+    pass.
+
+    start, end: the start and the end of each backward pass.
+    begun: the start times of collectives, sorted.
+    """
     if not len(begun):
         return end
     at = np.searchsorted(begun, end, side="left") - 1
@@ -155,7 +171,8 @@ def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
 
 
 def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
-    """Return a rank's gaps between sessions, from the last end before to the first start after: shape (gaps, 2)."""
+    """Return a rank's gaps between sessions, of shape (gaps, 2). Each gap lasts from the end of the last span before it
+    to the start of the first span after it."""
     if len(sessions) < 2 or not len(spans):
         return np.empty((0, 2), np.int64)
     session = session_of(spans["start"], sessions)
@@ -165,16 +182,18 @@ def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
 
 
 def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
-    """Return the index of the session in which each time lies; 0 if no session is known."""
+    """Return the index of the session in which each time lies, or 0 if no session is known."""
     began = np.array([session.began for session in sessions], dtype=np.int64)
     return np.maximum(np.searchsorted(began, times, side="right") - 1, 0)
 
 
 def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> tuple[Whole, Whole]:
-    """Return when the steps of a rank's spans (sorted by start) begin, and the steps' numbers: session * PER_SESSION +
-    step. These ascend, and are the same on all ranks.
+    """Return when each step of a rank begins, and the number of each step.
 
-    Time before a session's first step is step 0 of that session. A step repeated after a stop begins in both sessions.
+    spans: the spans of one rank, sorted by start.
+
+    The number is session * PER_SESSION + step. Numbers ascend, and are the same on all ranks. Time before the first
+    step of a session is step 0 of that session. A step that a later session repeats begins in both sessions.
     """
     number = np.maximum.accumulate(session_of(spans["start"], sessions) * PER_SESSION + spans["step"])
     first = np.flatnonzero(np.diff(number, prepend=-1))

@@ -30,13 +30,14 @@ from meshwise.timeline.step_table import OF_STEP, StepTable
 SEED = 20260101
 RESAMPLES = 1000
 STRETCHES = 16
-"""The bootstrap cuts a run into at least this many blocks of neighbouring steps."""
+"""The bootstrap divides a run into at least this many blocks of neighboring steps."""
 FEWEST = 5
-"""With fewer steps, the variation by chance cannot be estimated."""
+"""With fewer steps than this, the variation by chance cannot be estimated."""
 MOST_STEPS = 4000
-"""Of a longer run, the bootstrap takes only every second, third ... step, which widens its intervals."""
+"""A run with more steps is thinned for the bootstrap: only every second, third, ... step is used, which widens the
+confidence intervals."""
 CLOCK = 1e-9
-"""Resolution of the logs' times in seconds: smaller differences do not count."""
+"""Resolution of the recorded times in seconds. Smaller differences do not count."""
 MOST_NAMED = 3
 MOST_METRICS = 10
 Seconds = NDArray[np.float64]
@@ -44,10 +45,13 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TimeDifference:
-    """One kind of time, in seconds a step. first, second: medians of both runs. difference: second minus first.
+    """One kind of time in a step, compared between two runs.
 
-    ratio: second / first; None if `first` is 0. low, high: the ratio's 95 % interval, or None. clear: this interval
-    does not contain 1 (without a ratio: the difference's interval does not contain 0).
+    first, second: the median of each run, in seconds a step.
+    difference: second minus first.
+    ratio: second divided by first, or None if `first` is 0.
+    low, high: the 95 % confidence interval of the ratio, or None if it cannot be computed.
+    clear: whether the interval excludes 1. Without a ratio, whether the interval of the difference excludes 0.
     """
 
     kind: str
@@ -62,8 +66,10 @@ class TimeDifference:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of each run as a whole; None if unknown. unit: share, samples/s, bytes, seconds, or metric (a number
-    without a unit)."""
+    """One figure that describes a whole run, in each of two runs. A value is None if unknown.
+
+    unit: share, samples/s, bytes, seconds, or metric. A metric is a number without a unit.
+    """
 
     name: str
     unit: str
@@ -73,9 +79,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs. first, second: names. ranks, steps: of each run. step: None if a run has no steps; `kinds` is then [].
+    """The comparison of two runs.
 
-    notes: what makes the runs hard to compare. differs: settings that differ, such as `shard 1 → 2`.
+    first, second: the names of the runs.
+    ranks, steps: the number of ranks and of steps in each run.
+    step: the times of a whole step, or None if a run has no steps. `kinds` is then [].
+    notes: sentences on what makes the runs hard to compare.
+    differs: the settings that differ, such as `shard 1 → 2`.
     """
 
     first: str
@@ -91,7 +101,7 @@ class RunComparison:
 
 
 def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Report]) -> RunComparison:
-    """Compare two runs, step by step and as a whole. Runs without steps are only compared as a whole."""
+    """Compare two runs step by step and as a whole. If a run has no steps, they are only compared as a whole."""
     (table_a, report_a), (table_b, report_b) = first, second
     names = _names(report_a, report_b)
     steady = table_a.steady.any() and table_b.steady.any()
@@ -112,7 +122,8 @@ def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Repor
 
 
 def is_slower(comparison: RunComparison, share: float) -> bool:
-    """Check whether the second run's step is slower by more than the fraction `share`, and clearly not by chance.
+    """Return whether a step of the second run takes longer by more than the fraction `share`, and this is clearly not
+    by chance.
 
     Raises UsageError if the runs have no steps to compare.
     """
@@ -123,12 +134,13 @@ def is_slower(comparison: RunComparison, share: float) -> bool:
 
 
 def comparison_dict(comparison: RunComparison) -> dict[str, Any]:
-    """Return the comparison as a dict for JSON."""
+    """Convert a comparison to a dict for JSON."""
     return {"meshwise_comparison": 1, **dataclasses.asdict(comparison)}
 
 
 def _settings(report: Report) -> dict[str, str]:
-    """Return a run's settings by name: job, devices, commit, source, versions, options, arguments, plan fields."""
+    """Return the settings of a run by name: job, devices, commit, source, versions, options, arguments, fields of the
+    plan."""
     facts = report.facts
     found = {"job": facts.get("job"), "devices": facts.get("world"), "commit": facts.get("commit")}
     found["source"] = facts.get("source")
@@ -148,7 +160,8 @@ def _differs(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
 
 
 def _names(first: Report, second: Report) -> tuple[str, str]:
-    """Return names that tell the runs apart: titles, else folder names, whole paths, or `the first`, `the second`."""
+    """Return names that distinguish the two runs. These are the first of the following that are known and differ: the
+    titles, the folder names, the whole paths. Otherwise they are `the first` and `the second`."""
     for a, b in (
         (first.title, second.title),
         (Path(first.folder).name, Path(second.folder).name),
@@ -160,7 +173,7 @@ def _names(first: Report, second: Report) -> tuple[str, str]:
 
 
 def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
-    """Compare the step, then each kind of time that at least one run has, in the order of a step."""
+    """Compare the time of a whole step, then each kind of time in a step that at least one run has."""
     tables = [_table(first), _table(second)]
     there = np.flatnonzero(tables[0].any(axis=0) | tables[1].any(axis=0))
     medians = [np.median(table, axis=0).tolist() for table in tables]
@@ -173,15 +186,17 @@ def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
 
 
 def _table(table: StepTable) -> Seconds:
-    """Return seconds of each steady step, in all and by kind of time: shape (steps, 1 + kinds)."""
+    """Return the seconds of each steady step, of shape (steps, 1 + kinds). The first column is the whole step."""
     of_step, of_kind = table.step_seconds()[table.steady], table.kind_seconds()[table.steady]
     columns: Seconds = np.concatenate([of_step[:, None], of_kind[:, OF_STEP]], axis=1)
     return columns
 
 
 def _resampled(table: Seconds, seed: int) -> Seconds:
-    """Return column medians of RESAMPLES runs drawn from blocks of this run's steps: shape (RESAMPLES, columns), or no
-    rows if the run has fewer than FEWEST steps."""
+    """Resample a run by a block bootstrap, and return the median of each column in each resampled run.
+
+    The shape is (RESAMPLES, columns). There are no rows if the run has fewer than FEWEST steps.
+    """
     table = table[:: -(-len(table) // MOST_STEPS)]
     steps = len(table)
     if steps < FEWEST:
@@ -216,7 +231,7 @@ def _figures(first: Report, second: Report) -> list[Figure]:
 
 
 def _values(report: Report) -> dict[tuple[str, str], float | None]:
-    """Return the figures of one run by name and unit; memory is that of the rank that used most."""
+    """Return the figures of one run by name and unit. A figure of memory is the largest among the ranks."""
     values: dict[tuple[str, str], float | None] = {
         ("wall time", "seconds"): report.wall_seconds,
         ("throughput", "samples/s"): report.samples_per_second,
@@ -249,7 +264,8 @@ def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:
 def _verdict(
     names: tuple[str, str], reports: tuple[Report, Report], step: TimeDifference | None, kinds: list[TimeDifference]
 ) -> str:
-    """Return a sentence: `B is 12 % slower a step (...): communication +3.1 ms (clear), ... (within noise).`"""
+    """Write the verdict as a sentence: `B is 12 % slower a step (...): communication +3.1 ms (clear), ... (within
+    noise).`"""
     if step is None or step.ratio is None:
         without = [name for name, report in zip(names, reports, strict=True) if not report.steps] or [*names]
         return f"Nothing to compare step by step: {' and '.join(without)} recorded no step."
@@ -277,5 +293,5 @@ def signed(seconds: float) -> str:
 
 
 def clearly(difference: TimeDifference) -> str:
-    """Say in words whether a difference is more than chance."""
+    """Return "clear" if a difference is more than chance, else "within noise"."""
     return "clear" if difference.clear else "within noise"

@@ -21,32 +21,41 @@ REBASE = 1_000_000_000  # ns after which times are measured from a newer event
 
 @dataclass(frozen=True, slots=True)
 class DeviceMark:
-    """An event in the device's stream, and when the host recorded it (ns)."""
+    """An event recorded in a stream of the device, and the host's time when it was recorded (ns)."""
 
     event: Any
     host: int
 
 
 def is_captured() -> bool:
-    """Check whether work submitted to the accelerator now is captured into a graph. Captured work runs later, perhaps
-    several times, so its results must not be read, waited for or timed now."""
+    """Return whether work submitted to the accelerator's current stream is being captured into a graph.
+
+    Captured work runs later, perhaps several times. Its results must not be read, waited for or timed during the
+    capture.
+    """
     if torch.accelerator.current_accelerator() is None:
         return False
     return bool(getattr(torch.accelerator.current_stream(), "is_capturing", bool)())
 
 
 class DeviceClock:
-    """Records marks in the current stream, and returns their times once the device has passed them."""
+    """Marks moments in the current stream of a device. Once the device has reached a mark, gives its time on the host's
+    clock."""
 
     def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any]) -> None:
-        """make_event: creates an event with timing, such as `torch.Event(device, enable_timing=True)`."""
+        """Create the clock.
+
+        clock: returns the host's time in ns.
+        make_event: creates an event with timing, such as `torch.Event(device, enable_timing=True)`.
+        """
         self._clock = clock
         self._make_event = make_event
         self._base: tuple[Any, int] | None = None
         self._shift = 0
 
     def mark(self) -> DeviceMark | int:
-        """Record a mark at the end of the stream's present work; during a capture, return the host's time instead."""
+        """Record an event in the current stream, after the work submitted so far. During a graph capture, return the
+        host's time in ns instead."""
         if is_captured():
             return self._clock()
         event = self._make_event()
@@ -54,11 +63,12 @@ class DeviceClock:
         return DeviceMark(event, self._clock())
 
     def passed(self, mark: DeviceMark) -> bool:
-        """Check whether the device has passed the mark, without waiting."""
+        """Return whether the device has reached the mark. Does not wait."""
         return bool(mark.event.query())
 
     def time(self, mark: DeviceMark) -> int:
-        """Return when the device passed the mark, in ns of the host's clock. Requires that `passed(mark)` is true."""
+        """Return when the device reached the mark, in ns of the host's clock. Call this only after `passed(mark)` was
+        true."""
         if self._base is None:
             self._base = (mark.event, mark.host)
         event, origin = self._base

@@ -27,25 +27,33 @@ LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
 SLOWER, SLOWER_MEASURED = 0.9, 0.95
-"""One device counts as faster if its step takes at most this share of the run's step: estimated, and measured."""
+"""One device counts as faster if its step takes at most this share of the run's step time. The first number applies to
+an estimated time of one device, the second to a measured time."""
 FEWEST = 10
-"""With fewer steps, a run is too short to name a straggler."""
+"""A run with fewer steps is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
-"""A rank must compute this many times faster than another before unequal shares are suggested."""
+"""Unequal shares of the batch are suggested if the fastest rank computes at least this many times as fast as the
+slowest."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
-"""Memory is reported as growing if the median grows by this share from each third of a run's last three quarters to the
-next, over at least this many steps and samples. The first quarter does not count, since allocators warm up."""
+"""Memory is reported as growing if its median grows by more than the share GROWTH from each third of the examined
+samples to the next. The examined samples are the last three quarters of the run, since allocators warm up in the first.
+They must cover at least GROWTH_STEPS steps and GROWTH_SAMPLES samples."""
 
 LATENCY_BOUND = 16 * 1024
-"""A collective of at most this many bytes takes about as long as one of 1 byte, on links of 1 GB/s and 10 µs."""
+"""A collective of at most this many bytes is limited by latency. On links of 1 GB/s and 10 µs, it takes about as long
+as a collective of 1 byte."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run besides its times. program: the kind of program that advice is for (see `advice.WORDS`).
-    links: whether links connect the ranks; not for CPU workers of one machine. alone: the same program on one device,
-    if that was measured. pipeline: the report on the run's stages, if any. shares: each rank's share of a batch, as
-    proportions; empty if ranks worked on the same samples, or shares are unknown."""
+    """What is known of a run besides its times.
+
+    program: the kind of program for which advice is given (see `advice.WORDS`).
+    links: whether the ranks communicate over links. CPU workers of one machine do not.
+    alone: a step of the same program on one device, if that was measured.
+    pipeline: the report on the run's pipeline stages, if it has any.
+    shares: each rank's share of a batch, as proportions. Empty if the ranks worked on the same samples, or if unknown.
+    """
 
     program: str = "job"
     links: bool = True
@@ -59,7 +67,8 @@ UNKNOWN = RunFacts()
 
 @dataclass(frozen=True)
 class _Shares:
-    """The time of a step. steps: how many count. seconds: by kind, mean over ranks and steady steps. step: in all."""
+    """The time of a step as the mean over ranks and over the steady steps, of which there are `steps`. `seconds` is the
+    time by kind, and `step` is the whole time."""
 
     steps: int
     seconds: dict[str, float]
@@ -70,13 +79,13 @@ class _Shares:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
 
     def bound(self, title: str, share: float) -> str:
-        """Return `title`, with `-bound` added if `share` is the largest part of a step."""
+        """Append `-bound` to `title` if `share` is the largest part of a step."""
         computing = self.share(*COMPUTING)
         most = max(computing, self.share("communication"), self.share("waiting"), self.share("data", "transfer"))
         return f"{title}-bound" if share >= most else title
 
     def of_step(self, share: float) -> str:
-        """Write a share of a step: `18 % of a step (1.6 ms of 8.9 ms on average)`."""
+        """Write a share of a step as text: `18 % of a step (1.6 ms of 8.9 ms on average)`."""
         part, whole = seconds_text(share * self.step), seconds_text(self.step)
         return f"{percent_text(share)} of a step ({part} of {whole} on average)"
 
@@ -93,7 +102,8 @@ def findings_of(
     counters: Sequence[Counter],
     facts: RunFacts = UNKNOWN,
 ) -> list[Finding]:
-    """Return what limits a step, largest share first; then computing, ranks often late, and growing memory."""
+    """Return the findings of a run. What limits a step comes first, the largest share first. Then follow the time of
+    computing, ranks that are often late, and growing memory."""
     steady = table.steady
     if not steady.any():
         return []
@@ -112,12 +122,16 @@ def findings_of(
 
 
 def verdict_of(findings: Sequence[Finding]) -> str:
-    """Return the verdict: the sentence of the first finding."""
+    """Return the verdict on a run, which is the sentence of its first finding."""
     return findings[0].sentence if findings else "No step was recorded, so nothing limited one."
 
 
 def _balanced(table: StepTable, taken: Sequence[float]) -> str:
-    """Return advice to give ranks shares of the batch in proportion to their speed; "" if they are about as fast."""
+    """Suggest shares of the batch in proportion to the speed of each rank. Returns "" if all ranks are about equally
+    fast.
+
+    taken: the share of the batch that each rank had in this run.
+    """
     if len(taken) != len(table.ranks) or len(taken) < 2:
         return ""
     computing = table.seconds[table.steady][:, :, [KIND["forward"], KIND["backward"]]].sum(axis=2)
@@ -128,7 +142,10 @@ def _balanced(table: StepTable, taken: Sequence[float]) -> str:
 
 
 def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
-    """Find the stragglers. less: advice against a rank that computes slowly."""
+    """Find the stragglers, and ranks that are often late.
+
+    less: advice to add if a rank computes slowly.
+    """
     points = table.sync_points
     steady = np.isin(points.step, table.step[table.steady])
     compared = steady & points.overlapped if points.overlapped.any() else steady
@@ -154,14 +171,16 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
 
 
 def _mostly(often: float, ranks: int) -> bool:
-    """Check whether a rank is last clearly more often than by turns: in 1.5 / ranks of the steps, at most 2/3."""
+    """Return whether a rank is last clearly more often than if the ranks took turns. The limit is 1.5 / ranks of the
+    steps, at most 2/3."""
     return often >= min(2 / 3, 1.5 / ranks)
 
 
 def _slower_than_one(
     table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
 ) -> Iterator[Finding]:
-    """Report that one device is faster, if its step, as measured or estimated at most, is clearly shorter."""
+    """Report that one device would be faster, if the measured time of its step, or else the upper estimate, is clearly
+    shorter."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
@@ -214,7 +233,7 @@ def _communication(
 
 
 def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
-    """Describe the costliest collectives, as `8 of 9 collectives a step are of batch norm, of at most 64 B`."""
+    """Describe the most expensive collectives: `8 of 9 collectives a step are of batch norm, of at most 64 B`."""
     if not collectives:
         return ""
     first = collectives[0]
@@ -243,7 +262,8 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
 
 
 def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
-    """Report the pipeline's bubble. The sentence has its share of the pipeline's time; `share` is a step's waiting."""
+    """Report the pipeline bubble. The sentence gives the bubble as a share of the pipeline's time. The finding's
+    `share` is the waiting as a share of the step."""
     share = shares.share("waiting")
     if share < LEAST["imbalance"]:
         return
@@ -268,7 +288,8 @@ def _idle(shares: _Shares) -> Iterator[Finding]:
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:
-    """Report steps of more than STALL times the median, if the time beyond the median is much of the whole."""
+    """Report stalls, which are steps that take more than STALL times the median. They are reported if their time beyond
+    the median is a large share of the total."""
     seconds, steps = table.step_seconds()[table.steady], table.step[table.steady]
     usual = float(np.median(seconds))
     beyond = np.where(seconds > STALL * usual, seconds - usual, 0.0)

@@ -32,7 +32,7 @@ WAITING = {
 
 
 def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[GoodputPart], list[GoodputPart]]:
-    """Return the wall time in seconds, the parts of it, and the parts of its waiting."""
+    """Return the wall time in seconds, the parts that it consists of, and the parts that its waiting consists of."""
     alive = sum(session.ended - session.began for session in timeline.sessions) / 1e9
     queued = sum(attempt.waited or 0.0 for attempt in attempts_of(timeline.facts))
     wall = alive + queued
@@ -59,8 +59,10 @@ def _parts(seconds: dict[str, float], wall: float) -> list[GoodputPart]:
 
 
 def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, float]:
-    """Return the seconds before and after the steps (all of `wall` if nothing was recorded), and the seconds lost, both
-    as means over the ranks."""
+    """Return the seconds spent before and after the steps, and the seconds lost. They are means over the ranks.
+
+    wall: the total seconds of all sessions, which count as spent before the steps if nothing was recorded.
+    """
     starting = float(table.seconds[(table.step == 0) & ~table.lost][:, :, :OUTSIDE].sum())
     lost = float(table.seconds[table.lost][:, :, :OUTSIDE].sum())
     if not len(table.ranks):

@@ -30,28 +30,37 @@ from meshwise.timeline.step_table import StepTable, step_table_of
 from meshwise.timeline.timeline import Timeline
 
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
-"""Kinds of time that grow with the number of a rank's samples."""
+"""Kinds of time that grow with the number of samples of a rank."""
 DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
-"""Fields of a plan that say how devices divide the work; a run on one device may differ in them."""
+"""Fields of a plan that say how the work is divided over devices. A run on one device may differ in these fields."""
 FEWEST = 10
 """A run with fewer steps is too short to tell how long a step takes."""
 MOST_READ, BLOCKS = 5, 40
-"""How many runs are read at most, and how many blocks of spans (about a second each) from the end of each run."""
+"""The number of runs that are read at most, and the number of blocks of spans that are read from the end of each run. A
+block covers about a second."""
 SAME_BATCH = 0.1
-"""Runs whose mean samples a step differ by at most this share count as equal, as a log may end within a step."""
+"""Two runs count as having the same batch size if their mean samples a step differ by at most this share. A log may end
+within a step, so the means need not be equal."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A step of an earlier run of the same program on one device. run: folder. seconds: median time of a step."""
+    """A step of an earlier run of the same program on one device.
+
+    run: the folder of the earlier run.
+    seconds: the median time of a step.
+    """
 
     run: str
     seconds: float
 
 
 def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
-    """Return the step time of the newest run beside `folder` with the same source, arguments and batch size, on one
-    device of the same machine; None if there is no such run, or while this run goes on."""
+    """Find the newest earlier run of the same work on one device, and return the time of its steps.
+
+    The run must lie beside `folder` and agree in source, arguments, batch size and machine. Returns None if there is no
+    such run, or while this run is still running.
+    """
     facts = timeline.facts
     if len(timeline.ranks) < 2 or facts.get("status") == "running":
         return None
@@ -77,7 +86,8 @@ def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the facts in a run's record that decide what a step computes; None if its source is unknown."""
+    """Return the facts in a run's record that determine what a step computes. Returns None if the run's source is
+    unknown."""
     request = facts.get("request")
     asked = request if isinstance(request, dict) else {}
     known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}
@@ -89,7 +99,8 @@ def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
-    """Return a run's hosts and its mean samples a step; None if samples were not counted, as in a plain program."""
+    """Return the hosts of a run and its mean number of samples a step. Returns None if samples were not counted, as in
+    a program without calls of meshwise."""
     counter = timeline.newest_session().counter("samples")
     if counter is None or not counter.step[-1] or timeline.facts.get("program") == "plain":
         return None
@@ -100,7 +111,8 @@ def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
 
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:
-    """Return the lower and upper estimate of a step's seconds on one device: medians over the steady steps."""
+    """Estimate the seconds of a step on one device. Returns a lower and an upper estimate, as medians over the steady
+    steps."""
     seconds = table.seconds[table.steady]  # (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
     divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # so are the steps

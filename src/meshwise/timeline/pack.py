@@ -19,21 +19,22 @@ from numpy.typing import NDArray
 from meshwise.timeline.spans import WIDTH
 
 VERSION = 2
-"""Version of a log's format, that is, of the packing of spans and of all other lines."""
+"""Version of the format of a log. It covers the packing of spans and all other lines."""
 Rows = NDArray[np.int64]
-"""Shape (spans, WIDTH): code, start, end, step, bytes, collective."""
+"""An array of shape (spans, WIDTH) with the columns code, start, end, step, bytes, collective."""
 Column = NDArray[np.int64]
 QUANTUM = 1000  # ns
 LEVEL = 1  # of deflate: higher ones save 5 % and take twice as long
 
 
 def as_rows(flat: Sequence[int]) -> Rows:
-    """Turn the recorder's flat list of numbers into a table."""
+    """Convert the recorder's flat list of numbers to an array with one row per span."""
     return np.fromiter(flat, dtype=np.int64, count=len(flat)).reshape(-1, WIDTH)
 
 
 def pack(rows: Rows) -> str:
-    """Pack the rows as text; `unpack` returns their columns, with times rounded down to QUANTUM."""
+    """Compress rows of spans to text. `unpack` restores the columns, with times rounded down to multiples of
+    QUANTUM."""
     code, start, end, step, size, collective = rows.T
     start, end = start // QUANTUM, end // QUANTUM
     # A span begins about where the one before it ended; the others hardly change from span to span.
@@ -45,7 +46,7 @@ def pack(rows: Rows) -> str:
 
 
 def unpack(text: str, count: int) -> tuple[Column, ...]:
-    """Unpack the columns of `count` rows: code, start, end, step, bytes, collective.
+    """Restore the columns of `count` spans: code, start, end, step, bytes, collective.
 
     Raises ValueError if the text is damaged.
     """
@@ -68,7 +69,11 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
 
 
 def _column(values: NDArray[np.int64]) -> tuple[int, bytes]:
-    """Return bytes per value; and all values' first bytes, then all second bytes ..., so that similar bytes adjoin."""
+    """Encode a column of integers. Returns the number of bytes per value, and the bytes.
+
+    The first bytes of all values come first, then the second bytes of all values, and so on. Similar bytes then lie
+    side by side.
+    """
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = next(w for w in (1, 2, 4, 8) if -(1 << (8 * w - 1)) <= low and high < 1 << (8 * w - 1))
     narrow = np.ascontiguousarray(values.astype(f"<i{width}"))

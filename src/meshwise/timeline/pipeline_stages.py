@@ -22,14 +22,16 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 Place = tuple[bool, int, int]
-"""Identifies an action: whether it is a forward, its stage, its microbatch."""
+"""Key of an action: whether it is a forward (else a backward), its stage, and its microbatch."""
 
 
 @dataclass(frozen=True)
 class Actions:
-    """The forwards and backwards of microbatches in stages, sorted by rank, then time: arrays of one length.
+    """The forward and backward passes of microbatches through pipeline stages, as arrays of equal length. They are
+    sorted by rank, then by start.
 
-    pipe: number of the pipeline, whose ranks work on the same samples. seconds: without waiting for another stage.
+    pipe: the number of the pipeline. The ranks of one pipeline work on the same samples.
+    seconds: the duration without waiting for another stage.
     """
 
     pipe: Table
@@ -43,12 +45,13 @@ class Actions:
     seconds: NDArray[np.float64]
 
     def place(self, at: int) -> Place:
-        """Return the `Place` of the action at this index."""
+        """Return the key of the action at this index."""
         return bool(self.forward[at]), int(self.stage[at]), int(self.microbatch[at])
 
 
 def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
-    """Return the actions among a timeline's spans; None without a pipeline."""
+    """Extract the forward and backward passes of pipeline stages from a timeline's spans. Returns None if there is no
+    pipeline."""
     places = np.array([stage_and_microbatch(name) or (-1, -1) for name in names], np.int64).reshape(-1, 2)
     found = spans[places[spans["name"], 0] >= 0]
     if not len(found):
@@ -74,9 +77,11 @@ def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
 
 
 def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
-    """Return until when each receive waits for another stage's computation, by the receive's rank and start.
+    """Return when each receive stops waiting for the computation of another stage. The key is the receive's rank and
+    start.
 
-    A receive waits for the input of the rank's next action: the same microbatch's action in the neighbouring stage.
+    A receive waits for the input of the rank's next action. This is the output of the action for the same microbatch in
+    the neighboring stage.
     """
     actions = actions_of(spans, names)
     if actions is None:
@@ -98,7 +103,10 @@ def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int]
 
 
 def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> PipelineReport | None:
-    """Report the pipeline's stages in these steps; None without a pipeline, or if every step's logs are incomplete."""
+    """Report the stages and the bubble of the pipeline in these steps.
+
+    Returns None if there is no pipeline, or if the logs are incomplete in every step.
+    """
     actions = actions_of(spans, names)
     if actions is None or not actions.stage.any() or not actions.forward.any():
         return None
@@ -122,8 +130,14 @@ def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> Pipelin
 
 
 def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], float]) -> float | None:
-    """Simulate a step in which each rank does its actions in this order as soon as possible, and sending takes no time;
-    return the bubble. None if the order cannot be completed, as an action is missing. seconds: time of each action."""
+    """Simulate one step of a pipeline and return its bubble.
+
+    Each rank runs its actions in the given order, each as soon as its input is ready. Sending takes no time. Returns
+    None if an action is missing, so that the order cannot be completed.
+
+    orders: for each rank, its actions in order.
+    seconds: returns the duration of an action.
+    """
     last = max((stage for order in orders for _, stage, _ in order), default=0)
     ends: dict[Place, float] = {}
     done, free = [0] * len(orders), [0.0] * len(orders)
@@ -168,7 +182,8 @@ def _stage(actions: Actions, chosen: NDArray[np.bool_]) -> StageReport:
 
 
 def _pipes(rank: Table, stage: Table) -> Table:
-    """Return the pipeline's number of each action: the n-th of the ranks with the same stages is in pipeline n."""
+    """Return the number of each action's pipeline. Of several ranks that have the same stages, the n-th is in pipeline
+    n."""
     stages = {one: frozenset(stage[rank == one].tolist()) for one in np.unique(rank).tolist()}
     alike: dict[frozenset[int], list[int]] = {}
     for one, own in stages.items():
@@ -178,7 +193,7 @@ def _pipes(rank: Table, stage: Table) -> Table:
 
 
 def _received(spans: Spans, names: Sequence[str]) -> Spans:
-    """Return the receives for which one rank waits, in order."""
+    """Return the receives that make a rank wait, in order."""
     is_receive = np.array([name.startswith("receive") for name in names], bool)
     chosen = (spans["kind"] == KIND["communication"]) & (spans["lane"] == LANE["main"])
     found: Spans = spans[chosen & (spans["collective"] == NO_COLLECTIVE) & is_receive[spans["name"]]]
@@ -186,7 +201,7 @@ def _received(spans: Spans, names: Sequence[str]) -> Spans:
 
 
 def _covered(received: Spans, times: Table) -> NDArray[np.float64]:
-    """Return how many ns before each of these times were spent in receives, which do not overlap."""
+    """Return how many ns were spent in receives before each of these times. The receives must not overlap."""
     if not len(received):
         return np.zeros(len(times))
     edges = np.stack([received["start"], received["end"]], axis=1)

@@ -19,35 +19,40 @@ from meshwise.spec.words import printable
 from meshwise.timeline.pack import VERSION, Column, unpack
 
 MOST = 1 << 60
-"""The largest number of ns, steps or bytes accepted in a log, so that their sums fit in 64 bits."""
+"""The largest number of ns, steps or bytes that is accepted in a log, so that sums fit in 64 bits."""
 MOST_PACKED = 200
-"""Upper bound on spans per character of packed text, which zlib cannot exceed."""
+"""Upper bound on the number of spans per character of packed text. zlib cannot compress better than this."""
 Kind = tuple[str, str, str]
-"""Kind, lane and name of a span."""
+"""The kind, lane and name of a span."""
 
 
 @dataclass
 class RankLog:
-    """One rank's log of one session. `damaged` counts lines and blocks that could not be read."""
+    """The log of one rank in one session.
+
+    clock: the rank's clock in ns when the log began.
+    damaged: the number of lines and blocks of spans that could not be read.
+    """
 
     rank: int
     world: int
     device: str
     host: str
     unix: float
-    """When the log began, in seconds since 1970. `clock` is the rank's clock at that moment (ns)."""
+    """When the log began, in seconds since 1970."""
     clock: int
     program: str = ""
-    """`plain` for a program without verbs of meshwise, recorded from outside; `trainer` or `lightning` inside one."""
+    """`plain` for a program without calls of meshwise, recorded from outside. `trainer` or `lightning` for a program
+    inside a Trainer of that library."""
     session: int = 0
     attempt: int = 0
-    """Number of the run's attempt that wrote this log, from 1; 0 if the log does not say."""
+    """Number of the attempt of the run that wrote this log, from 1. It is 0 if the log does not say."""
     packed: list[tuple[int, str]] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     counters: list[tuple[int, int, int, str, float]] = field(default_factory=list)
     round_trips: list[tuple[int, int, int]] = field(default_factory=list)
     dtypes: dict[tuple[str, int], str] = field(default_factory=dict)
-    """Dtype that a collective moved, by the collective's name and bytes."""
+    """The dtype of the data that a collective sent. The key is the collective's name and its number of bytes."""
     end: int | None = None
     overhead_seconds: float = 0.0
     dropped: int = 0
@@ -55,11 +60,12 @@ class RankLog:
 
     @property
     def spans(self) -> int:
-        """Number of spans that the log's blocks claim to have."""
+        """The number of spans that the log claims to have, including spans that turn out to be damaged."""
         return sum(count for count, _ in self.packed)
 
     def blocks(self) -> Iterator[tuple[Column, ...]]:
-        """Yield the columns of the log's spans (see `pack.unpack`), block by block; remove each block from `packed`."""
+        """Yield the columns of the log's spans (see `pack.unpack`), one block at a time. Each block is removed from
+        `packed`, so the blocks can be read only once."""
         while self.packed:
             count, text = self.packed.pop(0)
             try:
@@ -73,12 +79,12 @@ class RankLog:
                 self.damaged += 1
 
     def last_known(self) -> int:
-        """Return the latest moment that the log records apart from spans (ns, the rank's clock)."""
+        """Return the latest time in the log apart from its spans, in ns of the rank's clock."""
         return max([self.clock, *(counter[0] for counter in self.counters[-1:]), *([self.end] if self.end else [])])
 
 
 def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[RankLog], str]:
-    """Return the sessions of a rank's log, and a sentence on why it cannot be read ("" if it can).
+    """Read the log file of a rank. Returns its sessions, and a sentence that says why the log cannot be read, or "".
 
     last_blocks: keep only this many of the newest blocks of spans.
     """
@@ -109,12 +115,12 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
 
 
 def rank_of(path: Path) -> int:
-    """Return the rank of a log file, from the file's name."""
+    """Return the rank in the name of a log file."""
     return place_of(path)[0]
 
 
 def place_of(path: Path) -> tuple[int, int]:
-    """Return the rank and the attempt (from 1) of a log file, from the file's name."""
+    """Return the rank and the attempt in the name of a log file. Attempts are numbered from 1."""
     numbers = [int(number) for number in re.findall(r"\d+", path.name)] or [0]
     return numbers[0], numbers[1] if len(numbers) > 1 else 1
 
@@ -128,7 +134,7 @@ def _whole(value: Any, most: int = MOST) -> int:
 
 
 def _seconds(value: Any) -> float:
-    """Parse seconds since 1970. Raises ValueError if they are out of range."""
+    """Parse a time in seconds since 1970. Raises ValueError if it is out of range."""
     number = float(value)
     if not 0 <= number <= names.LATEST:
         raise ValueError(f"{number} is out of range")

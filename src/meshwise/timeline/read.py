@@ -31,18 +31,23 @@ from meshwise.timeline.spans import KIND, LANE, SPAN
 from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline, of_rank
 
 SILENT = 60.0
-"""A run with status running in run.json was probably killed if it has recorded nothing for this many seconds."""
+"""A run that is `running` according to run.json was probably killed if nothing was recorded for this many seconds."""
 SILENT_RANK = 10_000_000_000
-"""A rank of a running run counts as cut off if its last record is this many ns older than another rank's."""
+"""In a running run, a rank counts as cut off if its last record is this many ns older than the last record of another
+rank."""
 CLOCKS_DIFFER = 1_000_000_000
-"""Largest difference, in ns, expected between the times of day of two hosts."""
+"""The largest difference in ns that is expected between the times of day of two hosts."""
 Row = tuple[int, int, int, float]
-"""A counter's time, step, phase, value."""
+"""One value of a counter: the time, the step, the phase and the value."""
 
 
 @dataclass(frozen=True)
 class _Aligned:
-    """A log, its fit to rank 0's clock, and the time on that clock (ns) at which the timeline begins."""
+    """The log of a rank, with the conversion of its times to the clock of the timeline.
+
+    fit: the conversion to the clock of rank 0.
+    origin: the time on rank 0's clock at which the timeline begins (ns).
+    """
 
     log: RankLog
     fit: ClockFit
@@ -56,10 +61,10 @@ class _Aligned:
 
 
 def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metrics | None = None) -> Timeline:
-    """Read the timeline of the run in `folder`. Raises UsageError if that is no run folder.
+    """Read the timeline of the run in `folder`. Raises UsageError if `folder` does not contain a run.
 
-    last_blocks: keep only this many of each rank's newest blocks of spans, to follow a run. metrics: the metrics
-    read so far; only later ones are read.
+    last_blocks: read only this many of the newest blocks of spans of each rank, to follow a run while it is running.
+    metrics: the metrics that were read before. Only later ones are read from the files.
     """
     facts, metrics = names.read_run(folder), metrics or Metrics(folder)
     metrics.read_on()
@@ -106,8 +111,11 @@ def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:
 
 
 def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, list[str]]:
-    """Return all spans, sorted, on one clock, and their names. Spans that a rank records after the next attempt has
-    begun are left out: that rank's machine was cut off."""
+    """Return the spans of all ranks on one clock, and the texts that their column `name` refers to.
+
+    The spans are sorted by rank, then by start. Spans that a rank records after the next attempt has begun are left
+    out. The rank's machine was then cut off from the others.
+    """
     found: dict[str, int] = {"": 0}
     spans = np.empty(sum(a.log.spans for a in aligned), SPAN)
     at = 0
@@ -143,7 +151,8 @@ def _fill(rows: Spans, block: tuple[Column, ...], of_code: Column, a: _Aligned) 
 
 
 def _made_causal(spans: Spans, names: Sequence[str], aligned: Sequence[_Aligned]) -> list[Clock]:
-    """Shift clocks so that no collective ends before its last arrival; return the clocks after the shift."""
+    """Shift the clocks of ranks so that no collective ends before its last rank has arrived. Changes the spans in
+    place, and returns the shifted clocks."""
     clocks = {
         rank: max((a.fit.clock for a in sessions), key=lambda clock: clock.error)
         for rank, sessions in itertools.groupby(aligned, lambda a: a.log.rank)
@@ -173,7 +182,7 @@ def _ranks(aligned: Sequence[_Aligned], spans: Spans) -> list[Rank]:
 def _sessions(
     facts: dict[str, Any], entries: Sequence[dict[str, Any]], ranks: Sequence[Rank], spans: Spans
 ) -> list[RunSession]:
-    """Return the sessions that run.json lists, in times of the timeline's clock."""
+    """Return the sessions that run.json lists, with times on the timeline's clock."""
     run = float(entries[0]["began"])
     starts = [round((float(entry["began"]) - run) * 1e9) for entry in entries]
     sessions = []
@@ -191,7 +200,7 @@ def _sessions(
 
 
 def _missing(facts: dict[str, Any], logs: Sequence[RankLog], spans: Spans, ranks: Sequence[Rank]) -> Iterator[str]:
-    """Yield a sentence for each thing that is missing."""
+    """Yield a sentence for each thing that is missing from the run's logs."""
     world = max([int(facts.get("world", 0)), len(facts.get("devices", ())), *(log.world for log in logs[-1:])])
     here = {log.rank for log in logs}
     absent = [rank for rank in range(world) if rank not in here]
@@ -256,7 +265,8 @@ def _counter(rank: int, name: str, rows: list[Row]) -> Counter:
 
 
 def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
-    """Return the losses of a job as a counter, each at the end of its step on the lowest rank that has spans."""
+    """Return the losses of a job as a counter of the lowest rank that has spans. Each loss is at the end of the
+    optimizer phase of its step."""
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]

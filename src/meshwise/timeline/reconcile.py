@@ -21,14 +21,17 @@ from meshwise.timeline.spans import KINDS
 from meshwise.timeline.step_table import StepTable
 
 WORTH_SAYING = 0.01
-"""Kinds of time below this share of a step, both predicted and measured, are left out."""
+"""A kind of time is left out if it takes less than this share of a step, both as predicted and as measured."""
 
 
 def reconciled(
     facts: Mapping[str, Any], table: StepTable, ranks: Sequence[RankReport]
 ) -> tuple[Reconciled | None, list[str]]:
-    """Compare the run with the prediction in its record, if the record has one and the run did steps. If a prediction
-    cannot be compared, return None and sentences that say why."""
+    """Compare a run with the prediction in its record.
+
+    Returns the comparison, and sentences that say why a prediction cannot be compared. The comparison is None if it
+    cannot be made, if the record has no prediction, or if the run did no steps.
+    """
     given = facts.get(PREDICTED)
     if given is None or not table.steady.any():
         return None, []
@@ -59,7 +62,8 @@ def _kinds(prediction: Prediction, table: StepTable, step: float) -> list[TimeBe
 
 
 def _memory(prediction: Prediction, ranks: Sequence[RankReport]) -> list[MemoryBeside]:
-    """Compare predicted memory with counters of the same names, of which a CPU worker has none."""
+    """Compare the predicted memory with the memory counters of the same names. CPU workers do not have these
+    counters."""
     rows = []
     for name, value in prediction.memory.items():
         found = [rank.memory[name] for rank in ranks if name in rank.memory]

@@ -23,15 +23,19 @@ from meshwise.timeline.device_clock import DeviceClock, DeviceMark, is_captured
 from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, WIDTH
 
 Mark = int | DeviceMark
-"""A moment: a time of the rank's clock in ns, or a mark in the device's stream."""
+"""A moment: either a time of the rank's clock in ns, or a mark recorded in the device's stream."""
 Count = tuple[int, int, int, str, Any]
-"""A counter's record: time (ns), step, kind of phase that ended then (-1 for none), name, value."""
+"""One value of a counter: time (ns), step, kind of the phase that ended at that time (-1 for none), name, value."""
 BEATS, PHASE = 0, 2  # where they lie in the words of a pulse: workers/heartbeat.py
 CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 40 MB
 
 
 class Pulse(Protocol):
-    """Receives at once what this rank does (see workers/heartbeat.py). `words`: its beats, phase, and more."""
+    """The heartbeat of a worker, which is told immediately when the rank enters a phase or a step (see
+    workers/heartbeat.py).
+
+    words: shared memory with the number of beats, the phase, and more.
+    """
 
     words: memoryview
     beats: int
@@ -43,7 +47,7 @@ class Pulse(Protocol):
 
 
 class Recorder:
-    """Records spans and counters of one rank. `on` may be changed at any time."""
+    """Records the spans and counters of one rank. Recording can be switched with `on` at any time."""
 
     def __init__(
         self, device: str = "cpu", *, on: bool = True, clock: Callable[[], int] = time.perf_counter_ns
@@ -53,30 +57,32 @@ class Recorder:
         self.phase = "idle"
         self.clock = clock
         self.names: list[tuple[str, str, str]] = []
-        """(kind, lane, name) of each span code, which is the index."""
+        """The kind, lane and name of each kind of span. The index in this list is the span's code."""
         self.dtypes: dict[tuple[int, int], Any] = {}
-        """The dtype that a collective moved, by the collective's code and bytes, if known."""
+        """The dtype of the data that a collective sent, if known. The key is the collective's span code and its number
+        of bytes."""
         self.dropped = 0
         self.program = ""
-        """The kind of program that advice is for, if it is known (see `advice.WORDS`)."""
+        """The kind of program for which advice is given, if known (see `advice.WORDS`)."""
         self.samples = 0
         """Number of samples in the global batches that this rank has worked on."""
         self.pulse: Pulse | None = None
         self.memory: Callable[[], Mapping[str, float]] | None = None
-        """Returns the bytes in use, by name; called at the end of each phase of a step after `request_memory`."""
+        """Returns the bytes of memory in use, by name. It is called at the end of each phase of the step after
+        `request_memory`."""
         self.held: Callable[[], Mapping[str, float]] = dict
-        """Like `memory`, but returns the bytes that the program itself holds, by purpose."""
+        """Returns the bytes that the program itself holds, by purpose. It is called together with `memory`."""
         self._codes: dict[tuple[str, str, str], int] = {}
         self._rows: list[Any] = []
         self._counters: list[Count] = []
         self._collectives = 0
         timed = functools.partial(torch.Event, device, enable_timing=True)
         self.device = DeviceClock(clock, timed) if has_streams(device) else None
-        """Records marks in the device's stream; None if the device does not run asynchronously."""
+        """Records marks in the device's stream. It is None if the device does not run asynchronously."""
         self._memory_wanted, self.takes_memory = True, False  # of the first step: a short run has no other
 
     def begin_step(self, step: int) -> None:
-        """Assign later records to `step`."""
+        """Assign later records to this step. If too many spans are waiting to be drained, the oldest are dropped."""
         self.step = step
         if self.pulse is not None:
             self.pulse.step(step)
@@ -87,7 +93,7 @@ class Recorder:
             self.dropped += half
 
     def come_to(self, phase: str) -> None:
-        """Enter a phase, without opening a span."""
+        """Enter a phase without opening a span."""
         if self.pulse is not None:
             self.pulse.phase(phase)
         self.phase = phase
@@ -97,7 +103,7 @@ class Recorder:
         self._memory_wanted = True
 
     def phase_ends(self, kind: str) -> None:
-        """Measure memory at the end of a phase of this kind, if that was requested for this step."""
+        """Measure memory at the end of a phase of this kind, if `request_memory` asked for it in this step."""
         if self.takes_memory and self.memory is not None:
             now, used, held = self.clock(), self.memory(), self.held()
             rest = {"activations": used["allocated"] - sum(held.values())} if held and "allocated" in used else {}
@@ -105,13 +111,16 @@ class Recorder:
                 self._counters.append((now, self.step, KIND[kind], name, value))
 
     def mark(self, on_device: bool = True) -> Mark:
-        """Return the current moment, on the device's clock if the device runs asynchronously."""
+        """Return the current moment. If the device runs asynchronously, this is a mark in the device's stream."""
         if self.device is not None and on_device and self.on:
             return self.device.mark()
         return self.clock()
 
     def code(self, kind: str, name: str = "", lane: str = "main") -> int:
-        """Return the number that stands for this kind, name and lane of span in this rank's records."""
+        """Return the integer that stands for spans of this kind, name and lane in this rank's records.
+
+        Raises ValueError if the kind or the lane is unknown.
+        """
         key = (kind, lane, name)
         code = self._codes.get(key)
         if code is None:
@@ -124,8 +133,11 @@ class Recorder:
     def ended(
         self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True, code: int | None = None
     ) -> None:
-        """Record a span that began at `start` and ends now; measure memory, if that was requested for this step.
-        code: the span's code, needed if it has a name."""
+        """Record a span that began at `start` and ends now. Measure memory, if `request_memory` asked for it in this
+        step.
+
+        code: the code of the span. It is needed if the span has a name.
+        """
         device = self.device if on_device and self.on else None
         end = self.clock() if device is None else device.mark()
         if self.on:
@@ -136,8 +148,14 @@ class Recorder:
             self.phase_ends(kind)
 
     def turn(self, phase: str, over: str = "", since: Mark | None = None) -> Mark:
-        """Enter `phase`; record the previous phase, `over`, if its start `since` is given. Returns when the new phase
-        begins. Phase `data` is work of the host. All in one function for speed, as each phase of each step calls it."""
+        """Enter a phase and record the span of the previous phase. Returns the moment at which the new phase begins.
+
+        over: the previous phase.
+        since: when the previous phase began. If it is None, no span is recorded.
+
+        The phase `data` runs on the host and is timed there. Everything is in one function for speed, since each phase
+        of each step calls it.
+        """
         device = self.device if self.on else None
         by_host = over == "data" or (phase == "data" and since is None)
         end: Mark = self.clock() if device is None or by_host else device.mark()
@@ -163,13 +181,16 @@ class Recorder:
             self._rows.extend((code, start, end, self.step, bytes, collective))
 
     def arrive(self) -> int:
-        """Return the next collective's number. All ranks enter collectives in one order, so it is the same on all."""
+        """Return the number of the next collective. All ranks enter collectives in the same order, so they get the same
+        number."""
         self._collectives += 1
         return self._collectives - 1
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """Begin a collective that overlaps with other work; return its code, its number and the present moment. All in
-        one function for speed, as each bucket of each step calls it."""
+        """Begin a collective that overlaps with other work. Returns its span code, its number and the present moment.
+
+        Everything is in one function for speed, since each gradient bucket of each step calls it.
+        """
         key = ("communication", "communication", name)
         code = self._codes.get(key)
         code = self.code("communication", name, "communication") if code is None else code
@@ -178,14 +199,15 @@ class Recorder:
         return code, self._collectives - 1, start
 
     def end_collective(self, code: int, number: int, start: Mark, moved: torch.Tensor) -> None:
-        """Record the end of a collective that `begin_collective` began. moved: the tensor that it moved."""
+        """Record a collective that began with `begin_collective` and ends now. moved: the tensor that it sent."""
         if self.on:
             end = self.clock() if self.device is None else self.device.mark()
             self.dtypes[code, moved.nbytes] = moved.dtype
             self._rows.extend((code, start, end, self.step, moved.nbytes, number))
 
     def count(self, name: str, value: Any, step: int | None = None) -> None:
-        """Record a counter's present value: a number, or a tensor of one number, which another thread reads later."""
+        """Record the present value of a counter. The value is a number, or a tensor of one number, which another thread
+        reads later."""
         if self.on and (self.device is None or not is_captured()):
             self._counters.append((self.clock(), self.step if step is None else step, -1, name, value))
 
@@ -198,29 +220,33 @@ class Recorder:
 
     @property
     def host_lane(self) -> str:
-        """The lane for work of the host: `host`, or `main` if the host itself does the computing."""
+        """The lane for work of the host. This is `host`, or `main` if the host itself does the computing."""
         return "main" if self.device is None else "host"
 
     @property
     def overlapped_lane(self) -> str:
-        """The lane for collectives in a separate stream: `communication`, or `main` if the host does the computing."""
+        """The lane for collectives in a separate stream. This is `communication`, or `main` if the host does the
+        computing."""
         return "main" if self.device is None else "communication"
 
     def collective(
         self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True, dtype: Any = None
     ) -> _Blocking:
-        """Return a context manager that records its `with` block as a collective for which this rank waits. numbered:
-        all ranks take part. dtype: of the moved data, if known."""
+        """Return a context manager that records its `with` block as a collective for which this rank waits.
+
+        numbered: whether all ranks take part.
+        dtype: the dtype of the data, if known.
+        """
         code = self.code("communication", name, lane)
         if dtype is not None:
             self.dtypes[code, bytes] = dtype
         return _Blocking(self, code, bytes, numbered)
 
     def drain(self) -> tuple[list[int], list[Count]]:
-        """Remove and return the records so far: a flat list of span rows, WIDTH numbers each, and the counters.
+        """Remove and return the records so far: the spans as a flat list with WIDTH numbers per span, and the counters.
 
-        May be called from another thread, since a slice and a deletion are each atomic. Spans of device work that
-        still runs stay for the next call.
+        Another thread may call this, since a slice and a deletion are each atomic. Spans of device work that is still
+        running are kept for the next call.
         """
         end, count = len(self._rows), len(self._counters)
         rows, counters = self._rows[:end], self._counters[:count]
@@ -243,7 +269,7 @@ class Recorder:
 
 
 class _Open:
-    """The context manager of a span."""
+    """Context manager that records a span."""
 
     __slots__ = ("_before", "_code", "_kind", "_on_device", "_profiled", "_recorder", "_start")
 
@@ -278,7 +304,7 @@ class _Open:
 
 
 class _Blocking:
-    """The context manager of a collective for which this rank waits."""
+    """Context manager that records a collective for which this rank waits."""
 
     __slots__ = ("_bytes", "_code", "_number", "_numbered", "_recorder", "_start")
 
@@ -303,7 +329,7 @@ def current() -> Recorder:
 
 
 def make_current(recorder: Recorder) -> Recorder:
-    """Make `recorder` the recorder of this process; return the previous one."""
+    """Replace the recorder of this process. Returns the previous one."""
     global _current
     before, _current = _current, recorder
     return before

@@ -21,9 +21,9 @@ from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text,
 from meshwise.timeline.attempt_report import AttemptReport
 
 MEMORY = ("allocated", "resident")
-"""Counters of the memory that a rank itself uses; the first one that is present stands for the rank's memory."""
+"""Counters of the memory that a rank itself uses. The first of them that a rank has stands for the rank's memory."""
 NOT_MEMORY = ("samples", "loss")
-"""Counters whose values are not in bytes; those of all other counters are."""
+"""Counters that are not in bytes. All other counters are."""
 COMPUTING = ("forward", "backward", "optimizer")
 OUTSIDE_STEPS = ("evaluate", "checkpoint")
 """Kinds of time that are not part of a step."""
@@ -39,9 +39,11 @@ Drift = Annotated[float, lambda drift: f"{drift * 1e6:.2f} ppm"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a reader should know. kind: straggler, late, input, communication, imbalance, bubble, idle,
-    stalls, compute, checkpoint, evaluation, memory, slower. headline: at most ten words. share: of a step's time (of
-    the run's for checkpoint and evaluation). seconds: per step (or in all). rank, phase: if the finding names one."""
+    """One thing that a reader of the report should know. `headline` has at most ten words. `share` is a share of a
+    step's time, and `seconds` are per step. For checkpoint and evaluation, `share` is a share of the run's time, and
+    `seconds` are in total. `rank` and `phase` are set if the finding names a rank or a phase. `kind` is one of
+    straggler, late, input, communication, imbalance, bubble, idle, stalls, compute, checkpoint, evaluation, memory,
+    slower."""
 
     kind: str
     headline: str
@@ -55,15 +57,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank and its device. seconds: by kind, of all training steps with evaluation and saving; the kinds add up.
-
-    step_shares: shares of the time in steps, by kind, without evaluation and saving; empty if there was no time.
-    hidden_seconds: communication that overlaps with computing, not counted in `seconds`. step_seconds: median time of a
-    step. last_steps: in how many steps this rank was last; last_arrivals: at how many of all `sync_points`;
-    straggler_seconds: what these delays cost in all.
-    peak_memory: of the device, or of the process if only that is known. memory: peak bytes by counter name;
-    memory_by_phase: the same at the ends of each kind of phase.
-    """
+    """One rank and its device. `seconds` has the seconds of all training steps by kind, with evaluation and saving.
+    They add up to the whole time. `step_shares` has the share of each kind in the time of steps, without evaluation and
+    saving, and is empty if there was no such time. `hidden_seconds` is communication that overlaps with computing,
+    which `seconds` does not include. `step_seconds` is the median time of a step. The rank was last in `last_steps` of
+    the steps and at `last_arrivals` of all `sync_points`. Its delays there cost `straggler_seconds` in total.
+    `peak_memory` is for the device, or for the process if only that is known. `memory` has the peak bytes by counter
+    name, and `memory_by_phase` the peak bytes at the end of each kind of phase."""
 
     rank: int
     device: str
@@ -88,7 +88,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class ClockReport:
-    """A rank's clock compared with rank 0's. error_seconds: the offset is known to within ± this."""
+    """A rank's clock compared with the clock of rank 0. The error of `offset_seconds` is at most ± `error_seconds`."""
 
     rank: int
     offset_seconds: Seconds
@@ -108,12 +108,11 @@ class GoodputPart:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Collectives of one name and size. of: what they send, such as `gradients`; "" if the log does not say.
-
-    seconds: median from the last arrival to the last end: pure communication. skew_seconds: median from the first to
-    the last arrival: how long the first rank waits. share: of the time of all collectives. bus_bandwidth: bytes per
-    second as nccl-tests define it; None if they do not. dtype: of the moved data; "" if unknown.
-    """
+    """The collectives of one name and size. `of` is what they send, such as `gradients`, or "" if the log does not say.
+    `seconds` is the median time from the last arrival to the last end, which is pure communication. `skew_seconds` is
+    the median time from the first to the last arrival, which is how long the first rank waits. `share` is the share of
+    the time of all collectives. `bus_bandwidth` is in bytes per second as nccl-tests define it, or None if they do not
+    define it for this collective. `dtype` is the dtype of the data, or "" if unknown."""
 
     name: str
     of: str
@@ -128,8 +127,8 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class StageReport:
-    """A stage of a pipeline. ranks: those that compute it. forward_seconds, backward_seconds: median time of one
-    microbatch, without waiting for another stage."""
+    """A stage of a pipeline. `ranks` are the ranks that compute it. `forward_seconds` and `backward_seconds` are the
+    median times of one microbatch, without waiting for another stage."""
 
     stage: int
     ranks: list[int]
@@ -139,10 +138,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The pipeline of a run. microbatches: per step. bubble: the share of the time from a step's first forward to its
-    last backward in which a rank computes neither, mean over ranks, median over steps. bubble_of_schedule: the bubble
-    if all stages took equally long; bubble_of_stages: with the stages' real times; in both, sending takes no time.
-    """
+    """The pipeline of a run. `microbatches` is the number per step. `bubble` is the share of the time from a step's
+    first forward to its last backward in which a rank computes neither, as the mean over ranks and the median over
+    steps. `bubble_of_schedule` is the bubble of a simulated step in which all stages take equally long and sending
+    takes no time. `bubble_of_stages` is the same with the measured times of the stages."""
 
     stages: list[StageReport]
     microbatches: Count
@@ -153,11 +152,10 @@ class PipelineReport:
 
 @dataclass(frozen=True)
 class Series:
-    """The run over its steps, in at most a few hundred points, each of which is the mean over the steps to the next.
-
-    step, time: where a point begins (time in seconds since the run began). seconds: time of a step, mean over ranks.
-    kinds: the same by kind. loss: of the point's last step with a known loss; NaN if there is none.
-    """
+    """How a run's steps developed, as at most a few hundred points. A point is the mean over the steps up to the next
+    point. `step` and `time` say where it begins, with `time` in seconds since the run began. `seconds` is the time of a
+    step as the mean over ranks, and `kinds` is this time by kind. `loss` is the last known loss of the point's steps,
+    or NaN."""
 
     step: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
@@ -168,7 +166,7 @@ class Series:
 
 @dataclass(frozen=True)
 class CounterSeries:
-    """A counter of one rank over time: seconds since the run began, and values."""
+    """The values of one counter of one rank. `time` is in seconds since the run began."""
 
     rank: int
     name: str
@@ -178,10 +176,9 @@ class CounterSeries:
 
 @dataclass(frozen=True)
 class Bar:
-    """An interval of one rank's time. start: seconds since the window began. text: duration, start, and bytes moved.
-
-    found: the bar is no span of the log, but computed: waiting for another rank, or an attributed interval.
-    """
+    """An interval of one rank's time. `start` is in seconds since the window began. `text` gives the duration, the
+    start, and the number of bytes sent. `found` is True if the interval is not a span of the log but was computed from
+    the log: waiting for another rank, or an interval attributed to one kind of time."""
 
     rank: int
     lane: str
@@ -198,7 +195,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of a window, from its first start to its last end on any rank. start: seconds since the window began."""
+    """One step of a window, from its first start to its last end on any rank. `start` is in seconds since the window
+    began."""
 
     step: int
     start: float
@@ -207,12 +205,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """A few steps, span by span. name: all, typical, slowest, first, last or chosen. start: time in the run (s).
-
-    bars: the spans of the log; a collective that waits for a rank has two bars: the waiting, then the communication.
-    attributed: each rank's time, each moment as one kind (see `attribution`), without idle.
-    usual_step: the step to show first, whose time is nearest to the usual one.
-    """
+    """A few steps in detail. `name` is all, typical, slowest, first, last or chosen. `start` is in seconds since the
+    run began. `bars` has the spans of the log. A collective that waits for a rank has two bars, one for the waiting and
+    one for the communication. `attributed` has each rank's time without idle, each moment as one kind of time (see
+    `attribution`). `usual_step` is the step to show first, whose time is nearest to the usual time of a step."""
 
     name: str
     first_step: Count
@@ -225,13 +221,14 @@ class StepWindow:
     usual_step: int = 0
 
     def step(self, number: int) -> StepTimes | None:
-        """Return the times of one step; None if the step is not in the window."""
+        """Return the times of one step, or None if the step is not in the window."""
         return next((times for times in self.steps if times.step == number), None)
 
 
 @dataclass(frozen=True)
 class TimeBeside:
-    """One kind of time in a step: predicted, and measured (mean over ranks, then median over steps)."""
+    """The predicted and the measured time of one kind in a step. `measured` is the mean over ranks, then the median
+    over steps."""
 
     name: str
     predicted: Seconds
@@ -240,7 +237,7 @@ class TimeBeside:
 
 @dataclass(frozen=True)
 class MemoryBeside:
-    """Bytes on the rank that needs most, predicted and measured; `measured` is None if nothing measures them."""
+    """Bytes on the rank that needs most, predicted and measured. `measured` is None if nothing measured them."""
 
     name: str
     predicted: Bytes
@@ -249,10 +246,9 @@ class MemoryBeside:
 
 @dataclass(frozen=True)
 class Reconciled:
-    """The prediction for the run's plan beside the measurement. machine: predicted for; origin: of the prices used.
-
-    seconds, low, high: predicted per step, 80 % interval; None if only memory was predicted. measured: median step.
-    """
+    """The comparison of a run with its prediction. `machine` is the machine that was predicted, and `origin` says where
+    the prices used come from. `seconds` is the predicted time of a step, with its 80 % interval from `low` to `high`.
+    These three are None if only memory was predicted. `measured` is the median time of a step."""
 
     machine: str
     origin: str
@@ -267,13 +263,10 @@ class Reconciled:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known of a run. about: what was run: plan, command, commit, last metric and so on, as far as known.
-
-    headline: the verdict in at most ten words. verdict: the verdict as a sentence. error_seconds: times of different
-    ranks are comparable to within ± this.
-
-    kinds: seconds by kind, mean over ranks. waiting: what the waiting in `goodput` consists of.
-    """
+    """All that is known of a run. `about` has the known facts about what was run, such as plan, command, commit and
+    last metric. `headline` is the verdict in at most ten words, and `verdict` is a sentence. Times of different ranks
+    are comparable to within ± `error_seconds`. `kinds` has the seconds by kind, as the mean over ranks. `waiting` has
+    the parts of the waiting in `goodput`."""
 
     title: str
     status: str
@@ -306,17 +299,19 @@ class Report:
 
     @property
     def chosen_steps(self) -> tuple[int, int] | None:
-        """The first and the last chosen step; None if no steps were chosen."""
+        """The first and the last chosen step, or None if no steps were chosen."""
         return next(((view.first_step, view.last_step) for view in self.views if view.name == "chosen"), None)
 
 
 def report_dict(report: Report) -> dict[str, Any]:
-    """Return the report as a dict for JSON, non-finite numbers as None. Key `text`: each number's text, by path."""
+    """Convert a report to a dict for JSON. Non-finite numbers become None. The key `text` maps the path of each number
+    to its display text."""
     return {"meshwise_report": 1, **json_value(report), "text": dict(texts_of(report))}
 
 
 def texts_of(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield, for each number that has a unit, its path, such as `ranks/0/seconds/forward`, and its text."""
+    """Yield the path and the display text of each number that has a unit. A path is such as
+    `ranks/0/seconds/forward`."""
     write = _unit(hint)
     if write is not None:
         yield path, "unknown" if value is None else write(value)
@@ -335,7 +330,8 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _unit(hint: Any) -> Callable[[Any], str] | None:
-    """Return the function that writes numbers of a type such as `Seconds` or `Seconds | None`; None for other types."""
+    """Return the function that formats numbers of a type such as `Seconds` or `Seconds | None`, or None for other
+    types."""
     if get_origin(hint) is Annotated:
         write: Callable[[Any], str] = get_args(hint)[1]
         return write

@@ -13,7 +13,11 @@ from meshwise.records.best import Best
 
 @dataclass(frozen=True)
 class WholeRun:
-    """All sessions of a resumed run together. steps: without repeated steps. seconds: wall time of all sessions."""
+    """All sessions of a resumed run together.
+
+    steps: the number of steps, without repeated steps.
+    seconds: the wall time of all sessions.
+    """
 
     sessions: int
     epochs: int
@@ -23,14 +27,19 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did; of a resumed run, what its newest session did. As JSON (`json_value`) a non-finite metric is
-    null.
+    """What a run did. For a resumed run, this is what its newest session did. In JSON (`json_value`), a non-finite
+    metric is null.
 
-    status: "finished" or "stopped". seconds: wall time in all; train_seconds: wall time of training and evaluating.
-    phases: seconds of each phase, one mapping per rank; "communication" is the part that computing did not hide.
-    memory: peak bytes of each rank, None if unknown. folder: where the run's records lie; "" if none are kept.
-    verdict: what limited the run. best: the best evaluation, if the job defines one; its parameters are in
-    best.safetensors. whole: all sessions of a resumed run.
+    status: "finished" or "stopped".
+    seconds: the total wall time.
+    train_seconds: the wall time of training and evaluating.
+    phases: the seconds of each phase, one mapping per rank. "communication" is the part that did not overlap with
+        computing.
+    memory: the peak bytes of each rank, or None if unknown.
+    folder: the folder of the run's records, or "" if none are kept.
+    verdict: what limited the run.
+    best: the best evaluation, if the job defines one. Its parameters are in best.safetensors.
+    whole: all sessions of a resumed run together.
     """
 
     job: str

@@ -25,11 +25,12 @@ CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8
 
 SampleClock = Callable[[int], Sequence[tuple[int, int, int]]]
-"""`sample(rounds)`: measures round trips to rank 0's clock, as (sent, theirs, received), ns."""
+"""A function `sample(rounds)` that measures round trips to rank 0's clock. It returns them as (sent, rank 0's time,
+received) in ns."""
 
 
 class SpanLog:
-    """Writes the log of one rank until it is closed."""
+    """Writes the log of one rank in a background thread until it is closed."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class SpanLog:
         self._thread.start()
 
     def close(self, status: str) -> None:
-        """Write the remaining records and how the rank ended. A second call does nothing."""
+        """Write the remaining records, and the status with which the rank ended. A second call does nothing."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -117,6 +118,6 @@ class SpanLog:
 
 
 def _plain(counter: Count) -> list[Any]:
-    """Convert a counter for JSON. On CUDA, reading a tensor makes this thread wait, but not the training."""
+    """Convert a counter value for JSON. On CUDA, reading a tensor makes this thread wait, but not the training."""
     *facts, value = counter
     return [*facts, value if isinstance(value, (int, float)) else float(value)]

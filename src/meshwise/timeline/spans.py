@@ -25,36 +25,38 @@ KINDS = (
     "idle",
 )
 LANES = ("main", "blocks", "host", "communication")
-"""Rows of a rank, from top to bottom: phases and blocking collectives · blocks of the model · work of the host while an
-accelerator computes · collectives that overlap with computing."""
+"""Rows of a rank in the timeline, from top to bottom. `main` has phases and blocking collectives, `blocks` the blocks
+of the model, `host` the work of the host while an accelerator computes, and `communication` the collectives that
+overlap with computing."""
 
 KIND = {kind: code for code, kind in enumerate(KINDS)}
 LANE = {lane: code for code, lane in enumerate(LANES)}
 NO_COLLECTIVE = -1
 WIDTH = 6
-"""Numbers that a recorder keeps per span: code, start, end, step, bytes, collective."""
+"""Number of integers that a recorder keeps per span: code, start, end, step, bytes, collective."""
 _STAGE = re.compile(r"stage (\d+), microbatch (\d+)")
 
 
 @functools.cache
 def collective_name(operation: str, of: str = "") -> str:
-    """Return the name of a collective's span: `all-reduce of gradients`."""
+    """Build the name of a collective's span, such as `all-reduce of gradients`."""
     return f"{operation} of {of}" if of else operation
 
 
 def operation_and_source(name: str) -> tuple[str, str]:
-    """Split a collective's name into `all-reduce` and `gradients`; the second is "" if the name has no ` of `."""
+    """Split the name of a collective's span into the operation and the data that it sends, such as `all-reduce` and
+    `gradients`. The second part is "" if the name does not contain ` of `."""
     operation, _, of = name.partition(" of ")
     return operation, of
 
 
 def stage_name(stage: int, microbatch: int) -> str:
-    """Return the name of a forward's or backward's span in a pipeline stage."""
+    """Build the name of the span of a forward or backward pass in a pipeline stage."""
     return f"stage {stage}, microbatch {microbatch}"
 
 
 def stage_and_microbatch(name: str) -> tuple[int, int] | None:
-    """Read stage and microbatch from a span's name; None for a span outside any stage."""
+    """Read the stage and the microbatch from a span's name. Returns None for a span that belongs to no stage."""
     found = _STAGE.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -72,6 +74,12 @@ SPAN = np.dtype(
         ("collective", "<i8"),
     ]
 )
-"""One span per row. kind, lane: index in KINDS, LANES. name: index in the timeline's names. step: from 1; 0 before the
-first. start, end: nanoseconds. bytes: number moved or saved, 0 for none. collective: the number of a collective, the
-same on every rank, or -1."""
+"""The row of one span.
+
+kind, lane: an index in KINDS and in LANES.
+name: an index in the names of the timeline.
+step: the number of the step from 1, or 0 before the first step.
+start, end: in ns.
+bytes: the number of bytes sent or saved, or 0 if there are none.
+collective: the number of the collective, which is the same on every rank, or -1.
+"""

@@ -21,16 +21,18 @@ from meshwise.timeline.timeline import PER_SESSION, Timeline
 
 Seconds = NDArray[np.float64]
 HIDDEN = OUTSIDE + 1
-"""The last column of `seconds`: communication hidden by computing."""
+"""The last column of `StepTable.seconds`: communication hidden by computing."""
 OF_STEP = [code for kind, code in KIND.items() if kind not in OUTSIDE_STEPS]
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """The time of every step of a run by kind; steps are in the order in which they were done.
+    """The time of every step of a run by kind. The steps are in the order in which they were done.
 
-    step, session, start (ns): shape (steps,); step 0 is the time before step 1. seconds: shape (steps, ranks,
-    kinds + 2). present: shape (steps, ranks), which rank did which step. lost: steps that a later session repeated.
+    step, session, start: shape (steps,). `start` is in ns. Step 0 is the time before step 1.
+    seconds: shape (steps, ranks, kinds + 2).
+    present: whether the rank did the step, shape (steps, ranks).
+    lost: whether a later session repeated the step, shape (steps,).
     """
 
     ranks: Whole
@@ -45,27 +47,30 @@ class StepTable:
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the rows that count: those of a step (not 0) that was not repeated later."""
+        """Mask of the steps that count. Step 0 and steps that were repeated later do not count."""
         return (self.step > 0) & ~self.lost
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        """Mask of the counted steps with a backward. An evaluation after the last step is a row without one."""
+        """Mask of the counted steps with a backward pass. An evaluation after the last step has a row without one."""
         return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
 
     @property
     def steady(self) -> NDArray[np.bool_]:
-        """Mask of the trained steps, without each session's first (a warm-up) if five or more steps remain."""
+        """Mask of the trained steps without the first step of each session, which is a warm-up. If fewer than five
+        steps would remain, all trained steps are included."""
         first = np.concatenate([[True], np.diff(self.session) > 0]) | (np.concatenate([[0], self.step[:-1]]) == 0)
         rest = self.trained & ~first
         return rest if rest.sum() >= 5 else self.trained
 
     def step_seconds(self) -> Seconds:
-        """Return each step's time without evaluation and saving, mean over the ranks that did it: shape (steps,)."""
+        """Return the time of each step without evaluation and saving, as the mean over the ranks that did it. The shape
+        is (steps,)."""
         return _mean_over_ranks(self.seconds[:, :, OF_STEP].sum(axis=2), self.present)
 
     def kind_seconds(self) -> Seconds:
-        """Return each step's seconds by kind, mean over the ranks that did it: shape (steps, kinds)."""
+        """Return the seconds of each step by kind, as the mean over the ranks that did the step. The shape is (steps,
+        kinds)."""
         return _mean_over_ranks(self.seconds[:, :, : len(KINDS)], self.present[:, :, None])
 
 

@@ -21,15 +21,20 @@ from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.timeline import Spans, Timeline
 
 MOST_BARS = 900
-"""The largest number of bars in a window whose steps the user did not choose."""
+"""The largest number of bars in a window, unless the user chose its steps."""
 WINDOW_STEPS = 5
 
 
 def step_windows(
     timeline: Timeline, table: StepTable, steps: tuple[int, int] | None, straggler: int | None = None
 ) -> list[StepWindow]:
-    """Return a window of the chosen `steps`, or windows of typical, slow, first and last steps. Raises UsageError if
-    the run lacks the chosen steps. straggler: rank that the verdict names; the typical step shows its usual delay."""
+    """Choose which steps to show in detail.
+
+    Returns one window of the chosen `steps`, or windows of typical, slow, first and last steps. Raises UsageError if
+    the run does not have the chosen steps.
+
+    straggler: the rank that the verdict names. The typical step is then one with a usual delay of this rank.
+    """
     rows = np.flatnonzero(table.trained)
     if steps is not None:
         inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
@@ -58,7 +63,8 @@ def step_windows(
 
 
 def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int | None) -> Whole:
-    """Return the steady steps in which the straggler is last by 0.5 to 2 times its median delay; all if none is."""
+    """Return the steady steps in which the straggler is last by 0.5 to 2 times its median delay. If there is no such
+    step, return all steady steps."""
     points = table.sync_points
     of_rank = points.rank == straggler
     if straggler is None or not of_rank.any():
@@ -70,7 +76,10 @@ def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int
 
 
 def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual: float | None = None) -> StepWindow:
-    """Make a window of some rows of the table. usual: seconds of the step to show first; None: the run's median."""
+    """Build a window from some rows of the step table.
+
+    usual: the seconds of the step to show first. The default is the run's median.
+    """
     spans = timeline.of_steps(int(table.step[rows].min()), int(table.step[rows].max()))
     spans = spans[np.isin(session_of(spans["start"], timeline.sessions), table.session[rows])]
     usual = float(np.median(table.step_seconds()[table.trained])) if usual is None else usual
@@ -78,7 +87,10 @@ def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual:
 
 
 def window_of(name: str, spans: Spans, names: Sequence[str], arrivals: Arrivals, usual: float = 0.0) -> StepWindow:
-    """Make a window of these spans. usual: seconds of the step to show first."""
+    """Build a window from these spans.
+
+    usual: the step whose time in seconds is nearest to this is shown first.
+    """
     start, end = int(spans["start"].min()), int(spans["end"].max())
     steps = [_times(spans[spans["step"] == step], start) for step in np.unique(spans["step"])]
     return StepWindow(
@@ -100,7 +112,8 @@ def _times(spans: Spans, origin: int) -> StepTimes:
 
 
 def _bars(spans: Spans, names: Sequence[str], arrivals: Arrivals, origin: int) -> list[Bar]:
-    """Return a bar for each span (of a collective, the part after the waiting), then a bar for each waiting."""
+    """Return a bar for each span, then a bar for each waiting. The bar of a collective covers only the part after the
+    waiting."""
     until = arrivals.waits_until(spans).tolist()
     bars, waits = [], []
     for s, split in zip(spans, until, strict=True):
@@ -120,7 +133,7 @@ def _bar(s: np.void, kind: str, name: str, start: int, end: int, size: int = 0, 
 
 
 def _attributed(spans: Spans, arrivals: Arrivals, origin: int) -> Iterator[Bar]:
-    """Yield each rank's attributed time; neighbouring intervals of one kind in one step form one bar."""
+    """Yield the attributed time of each rank as bars. Neighboring intervals of the same kind and step form one bar."""
     for rank in np.unique(spans["rank"]).tolist():
         mine = spans[spans["rank"] == rank]
         found = attribution_of(mine, arrivals)
@@ -136,5 +149,5 @@ def _attributed(spans: Spans, arrivals: Arrivals, origin: int) -> Iterator[Bar]:
 
 
 def _time_text(start: int, end: int) -> str:
-    """Return the text for a start and end given in ns, such as `8.0 ms from 24 ms`."""
+    """Describe an interval given in ns, such as `8.0 ms from 24 ms`."""
     return f"{seconds_text((end - start) / 1e9)} from {seconds_text(start / 1e9)}"

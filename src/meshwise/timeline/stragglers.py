@@ -31,12 +31,15 @@ CHANCE = 1e-3
 
 @dataclass(frozen=True)
 class SyncPoints:
-    """Where ranks waited for each other, in order; every array has the shape (sync points,).
+    """The points of a run at which ranks waited for each other, in order. Each array has the shape (sync points,).
 
-    step: the step of the sync point. overlapped: it is the end of a backward, with which its collectives overlap. rank:
-    the rank that would have come last if all had left the previous sync point together, since a rank with a slow link
-    leaves later but is no straggler. delay: seconds that this rank took longer than the median of the others. phase:
-    index in KINDS of the phase with the largest delay. cost: seconds by which the sync point ended later for it.
+    step: the step of the sync point.
+    overlapped: whether the sync point is the end of a backward pass, with which its collectives overlap.
+    rank: the rank that would have come last if all ranks had left the previous sync point together. A rank with a slow
+        link leaves a sync point later, but it is not a straggler.
+    delay: by how many seconds the rank took longer than the median of the other ranks.
+    phase: the phase with the largest delay, as an index in KINDS.
+    cost: by how many seconds the delay made the sync point end later.
     """
 
     step: Whole
@@ -52,7 +55,10 @@ NONE = SyncPoints(_WHOLE, np.empty(0, np.bool_), _WHOLE, _SECONDS, _WHOLE, _SECO
 
 
 def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Sequence[Attribution]) -> SyncPoints:
-    """Find the sync points of a run. spans, attributions: one per rank, in the order of `arrivals.ranks`."""
+    """Find the sync points of a run.
+
+    spans, attributions: one element per rank, in the order of `arrivals.ranks`.
+    """
     use = arrivals.together
     if len(arrivals.ranks) < 2 or not use.any():
         return NONE
@@ -76,7 +82,8 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
 
 
 def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
-    """Return when a rank went on after each collective: at its end, or at the end of the backward that it overlaps."""
+    """Return when a rank continued after each collective. This is at the end of the collective, or at the end of the
+    backward pass that it overlaps with."""
     backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
     if not len(backward):
         return end
@@ -86,7 +93,7 @@ def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_
 
 
 def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
-    """Return, for each row, the median over all ranks except the row's `rank`."""
+    """Return the median of each row, without the column given in `rank`."""
     others = np.ones(values.shape, bool)
     others[np.arange(len(values)), rank] = False
     result: Seconds = np.median(values[others].reshape(len(values), -1), axis=1)
@@ -94,13 +101,14 @@ def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
 
 
 def _excess(work: Seconds, rank: Whole) -> Seconds:
-    """Return, for each row, how much longer the row's `rank` took than the median of the other ranks."""
+    """Return how much longer, in each row, the column given in `rank` took than the median of the others."""
     result: Seconds = work[np.arange(len(work)), rank] - _median_of_others(work, rank)
     return result
 
 
 def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
-    """Replay each sync point without its last rank's delay; return how many seconds earlier it would have ended."""
+    """Replay each sync point without the delay of its last rank. Returns by how many seconds it would have ended
+    earlier."""
     row, straggler = np.arange(len(arrival)), rank[point]
     taken = arrival - before[point]
     excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)
@@ -123,7 +131,7 @@ def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) 
 
 
 def last_of_steps(sync_points: SyncPoints) -> Whole:
-    """Return, for each step, which rank was last at the step's most expensive sync point."""
+    """Return, for each step, the rank that was last at the most expensive sync point of the step."""
     order = np.lexsort((sync_points.cost, sync_points.step))
     ends = np.flatnonzero(np.diff(sync_points.step[order], append=-1))
     ranks: Whole = sync_points.rank[order[ends]]
@@ -131,10 +139,10 @@ def last_of_steps(sync_points: SyncPoints) -> Whole:
 
 
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """Return the ranks that are last so often that chance would cause this in less than one of 1 / CHANCE runs.
+    """Return the ranks that are last too often for this to be chance.
 
-    By chance, every rank is last at a sync point with the same probability, independently. Chernoff's inequality bounds
-    the binomial tail.
+    If all ranks were equally likely to be last at each sync point, independently of other sync points, the probability
+    that a run names any rank would be below CHANCE. The binomial tail is bounded by Chernoff's inequality.
     """
     use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
     last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)
@@ -143,9 +151,9 @@ def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
 
 
 def tail_bound(total: int, times: int, fair: float) -> float:
-    """Return an upper bound on the probability of `times` or more successes in `total` trials, each with chance `fair`.
+    """Return an upper bound on the probability of at least `times` successes in `total` trials of probability `fair`.
 
-    exp(-n KL(k/n, p)): Chernoff, 1952; Hoeffding, 1963, theorem 1.
+    The bound is exp(-n KL(k/n, p)): Chernoff, 1952; Hoeffding, 1963, theorem 1.
     """
     share = times / total
     if share <= fair:

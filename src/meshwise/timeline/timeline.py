@@ -17,16 +17,21 @@ from numpy.typing import NDArray
 from meshwise.timeline.spans import SPAN
 
 Spans = NDArray[np.void]
-"""A table of rows of SPAN."""
+"""An array of spans, with dtype SPAN."""
 NO_PHASE = -1
 PER_SESSION = 1 << 40
-"""Added once per earlier session to the numbers of steps and collectives, which start anew in each session."""
+"""Added to the numbers of steps and collectives once per earlier session, so that numbers of different sessions
+differ."""
 
 
 @dataclass(frozen=True)
 class Counter:
-    """One counter of one rank. time: ns on the timeline's clock, ascending. step: of each value. phase: kind of the
-    phase that ended then (index in KINDS), or -1 for none. time, step, phase and value have the same length."""
+    """One counter of one rank. The arrays have the same length.
+
+    time: in ns on the timeline's clock, ascending.
+    step: the step of each value.
+    phase: the kind of the phase that ended at this time, as an index in KINDS, or -1 for none.
+    """
 
     rank: int
     name: str
@@ -36,13 +41,18 @@ class Counter:
     value: NDArray[np.float64]
 
     def where(self, kept: NDArray[np.bool_]) -> Counter:
-        """Return the counter with only the values that the mask keeps."""
+        """Return a copy of the counter with only the values selected by the mask."""
         return Counter(self.rank, self.name, self.time[kept], self.step[kept], self.phase[kept], self.value[kept])
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How a rank's clock was aligned with rank 0's. offset: ns, at the first sample. drift: ns per ns. error: ± ns."""
+    """How the clock of a rank differs from the clock of rank 0.
+
+    offset: in ns, at the first sample.
+    drift: in ns per ns.
+    error: the offset is accurate to ± this many ns.
+    """
 
     rank: int
     offset: float = 0.0
@@ -53,8 +63,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class RunSession:
-    """One period in which the run's workers lived; a resumed run has several. began, ended: ns on the timeline's clock.
-    first_step: the session's first step, 0 if none was begun. status: finished, stopped, failed or running."""
+    """One period in which the workers of a run were alive. A resumed run has several sessions.
+
+    began, ended: in ns on the timeline's clock.
+    first_step: the first step of the session, or 0 if no step was begun.
+    status: finished, stopped, failed or running.
+    """
 
     began: int
     ended: int
@@ -64,7 +78,11 @@ class RunSession:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of the run. last: time of its last record (ns). complete: it recorded its end, so was not cut off."""
+    """One rank of a run.
+
+    last: the time of the rank's last record (ns).
+    complete: whether the rank recorded its end. If not, it was cut off.
+    """
 
     rank: int
     device: str
@@ -79,9 +97,12 @@ class Rank:
 class Timeline:
     """All ranks of a run on one clock, which is 0 when the first session begins.
 
-    spans: sorted by rank, then start. names: the texts that the spans' column `name` indexes. missing: sentences on
-    what is missing. dtypes: dtype that a collective moved, by its name and bytes, if that was recorded.
-    facts: the contents of run.json of a measured run (job, plan, devices, versions), or those of a prediction.
+    spans: sorted by rank, then by start.
+    names: the texts that the column `name` of the spans refers to.
+    missing: sentences on what is missing.
+    facts: the contents of run.json of a measured run (job, plan, devices, versions), or the facts of a prediction.
+    dtypes: the dtype of the data that a collective sent, if recorded. The key is the collective's name and number of
+        bytes.
     """
 
     spans: Spans = field(default_factory=lambda: np.empty(0, SPAN))
@@ -96,16 +117,16 @@ class Timeline:
     dtypes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Spans:
-        """Return the spans of one rank, in the order of their starts, as a view, not a copy."""
+        """Return the spans of one rank, sorted by start, as a view of the array."""
         return of_rank(self.spans, rank)
 
     def counter(self, name: str) -> Counter | None:
-        """Return the counter of this name on the lowest rank that has it; None if no rank has it."""
+        """Return the counter of this name on the lowest rank that has it, or None if no rank has it."""
         return next((counter for counter in self.counters if counter.name == name), None)
 
     @property
     def began(self) -> float | None:
-        """When the run began, in seconds since 1970; None if unknown, as in a prediction."""
+        """When the run began, in seconds since 1970. It is None if unknown, as in a prediction."""
         sessions = self.facts.get("sessions") or [{}]
         began = sessions[0].get("began")
         return float(began) if isinstance(began, int | float) else None
@@ -128,6 +149,6 @@ class Timeline:
 
 
 def of_rank(spans: Spans, rank: int) -> Spans:
-    """Return the spans of one rank from `spans`, which are sorted by rank, as a view, not a copy."""
+    """Return the spans of one rank, as a view of the array. The spans must be sorted by rank."""
     low, high = np.searchsorted(spans["rank"], [rank, rank + 1])
     return spans[low:high]
