@@ -39,8 +39,11 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class _Rows:
-    """The spans of one rank in the order in which they are written. thread: for each span, its lane's index in LANES,
-    shifted left by COPY bits, plus the number of the lane's copy that holds the span."""
+    """The spans of one rank, in the order in which they are written.
+
+    thread: for each span, where it is drawn. This is the index of its lane in LANES, shifted left by COPY bits, plus
+        the number of the copy of the lane.
+    """
 
     rank: int
     spans: Spans
@@ -48,10 +51,10 @@ class _Rows:
 
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
-    """Yield the trace of the chosen steps, or of all, compressed with gzip.
+    """Yield the trace as gzip data. It has the steps that the user chose, or all steps.
 
-    The trace has a slice for each span, and one for each waiting found in a span. Times are µs since the run began,
-    with ns as decimals.
+    There is a slice for each span, and another for each time that a span waits for a rank. Times are in µs since the
+    run began, with ns as decimals.
     """
     packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with gzip's head, without a name or a time
     for text in trace_text(report, timeline):
@@ -100,9 +103,10 @@ def _rank_rows(rank: int, spans: Spans) -> _Rows:
 
 
 def _copies(spans: Spans) -> Whole:
-    """Return, for each span, the first copy of its lane on which it overlaps no other span, or lies inside one.
+    """Return, for each span, the number of the copy of its lane on which it is drawn.
 
-    No span is put inside a collective, so buckets in flight together lie on different copies.
+    This is the first copy on which the span overlaps no other span, or lies inside another. No span is drawn inside a
+    collective, so gradient buckets that are reduced at the same time lie on different copies.
     """
     copy = np.zeros(len(spans), np.int64)
     lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # of each copy the open spans: end, collective
@@ -117,7 +121,8 @@ def _copies(spans: Spans) -> Whole:
 
 
 def _has_room(stack: list[tuple[int, bool]], start: int, end: int) -> bool:
-    """Remove ended spans; return whether none is open, or a span that is no collective encloses the new one."""
+    """Return whether a new span fits on this copy of a lane. It does if no span is open, or if the innermost open span
+    encloses the new span and is not a collective. Ended spans are removed from `stack`."""
     while stack and stack[-1][0] <= start:
         stack.pop()
     return not stack or (end <= stack[-1][0] and not stack[-1][1])
@@ -130,7 +135,8 @@ def _columns(spans: Spans, *names: str) -> Iterator[tuple[int, ...]]:
 
 
 def _threads(rows: Sequence[_Rows]) -> dict[int, int]:
-    """Return the tid of each lane's copy, the same on all ranks; no pid, since tid = pid means a main thread."""
+    """Return the thread id of each copy of a lane, which is the same on all ranks. It never equals a process id, since
+    that would mark a main thread."""
     used = np.unique(np.concatenate([np.empty(0, np.int64), *(np.unique(r.thread) for r in rows)])).tolist()
     first = 10 ** len(str(max((r.rank for r in rows), default=0)))
     return {thread: first + number for number, thread in enumerate(used)}
@@ -146,7 +152,8 @@ def _of_steps(counter: Counter, steps: tuple[int, int] | None) -> Counter:
 
 
 def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
-    """Return the trace's facts besides the events, without lists, which some versions of Perfetto cannot read here."""
+    """Return the facts of the trace besides its events. They contain no lists, which some versions of Perfetto cannot
+    read here."""
     facts: dict[str, Any] = {
         "written by": "meshwise",
         "job": report.title,
@@ -205,7 +212,7 @@ def _slices(r: _Rows, table: Arrivals, threads: dict[int, int], names: Sequence[
 
 
 def _waited_for(table: Arrivals, spans: Spans) -> Whole:
-    """Return the rank for which each collective in `spans` waits; for other spans, the value means nothing."""
+    """Return the rank for which each collective in `spans` waits. The value is meaningless for other spans."""
     if not len(table.number):
         return np.zeros(len(spans), np.int64)
     row = np.minimum(np.searchsorted(table.number, spans["collective"]), len(table.number) - 1)
@@ -220,10 +227,11 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
 
 
 def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[Event]:
-    """Yield arrows from the last rank to arrive to each rank that waited for it, at the time of that arrival.
+    """Yield flow events, drawn as arrows, for each collective. They lead from the last rank to arrive to each rank that
+    waited for it, at the time of its arrival.
 
-    Each arrow has its own id, since chrome://tracing ends a flow at its first end. Arrows come after all slices, since
-    Perfetto keeps the file's order among events of one time.
+    Each arrow has its own id, since chrome://tracing ends a flow at the first end event. Arrows come after all slices,
+    since Perfetto keeps the order of the file among events of the same time.
     """
     tids = _tids(rows, table, threads)
     for low in range(0, len(table.number), CHUNK):
@@ -241,7 +249,8 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], orig
 
 
 def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Whole:
-    """Return the tid of each collective's slice on each rank, 0 if there is none: shape (collectives, ranks)."""
+    """Return the thread id of each collective's slice on each rank, of shape (collectives, ranks). It is 0 if there is
+    no slice."""
     tids = np.zeros((len(table.number), len(table.ranks)), np.int64)
     keys, values = np.array(sorted(threads.items()), dtype=np.int64).reshape(-1, 2).T
     for r in rows:
@@ -253,12 +262,12 @@ def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Wh
 
 
 def _micro(times: Whole) -> list[float]:
-    """Convert ns to µs that readers convert back exactly, for up to ten days, whether they round or truncate."""
+    """Convert ns to µs. For times of up to ten days, readers recover the exact ns, whether they round or truncate."""
     missed = np.trunc(times / 1000 * 1000.0) != times
     micro: list[float] = ((times + 0.3 * missed) / 1000).tolist()
     return micro
 
 
 def _plain(text: str) -> str:
-    """Replace control characters and lone surrogates, which JSON would escape as \\u, with spaces."""
+    """Replace control characters and lone surrogates with spaces. JSON would escape them as \\u sequences."""
     return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", text)

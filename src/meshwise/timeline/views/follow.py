@@ -31,18 +31,23 @@ from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.report_text import report_text
 
 BLOCKS = 40
-"""How many of the newest blocks of spans are read per rank; a worker writes one block a second."""
+"""How many of the newest blocks of spans are read per rank. A worker writes one block a second."""
 LINE_EVERY = 10.0
 SHARE = 0.25
-"""The largest share of one core that reading may take."""
+"""The largest share of one core that reading may use."""
 UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of files that are being written
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run at one look. report: None if nothing could be read yet. running: as run.json says. files: of
-    each file, when it last changed (ns since 1970) and its size. window: seconds that the report covers, None for
-    the whole run. metrics: the metrics read so far."""
+    """The state of a run at one moment.
+
+    report: None if no report could be made yet.
+    running: whether run.json says that the run is running.
+    files: for each file, when it was last changed (ns since 1970) and its size.
+    window: the number of seconds that the report covers, or None if it covers the whole run.
+    metrics: the metrics that were read so far.
+    """
 
     report: Report | None
     running: bool
@@ -59,10 +64,12 @@ def follow(
     stop: Callable[[], bool] | None = None,
     also: Callable[[], object] | None = None,
 ) -> None:
-    """Show the run in `folder` until it ends, Ctrl-C is pressed or `stop` returns True; print the report if it ended.
+    """Show a run until it ends, Ctrl-C is pressed, or `stop` returns True. If the run has ended, its report is printed.
 
-    On a terminal the screen is redrawn every `every` seconds; elsewhere a line is printed every LINE_EVERY seconds.
-    `also` is called every LINE_EVERY seconds and at the end. Raises UsageError if `folder` is no run folder.
+    On a terminal, the screen is redrawn every `every` seconds. Elsewhere, a line is printed every LINE_EVERY seconds.
+    Raises UsageError if `folder` does not contain a run.
+
+    also: a function to call every LINE_EVERY seconds and at the end of the run.
     """
     names.read_run(folder)
     view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
@@ -78,7 +85,7 @@ def follow(
 def _snapshots(
     folder: Path, every: float, stop: Callable[[], bool] | None, also: Callable[[], object] | None
 ) -> Iterator[Snapshot]:
-    """Yield a snapshot of the run at each poll, until it is over or `stop` returns True."""
+    """Yield a snapshot of the run at each poll, until the run has ended or `stop` returns True."""
     snapshot, called = None, -math.inf
     while stop is None or not stop():
         began = time.monotonic()
@@ -94,7 +101,7 @@ def _snapshots(
 
 
 def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
-    """Draw each snapshot; return whether the run ended."""
+    """Draw each snapshot on the whole screen. Return whether the run has ended."""
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         for snapshot in polls:
             if not snapshot.running:
@@ -104,7 +111,7 @@ def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
 
 
 def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
-    """Print a line every LINE_EVERY seconds; return whether the run ended."""
+    """Print a line every LINE_EVERY seconds. Return whether the run has ended."""
     printed, silent = -math.inf, False
     for snapshot in polls:
         if not snapshot.running:
@@ -121,7 +128,8 @@ def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
 
 
 def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
-    """Return a snapshot of the present; if files cannot be read at the moment, with the values of `before`."""
+    """Take a snapshot of the run. If its files cannot be read at the moment, the values of the snapshot `before` are
+    kept."""
     files, metrics = _files(folder), before.metrics if before is not None and before.metrics else Metrics(folder)
     if before is not None and files == before.files and before.report is not None:
         return before
@@ -135,7 +143,7 @@ def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return the files of a run that change, each with the time of its last change and its size."""
+    """Return the files of a run that change, each with the time of its last change in ns and its size in bytes."""
     found = {}
     for path in [folder / names.RUN, *(folder / names.SPANS).glob("rank*.jsonl")]:
         with contextlib.suppress(OSError):
@@ -145,7 +153,8 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
-    """Return the report, without figures that need the whole run, and the seconds that it covers (None: all)."""
+    """Return the report to show and the number of seconds that it covers, or None if it covers the whole run. If only a
+    part was read, the report has no figures that need the whole run."""
     steps = timeline.spans["step"]
     if not running:
         return report, None
@@ -160,7 +169,7 @@ def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, 
 
 
 def silence(snapshot: Snapshot) -> str:
-    """Return a warning if the logs of a run have not grown for SILENT seconds; else ""."""
+    """Return a warning if the logs of a run have not grown for SILENT seconds, else ""."""
     seconds = time.time() - max((changed for changed, _ in snapshot.files.values()), default=math.inf) / 1e9
     if seconds <= SILENT:
         return ""
@@ -171,7 +180,7 @@ def silence(snapshot: Snapshot) -> str:
 
 
 def line_of(snapshot: Snapshot) -> str:
-    """Write the run in one line: `running  step 1,234  43 ms a step  Compute-bound: ...`."""
+    """Describe the state of the run in one line: `running  step 1,234  43 ms a step  Compute-bound: ...`."""
     report = snapshot.report
     if report is None:
         return "running  its files cannot be read yet"
@@ -182,7 +191,8 @@ def line_of(snapshot: Snapshot) -> str:
 
 
 def screen(snapshot: Snapshot, console: Console) -> RenderableType:
-    """Draw the report on the whole screen; the last line says what part it covers, or warns of silence."""
+    """Draw the report on the whole screen. The last line says which part of the run it covers, or warns that the logs
+    no longer grow."""
     words = silence(snapshot)
     of = "" if snapshot.window is None else f"of the newest {whole_seconds_text(snapshot.window)} · "
     foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run continues", "dim")

@@ -35,8 +35,13 @@ def gantt_text(
     ascii_only: bool = False,
     overlapped: bool = True,
 ) -> list[Text]:
-    """Return lines of at most `width` characters: a row for each rank, with `overlapped` a row below for its overlapped
-    collectives, and the axis in ms. step: the step to draw; None for the whole window. [] if no time passes."""
+    """Draw a Gantt chart in lines of at most `width` characters. There is a row for each rank, and an axis in ms.
+
+    step: the step to draw. None draws the whole window.
+    overlapped: draw a second row for a rank with the collectives that overlap with its computing.
+
+    Returns [] if the step is not in the window, or if it takes no time.
+    """
     times = StepTimes(0, 0.0, window.seconds) if step is None else window.step(step)
     if times is None or times.seconds <= 0:
         return []
@@ -59,9 +64,9 @@ def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
 
 
 def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
-    """Return, for each of `columns` equal slices of `times`, the kind that takes most of it; "" for an empty slice.
+    """Divide `times` into `columns` equal slices, and return for each the kind that takes most of its time.
 
-    Of kinds with equal time, the one that comes first in KINDS wins.
+    If several kinds take equal time, the first of them in KINDS is returned. An empty slice gives "".
     """
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
     whole = max(round(times.seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it
@@ -74,14 +79,15 @@ def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[st
 
 
 def _with_gaps(row: list[str]) -> list[str]:
-    """Mark gaps between two kinds as idle; columns before the first and after the last kind stay empty."""
+    """Mark gaps between two kinds as idle. Columns before the first kind and after the last stay empty."""
     filled = [column for column, kind in enumerate(row) if kind]
     inside = range(filled[0], filled[-1]) if filled else ()
     return [kind or ("idle" if column in inside else NOTHING) for column, kind in enumerate(row)]
 
 
 def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[int, str]:
-    """For a pipeline, map the column where each forward or backward begins to the last digit of its microbatch."""
+    """For a pipeline, map the column where each forward or backward pass begins to the last digit of its microbatch's
+    number."""
     found = {}
     for bar in bars:
         if place := stage_and_microbatch(bar.name):
@@ -106,7 +112,7 @@ def _line(
 
 
 def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
-    """Draw an axis: ticks under the columns of round times, each followed by the time."""
+    """Draw a time axis with ticks at round times. The time is written after each tick."""
     every = _tick(seconds, columns)
     digits = max(0, -math.floor(math.log10(every * 1e3) + 1e-9))
     line = [" "] * columns
@@ -122,7 +128,8 @@ def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
 
 
 def _tick(seconds: float, columns: int) -> float:
-    """Return the smallest round time (1, 2 or 5 times a power of ten) between ticks with room for their numbers."""
+    """Return the distance of two ticks in seconds. It is the smallest of 1, 2 or 5 times a power of ten that leaves
+    room for the numbers."""
     least = seconds * 12 / columns
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * step for step in TICK_STEPS if power * step >= least * (1 - 1e-9))

@@ -39,12 +39,13 @@ PAGE = """<!doctype html>
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Return the page as text, about 1.4 MB, of which the charts' script takes 1.2 MB."""
+    """Return the report as an HTML page of about 1.4 MB, of which the plotting library takes 1.2 MB."""
     return page_of(report_dict(report), f"{report.title}: {report.status}")
 
 
 def page_of(values: Mapping[str, Any], title: str) -> str:
-    """Return the page for a report as plain values; if they have the key `plan`, the page is of a predicted step."""
+    """Return the HTML page for a report given as plain values. If the values have the key `plan`, the page shows a
+    predicted step."""
     here = Path(__file__)
     return PAGE.format(
         title=html.escape(title),

@@ -12,5 +12,5 @@ from meshwise.timeline.timeline import Timeline
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Return a JSON text with every number of the report, and the text of each."""
+    """Return the report as JSON text with all numbers, and the display text of each number."""
     return json.dumps(report_dict(report), indent=2)

@@ -33,8 +33,12 @@ MEMORY_LINES = 6  # more devices than fit in these are summed up in one line
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far the training is. epoch, step (in the epoch): from 1. steps: per epoch, None for a stream of unknown
-    length. memory: bytes of each rank. None means unknown."""
+    """How far the training has come. A value of None means unknown.
+
+    epoch, step: the current epoch, and the step in it, both from 1.
+    steps: the number of steps per epoch. It is unknown for a stream of unknown length.
+    memory: bytes of each rank.
+    """
 
     job: str
     epoch: int
@@ -49,7 +53,8 @@ class TrainingProgress:
 
 
 def progress_line(p: TrainingProgress) -> str:
-    """Write `epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`, leaving out unknown values."""
+    """Describe the progress in one line: `epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`. Unknown values are
+    left out."""
     parts = [f"epoch {p.epoch:>{len(str(p.epochs))}}/{p.epochs}", _step_text(p)]
     if p.loss is not None:
         parts.append(f"loss {loss_text(p.loss)}")
@@ -59,14 +64,15 @@ def progress_line(p: TrainingProgress) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """Return a loss as text with four decimals; very large or small ones as `1,234.5` or `1.234e-05`."""
+    """Format a loss with four decimals. Very large or very small losses become `1,234.5` or `1.234e-05`."""
     if loss == 0 or not math.isfinite(loss) or 1e-3 <= abs(loss) < 1e3:
         return f"{loss:.4f}"
     return f"{loss:,.1f}" if 1e3 <= abs(loss) < 1e6 else f"{loss:.3e}"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as a row of blocks, scaled from the lowest to the highest value; a non-finite value is a `?`."""
+    """Draw values as a row of block characters, scaled from the lowest to the highest value. Non-finite values are
+    drawn as `?`."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -74,10 +80,12 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class LiveView:
-    """Shows a run on `console` (None: on stdout); used as a context manager.
+    """Context manager that shows the progress of a run on a console.
 
-    Every method may be called from any thread, and none raises.
-    The console stays guarded after the view is closed, so that printing on it after the run cannot fail.
+    console: the default is stdout.
+
+    Each method may be called from any thread, and none raises an exception. The console also stays protected after the
+    view is closed, so that printing on it cannot fail after the run.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -108,7 +116,8 @@ class LiveView:
             self.print(progress_line(self._newest))  # the area is gone: print how far the run came
 
     def update(self, p: TrainingProgress) -> None:
-        """Show that the run has reached `p`: on a terminal at the next redraw, elsewhere by printing a line."""
+        """Show the progress `p`. On a terminal it is drawn at the next refresh. Elsewhere a line is printed
+        immediately."""
         if self._thread is None:
             self.print(progress_line(p))
             return
@@ -117,7 +126,7 @@ class LiveView:
         self._newest = p
 
     def print(self, text: str) -> None:
-        """Print text of the run; nothing in it is taken for markup."""
+        """Print text of the run as it is. Markup of the console library is not interpreted."""
         with self._lock:
             if self._live is not None:
                 # ANSI colours stay; what would move the cursor, or a progress bar's carriage returns, does not.
@@ -159,7 +168,10 @@ def _open_live(console: Console) -> Live:
 
 
 def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) -> RenderableType:
-    """Draw a run that has reached `p`. losses: the recent losses, oldest first."""
+    """Draw the progress of a run.
+
+    losses: the recent losses, the oldest first.
+    """
     part = p.step / p.steps if p.steps else None
     whole = (p.epoch - 1 + (part or 0.0)) / p.epochs if p.epochs else 0.0
     bars = Table.grid(
@@ -177,7 +189,8 @@ def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) ->
 
 
 def memory_lines(devices: Sequence[str], memory: Sequence[int | None], width: int) -> list[str]:
-    """Return lines of at most `width` characters: each device's memory, or one summary of very many devices."""
+    """Return lines of at most `width` characters with the memory of each device. If there are very many devices, a
+    single line summarizes them."""
     sizes = ["unknown" if size is None else bytes_text(size) for size in memory]
     lines = _in_columns(devices, sizes, width)
     if len(lines) > 2:
@@ -212,7 +225,7 @@ def _step_text(p: TrainingProgress) -> str:
 
 
 class _GuardedFile:
-    """Wraps a text file so that writing to it never raises, even after its reader is gone."""
+    """A text file whose writes never raise an exception, even if the reader of the file is gone."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file, self._gone = file, False

@@ -20,11 +20,12 @@ MOST_BARS = 60
 IN_MICROSECONDS = 0.1  # s: what is shorter
 TAGS = {"waiting": "crit, ", "communication": "active, "}
 PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
-"""Matches characters that are written as their number, since `:`, `;`, `#` and others have a meaning in Mermaid."""
+"""Matches the characters that are written as character codes. Some of them, such as `:`, `;` and `#`, have a meaning in
+Mermaid."""
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Draw the chosen steps, or one step of usual length, as a Gantt chart.
+    """Draw the steps that the user chose, or one step of usual length, as a Gantt chart.
 
     Only the longest MOST_BARS bars are drawn. Raises UsageError if the run has no steps.
     """
@@ -36,7 +37,7 @@ def render(report: Report, timeline: Timeline) -> str:
 
 
 def gantt(report: Report, bars: Sequence[Bar]) -> str:
-    """Draw these bars as a chart."""
+    """Draw bars as a Gantt chart. Only the longest MOST_BARS bars are drawn."""
     origin = min(bar.start for bar in bars)
     per_second, axis, unit = _scale(max(bar.start + bar.seconds for bar in bars) - origin)
     drawn = _longest(bars)
@@ -62,13 +63,14 @@ def gantt(report: Report, bars: Sequence[Bar]) -> str:
 
 
 def _longest(bars: Sequence[Bar]) -> list[Bar]:
-    """Return the longest bars, at most MOST_BARS, by rank and then by start."""
+    """Return the longest bars, at most MOST_BARS, sorted by rank and then by start."""
     longest = sorted(bars, key=lambda bar: -bar.seconds)[:MOST_BARS]
     return sorted(longest, key=lambda bar: (bar.rank, bar.start, -bar.seconds))
 
 
 def _scale(seconds: float) -> tuple[float, str, str]:
-    """Return, for a chart of `seconds`, the units per second, Mermaid's axis format, and the axis label."""
+    """Choose the scale of a chart that covers `seconds`. Returns units per second, the axis format of Mermaid, and the
+    label of the axis."""
     if seconds < IN_MICROSECONDS:
         return 1e6, "%Q", "axis in µs"
     return (1e3, "%S.%L", "axis in s") if seconds < 60 else (1e3, "%M:%S", "axis in min:s")
@@ -86,6 +88,6 @@ def _task(bar: Bar, origin: float, per_second: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Put text on one line and write special characters as Mermaid reads them, such as a colon as `#58;`."""
+    """Put text on one line and replace special characters by Mermaid's character codes, such as `#58;` for a colon."""
     line = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text).split())
     return PLAIN.sub(lambda found: f"#{ord(found[0])};", line)

@@ -23,9 +23,11 @@ Sample = tuple[Labels, float | None]
 UNITS = ("seconds", "bytes", "ratio")
 
 Row = tuple[str, str, str, Sequence[Sample]]
-"""Name, type (counter, gauge or summary), help, samples. Samples without a finite value are not written."""
+"""Name, type (counter, gauge or summary), help and samples of a metric family. Samples without a finite value are not
+written."""
 Family = tuple[str, str, str, Callable[[Any], float | None]]
-"""Name, type, help, and the function that reads the value of a part, rank, collective or finding of the report."""
+"""Name, type and help of a metric family, and a function that returns its value for one part, rank, collective or
+finding of the report."""
 
 OF_GOODPUT: Sequence[Family] = (
     ("goodput_seconds", "counter", "Wall time by what it was spent on, mean over ranks.", lambda p: p.seconds),
@@ -57,9 +59,10 @@ OF_FINDING: Sequence[Family] = (
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Return the report's numbers as text that ends in `# EOF`. Times in seconds, sizes in bytes, shares from 0 to 1.
+    """Return the numbers of the report as OpenMetrics text, which ends in `# EOF`.
 
-    Raises UsageError if prometheus_client is not installed.
+    Times are in seconds, sizes in bytes, and shares from 0 to 1. Raises UsageError if prometheus_client is not
+    installed.
     """
     try:
         from prometheus_client.metrics_core import Metric
@@ -126,6 +129,9 @@ def _of_findings(report: Report) -> Iterator[Row]:
 
 
 def _each(families: Sequence[Family], named: Sequence[tuple[Labels, Any]]) -> Iterator[Row]:
-    """Yield a row for each family. named: pairs of labels and a thing, from which the family reads a sample."""
+    """Yield a row for each metric family.
+
+    named: pairs of labels and an object of the report, from which each family reads its value.
+    """
     for name, type, help, read in families:
         yield name, type, help, [(labels, read(thing)) for labels, thing in named]

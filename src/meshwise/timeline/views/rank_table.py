@@ -31,7 +31,7 @@ LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")
 
 @dataclass(frozen=True)
 class _Column:
-    """How a column's numbers are written, and how they are read from a rank's report (None if unknown)."""
+    """How to format the numbers of a column, and how to read them from the report on a rank (None if unknown)."""
 
     write: Callable[[float], str]
     read: Callable[[RankReport], float | None]
@@ -50,7 +50,11 @@ COLUMNS: Mapping[str, _Column] = {
 
 @dataclass(frozen=True)
 class _Row:
-    """One row. numbers: by column, None if unknown. seconds: by kind, for the bar; None for no bar."""
+    """One row of the table.
+
+    numbers: the number in each column, or None if unknown.
+    seconds: seconds by kind of time, which are drawn as a bar. None draws no bar.
+    """
 
     name: Text
     numbers: Mapping[str, float | None]
@@ -62,7 +66,7 @@ class _Row:
 
 
 def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
-    """Return the table's lines, the title row first, at most `width` characters wide; [] without ranks."""
+    """Draw the table in lines of at most `width` characters, the title row first. Returns [] if there are no ranks."""
     rows = _rows(report)
     if not rows:
         return []
@@ -78,12 +82,13 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
 
 
 def _left_out(titles: Sequence[str]) -> list[Text]:
-    """Return a line that says which columns are left out for lack of width, and that `--json` has them."""
+    """Return a line that names the columns left out because the table is too wide. It says that `--json` prints
+    them."""
     return [Text(f"--json has {' '.join(titles)}", "dim")] if titles else []
 
 
 def _lines(rows: Sequence[_Row], titles: Sequence[str], bar: int, gap: int, ascii_only: bool) -> list[Text]:
-    """Return the table's lines; the bar, if any, follows the time of a step."""
+    """Draw the table with these columns. The bar, if it is drawn, follows the time of a step."""
     at = titles.index("step") + 2 if "step" in titles else 1
     cells: list[list[Cell]] = [[row.name, *(row.cell(title) for title in titles)] for row in rows]
     heads = ["rank", *titles]
@@ -95,7 +100,8 @@ def _lines(rows: Sequence[_Row], titles: Sequence[str], bar: int, gap: int, asci
 
 
 def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
-    """Round shares to whole numbers that add up to `whole`, by largest remainders; all 0 if the shares' sum is 0."""
+    """Scale the shares to integers that add up to `whole`, rounding by the largest remainders. All are 0 if the shares
+    add up to 0."""
     total = sum(shares)
     if total <= 0:
         return [0] * len(shares)
@@ -108,7 +114,7 @@ def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
 
 
 def bar_text(seconds: Mapping[str, float], width: int, ascii_only: bool) -> Text:
-    """Draw the kinds of a step's time as a bar of exactly `width` characters, each kind with its mark and colour."""
+    """Draw the time of a step as a bar of exactly `width` characters. Each kind of time has its own mark and color."""
     bar = Text()
     for kind, many in zip(OF_STEP, whole_parts([seconds.get(kind, 0.0) for kind in OF_STEP], width), strict=True):
         bar.append(mark_of(kind, ascii_only) * many, style_of(kind))
@@ -129,7 +135,7 @@ def _rows(report: Report) -> list[_Row]:
 
 
 def _row(rank: RankReport, report: Report) -> _Row:
-    """Return the row of a rank; its name has the host and the device if these differ between ranks."""
+    """Return the row of a rank. Its name includes the host and the device if these differ between ranks."""
     hosts, devices = {r.host for r in report.ranks}, {r.device for r in report.ranks}
     parts = [str(rank.rank), rank.host if len(hosts) > 1 else "", rank.device if len(devices) > 1 else ""]
     found = any(finding.rank == rank.rank for finding in report.findings)
@@ -137,8 +143,11 @@ def _row(rank: RankReport, report: Report) -> _Row:
 
 
 def outliers(report: Report) -> list[RankReport]:
-    """Return the ranks to name among many: those of findings, then the one whose delays cost most and the one that uses
-    most memory, if that is more than 1.5 times the median."""
+    """Return the ranks to show individually if there are many ranks, at most MOST_OUTLIERS.
+
+    These are the ranks that findings name, the rank with the most expensive delays, and the rank that uses the most
+    memory. The last two are only included if their value is more than 1.5 times the median.
+    """
     named = [finding.rank for finding in report.findings if finding.rank is not None]
     for value in (
         {rank.rank: rank.straggler_seconds for rank in report.ranks},

@@ -18,7 +18,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class View:
-    """A view. module: its file in this folder. help: its option's help. file: that it writes; "" if printed."""
+    """A way to show a report.
+
+    module: the name of the module in this folder.
+    help: the help of its command line option.
+    file: the file that the view writes, or "" if it prints.
+    """
 
     module: str
     help: str
@@ -26,7 +31,7 @@ class View:
 
     @property
     def render(self) -> Callable[[Any, Any], str | Iterable[bytes]]:
-        """The function that returns the view of a Report and a Timeline, as text or as an iterable of bytes."""
+        """The function that draws a Report and a Timeline. It returns text, or an iterable of bytes."""
         made: Callable[[Any, Any], str | Iterable[bytes]] = import_module(f"{__package__}.{self.module}").render
         return made
 

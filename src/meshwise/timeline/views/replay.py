@@ -33,7 +33,8 @@ CALLS = {
     ),
     "barrier": ("", "dist.barrier()"),
 }
-"""For each kind of collective, the code that prepares it and the call. ELEMENTS counts those of the whole tensor."""
+"""For each kind of collective, the code that prepares its tensors, and the call. ELEMENTS is the number of elements of
+the whole tensor."""
 DIVIDED = ("all-gather", "reduce-scatter", "all-to-all")
 MOST, FEWEST = 200, 20  # repetitions
 SCRIPT = '''"""{what}, repeated.
@@ -95,8 +96,12 @@ if __name__ == "__main__":
 
 
 def replay_script(report: Report, what: str) -> str:
-    """Return the script for `what`, such as `collective:3`, the third in the report's order. Raises UsageError for a
-    collective that the run does not have, or whose size is unknown."""
+    """Return a script that repeats one collective of the run.
+
+    what: which collective to repeat, such as `collective:3` for the third in the report.
+
+    Raises UsageError if the run does not have this collective, or if its size is unknown.
+    """
     kind, _, number = what.partition(":")
     if kind == "kernel":
         raise UsageError(f"--replay {what}: kernels are recorded without their shapes. Use --replay collective:1.")
@@ -140,7 +145,7 @@ BYTES_OF = {
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
     "complex128": 16,
 }
-"""Bytes of an element by dtype; all other dtypes have one byte."""
+"""Bytes per element of a dtype. A dtype that is not listed has one byte."""
 
 
 def _named(found: CollectiveReport) -> str:

@@ -35,7 +35,7 @@ LEAST_NEEDED = (
     ("attempts", False),
     ("about", False),
 )
-"""Parts that are left out (False) or shortened (True), in this order, if the screen has too few lines."""
+"""Parts of the report to leave out (False) or shorten (True) if the screen has too few lines, in this order."""
 EMPTY_LINES = 3
 FEWEST_GANTT_ROWS = 2
 MOST_GANTT_RANKS = 16
@@ -43,13 +43,16 @@ MOST_GANTT_STEPS = 4
 
 
 def report_text(report: Report, width: int | None = None, height: int | None = None) -> RenderableType:
-    """Draw the report, at most `width` characters wide (None: as wide as the console), and if possible in at most
-    `height` lines (None: as many as a terminal has, less room for a prompt)."""
+    """Draw the report, if possible in at most `height` lines.
+
+    width: the largest number of characters in a line. The default is the width of the console.
+    height: the default is the height of the terminal, less room for a prompt.
+    """
     return Drawn(lambda screen: report_lines(report, screen, height or screen.height), width)
 
 
 def report_lines(report: Report, screen: Screen, height: int | None) -> list[Text]:
-    """Return the lines of the report, at most `height` of them if possible."""
+    """Return the report as lines. There are at most `height` lines, if possible."""
     width, ascii_only = screen.width, screen.ascii_only
     table = rank_table(report, width, ascii_only)
     kinds = [kind for kind in OF_STEP if report.kinds.get(kind, 0.0) > 0]
@@ -80,7 +83,8 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
 
 
 def _verdict(report: Report) -> list[Text]:
-    """Return the headline, if there is one, above the verdict that it summarizes."""
+    """Return the verdict, with its headline above it if there is one. A verdict that begins with the headline is not
+    repeated."""
     begins = report.headline.rstrip(".")
     if not begins:
         return [Text(report.verdict, "bold")]
@@ -90,7 +94,7 @@ def _verdict(report: Report) -> list[Text]:
 
 
 def _title(report: Report, width: int) -> Text:
-    """Return what ran, and how far: `mnist-mlp finished · 938 steps of 2.7 ms · 16,422 samples/s · 13.3 s in all`."""
+    """Return the title line: `mnist-mlp finished · 938 steps of 2.7 ms · 16,422 samples/s · 13.3 s in all`."""
     facts = []
     if report.steps:
         facts.append(f"{plural(report.steps, 'step')} of {seconds_text(report.step_seconds)}")
@@ -106,7 +110,7 @@ def _title(report: Report, width: int) -> Text:
 
 
 def _goodput(report: Report) -> list[Text]:
-    """Return a line on where the wall time went, in whole percent, and what the waiting was for."""
+    """Return a line that says, in whole percent, where the wall time went and what the run waited for."""
     waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
     of_waiting = ", ".join(f"{part.name} {percent_text(part.share)}".replace(" ", GLUE) for part in waits)
     facts = [
@@ -117,7 +121,8 @@ def _goodput(report: Report) -> list[Text]:
 
 
 def _percents(parts: Sequence[GoodputPart]) -> list[tuple[str, int]]:
-    """Return the first part, then the others in descending order, in whole percent, without parts of 0 %."""
+    """Return the name and the share of each part in whole percent. The first part comes first, then the others from
+    large to small. Parts of 0 % are left out."""
     rest = sorted(parts[1:], key=lambda part: -round(100 * part.share))
     return [(part.name, share) for part in [*parts[:1], *rest] if (share := round(100 * part.share))]
 
@@ -133,7 +138,7 @@ def _advice(report: Report) -> list[Text]:
 
 
 def _stages(report: Report, width: int) -> list[Text]:
-    """Return a table of the pipeline's stages; [] without a pipeline."""
+    """Return a table of the pipeline's stages, or [] if there is no pipeline."""
     if report.pipeline is None:
         return []
     rows: list[list[Cell]] = []
@@ -144,7 +149,7 @@ def _stages(report: Report, width: int) -> list[Text]:
 
 
 def _attempts(report: Report, width: int) -> list[Text]:
-    """Return a table of the workers' starts, if there were several."""
+    """Return a table of the attempts of the run, or [] if there was only one."""
     if len(report.attempts) < 2:
         return []
     rows: list[list[Cell]] = []
@@ -160,7 +165,7 @@ def _attempts(report: Report, width: int) -> list[Text]:
 
 
 def _predicted(report: Report, screen: Screen) -> list[Text]:
-    """Return a sentence and a table that compare the plan's prediction with the measurement."""
+    """Return a sentence and a table that compare the prediction for the run's plan with the measurement."""
     if report.predicted is None:
         return []
     rows: list[list[Cell]] = []
@@ -178,7 +183,8 @@ def _clocks(report: Report) -> Text:
 
 
 def _gantt(report: Report, width: int, room: float, ascii_only: bool) -> list[Text]:
-    """Draw a step of usual length, or a few chosen steps, of as many ranks as there is room for, outliers first."""
+    """Draw a step of usual length, or the few steps that the user chose. As many ranks are drawn as there is room for,
+    outliers first."""
     running = report.status == "running"  # then the newest steps tell most
     window = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
     if window is None:

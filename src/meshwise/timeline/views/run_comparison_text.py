@@ -23,12 +23,15 @@ WRITE: Mapping[str, Callable[[float], str]] = {
     "seconds": seconds_text,
     "metric": lambda value: f"{value:.6g}",
 }
-"""The units of figures, with the function that writes a value of each."""
+"""For each unit of a figure, the function that formats a value."""
 CLEAR_STYLES = {True: "bold red", False: "bold green"}
 
 
 def run_comparison_text(comparison: RunComparison, width: int | None = None) -> RenderableType:
-    """Draw the comparison, at most `width` characters wide (None: as wide as the console)."""
+    """Draw the comparison.
+
+    width: the largest number of characters in a line. The default is the width of the console.
+    """
     return Drawn(lambda screen: _lines(comparison, screen), width)
 
 
@@ -49,7 +52,8 @@ def _lines(c: RunComparison, screen: Screen) -> list[Text]:
 
 
 def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
-    """Return the cells: kind, both medians, difference, ratio, the ratio's interval, whether it is clear."""
+    """Return the cells of a row: kind, both medians, difference, ratio, interval of the ratio, whether the difference
+    is clear."""
     d = difference
     name = Text()
     if d.kind in MARKS:
@@ -64,7 +68,7 @@ def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
 
 
 def _ratio(ratio: float) -> str:
-    """Return a ratio as text with four digits, or more from 10,000 on."""
+    """Format a ratio with four digits, or with more if it is at least 10,000."""
     return count_text(ratio) if ratio >= 1000 else f"{ratio:.{3 if ratio < 10 else 2 if ratio < 100 else 1}f}"
 
 
@@ -73,7 +77,8 @@ def _time(seconds: float) -> str:
 
 
 def _figure_row(figure: Figure) -> list[str]:
-    """Return the cells: name, both values, and if both are known their difference (shares in points, else percent)."""
+    """Return the cells of a row: the name, both values, and their difference if both are known. The difference of
+    shares is in percentage points. Other differences are in percent."""
     a, b = figure.first, figure.second
     change = ""
     if a is not None and b is not None:

@@ -23,11 +23,12 @@ HINTS = (
     "meshwise stop RUN    save and end it for good, queued or running",
     "meshwise submit RUN  send a stopped or failed one again",
 )
-"""Hints shown below the table if some of its runs were submitted."""
+"""Hints that are shown below the table if some of its runs were submitted to Slurm."""
 
 
 def run_list_text(entries: Sequence[RunEntry], folder: Path) -> RenderableType:
-    """Draw a row for each run, the oldest first, and a line with their number and size."""
+    """Draw a table with a row for each run, the oldest first. A last line has the number of runs and their total
+    size."""
     return Drawn(lambda screen: _lines(entries, folder, screen))
 
 

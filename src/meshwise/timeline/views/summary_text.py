@@ -26,12 +26,15 @@ BLOCKS = " ▏▎▍▌▋▊▉█"
 MOST_RANK_COLUMNS = 8
 MOST_BAR, LEAST_BAR = 24, 8
 Picks = Mapping[str, Callable[[Sequence[float]], float]]
-"""Columns of a table: for each title, the function that picks or computes the shown value from those of all ranks."""
+"""Columns of a table. Each title has a function that computes the number to show from the values of all ranks."""
 SPREAD: Picks = {"min": min, "median": median, "max": max}
 
 
 def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
-    """Draw the summary of a run, at most `width` characters wide (None: as wide as the console)."""
+    """Draw the summary of a run.
+
+    width: the largest number of characters in a line. The default is the width of the console.
+    """
     return Drawn(lambda screen: _lines(summary, screen), width)
 
 
@@ -44,12 +47,12 @@ def _lines(s: RunSummary, screen: Screen) -> list[Text]:
 
 
 def metric_text(name: str, value: float) -> str:
-    """Return `accuracy 96.62 %`; any other metric has four decimals."""
+    """Format a metric with its name, such as `accuracy 96.62 %`. Metrics other than accuracy have four decimals."""
     return f"{name} {metric_value(name, value)}"
 
 
 def metric_value(name: str, value: float) -> str:
-    """Return an accuracy as `96.62 %`, any other metric with four decimals."""
+    """Format the value of a metric. An accuracy is written as `96.62 %`, any other metric with four decimals."""
     return percent_text(value, 2) if name == "accuracy" else f"{value:.4f}"
 
 
@@ -96,7 +99,7 @@ def _end(s: RunSummary) -> list[Text]:
 
 
 def _rows(s: RunSummary) -> dict[str, list[float]]:
-    """Return the seconds of each phase on each rank."""
+    """Return the seconds of each phase on each rank. Phases that took no time on any rank are left out."""
     kinds = [*KINDS, *sorted({kind for phases in s.phases for kind in phases} - {*KINDS})]
     rows = {kind: [phases.get(kind, 0.0) for phases in s.phases] for kind in kinds}
     rows[OTHER] = [max(0.0, s.train_seconds - sum(phases.values())) for phases in s.phases]
@@ -104,8 +107,10 @@ def _rows(s: RunSummary) -> dict[str, list[float]]:
 
 
 def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
-    """Return a table of the seconds of each phase: mean over ranks, share with a bar and, if there is room, a column
-    for each rank, or minimum, median and maximum over the ranks."""
+    """Return a table of the time of each phase: the mean over ranks, and the share with a bar.
+
+    If there is room, further columns have the time of each rank, or the minimum, median and maximum over the ranks.
+    """
     rows = _rows(s)
     rows["total"] = [sum(of_rank) for of_rank in zip(*rows.values(), strict=True)]
     unit, write = _in_one_unit(max(rows["total"]))
@@ -127,7 +132,8 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
 
 
 def _rank_columns(ranks: int) -> Iterator[tuple[Picks, int, int]]:
-    """Yield choices, best first: columns after the mean, gap between columns, and the bar's least room."""
+    """Yield possible layouts of the table, the best first: the columns after the mean, the gap between columns, and the
+    smallest room for the bar."""
     if 1 < ranks <= MOST_RANK_COLUMNS:
         for word, gap, least in (("rank ", 2, LEAST_BAR), ("r", 1, LEAST_BAR), ("r", 1, -1)):
             yield {f"{word}{rank}": itemgetter(rank) for rank in range(ranks)}, gap, least
@@ -166,7 +172,8 @@ def _bar_text(share: float, width: int, ascii_only: bool) -> str:
 
 
 def _in_one_unit(most: float) -> tuple[str, Callable[[float], str]]:
-    """Return the unit in which `most` seconds read well, and a function that writes seconds in it."""
+    """Choose the unit in which a time of `most` seconds is easy to read. Returns the unit, and a function that formats
+    seconds in it."""
     units = (("ms", 1e3, 1.0), ("seconds", 1.0, 600.0), ("minutes", 1 / 60, 10800.0), ("hours", 1 / 3600, math.inf))
     unit, factor = next((unit, factor) for unit, factor, limit in units if most < limit)
     digits = 3 if most * factor < 9.9995 else 2 if most * factor < 99.995 else 1

@@ -16,12 +16,13 @@ from meshwise.timeline.run_report import NOT_MEMORY, Report
 from meshwise.timeline.timeline import Counter, Timeline
 
 Scalar = tuple[str, float, int, float]
-"""Tag, value, step, seconds since the run began."""
+"""Tag, value, step, and seconds since the run began."""
 MOST_LOSSES = 5000
 
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
-    """Yield the content of an event file with a run's scalars; each event has the time at which it happened in the run.
+    """Yield the content of a TensorBoard event file with the scalars of a run. The time of an event is when it happened
+    in the run.
 
     step/seconds, step/forward ...     seconds of a step, and of its parts, mean over ranks
     train/loss                         loss on the lowest rank that has one, at most MOST_LOSSES values
