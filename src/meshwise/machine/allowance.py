@@ -20,20 +20,22 @@ NO_LIMIT = 2**60  # version 1 writes "none" as the largest number of pages that 
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """Return the cores that this process may use: its bound cores, but no more than its CPU quota allows."""
+    """Return the cores that this process may use. These are the cores it is bound to, but no more than its CPU quota
+    allows."""
     cores, quota = bound_cores(), cpu_quota()
     return cores if quota is None else cores[: max(1, math.ceil(quota))]
 
 
 def bound_cores() -> tuple[int, ...]:
-    """Return the cores that this process is bound to (affinity). The CPU quota is not considered."""
+    """Return the cores that this process is bound to by its CPU affinity. The CPU quota is not considered."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Divide `cores` equally among workers. If there are fewer cores than workers, each part is empty: no binding."""
+    """Divide `cores` equally among workers. If there are fewer cores than workers, each part is empty, so that no
+    worker is bound to cores."""
     if workers > len(cores):
         return [()] * workers
     edges = [round(i * len(cores) / workers) for i in range(workers + 1)]
@@ -41,7 +43,8 @@ def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
-    """Return those of `cores` that are on the NUMA node of a PCI device; all of `cores` if none are, or if unknown."""
+    """Return the cores among `cores` that are on the NUMA node of a PCI device. If there are none, or if the node is
+    unknown, all of `cores` are returned."""
     try:
         near = core_list((root / pci_address.lower() / "local_cpulist").read_text().strip())
     except (OSError, ValueError):
@@ -50,7 +53,7 @@ def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/b
 
 
 def core_list(text: str) -> set[int]:
-    """Parse `0-3,8` as {0, 1, 2, 3, 8}."""
+    """Parse a list of cores as the kernel writes it. `0-3,8` gives {0, 1, 2, 3, 8}."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -59,7 +62,8 @@ def core_list(text: str) -> set[int]:
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Return the CPU time that this process may use, in cores (1.5: one and a half); None without a limit."""
+    """Return the CPU quota of this process in cores, such as 1.5 for one and a half cores. Returns None if there is no
+    limit."""
     if (root / "cpu.max").exists() or (root / "cgroup.controllers").exists():
         pairs = [read_text(group / "cpu.max").split() for group in groups("", root, own)]
     else:
@@ -71,17 +75,19 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Return the bytes of memory that the control groups allow this process; None without a limit."""
+    """Return how many bytes of memory the control groups allow this process. Returns None if there is no limit."""
     return min((limit for limit, _ in _memory(root, own)), default=None)
 
 
 def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Return the bytes left below the memory limit, with those the kernel can reclaim; None without a limit."""
+    """Return how many bytes remain below the memory limit. Memory that the kernel can reclaim counts as free. Returns
+    None if there is no limit."""
     return min((max(limit - used, 0) for limit, used in _memory(root, own)), default=None)
 
 
 def _memory(root: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Yield, for each control group with a limit, the limit and the bytes in use, without inactive file pages."""
+    """Yield the limit and the bytes in use of each control group that has a limit. Inactive file pages do not count as
+    in use."""
     versions = (
         ("", "memory.max", "memory.current", ""),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -16,7 +16,7 @@ COPIES = ("copy", "copy both ways")
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a bench ended before everything was measured, and its exit code."""
+    """Why a bench ended before everything was measured, and the exit code for it."""
 
     why: str
     code: int
@@ -26,10 +26,11 @@ class Stop:
 class Bench:
     """The result of `meshwise.bench`: a machine measured and judged.
 
-    machine: its devices, links and collectives with all measurements, as `meshwise bench --save` writes it. results:
-    every path and collective with its times by size, including those that corrupt data. verdicts: each measured rate
-    with the expected rate, its level (`good`, `low`, `far below`, `unknown`) and causes. seconds: how long the bench
-    took. stopped: why the bench ended early; None if everything was measured.
+    machine: its devices, links and collectives with all measurements, as `meshwise bench --save` writes them.
+    results: every path and collective with its times by size, including those that corrupt data.
+    verdicts: each measured rate with the expected rate, its level (`good`, `low`, `far below`, `unknown`) and causes.
+    seconds: how long the bench took.
+    stopped: why the bench ended early. None if everything was measured.
     """
 
     machine: Machine
@@ -45,7 +46,8 @@ class Bench:
 
     @property
     def exit_code(self) -> int:
-        """1 if a path corrupts data, else the code of an early stop, else 3 if a path is far below its rate, else 0."""
+        """The exit code of the bench. It is 1 if a path corrupts data. Otherwise it is the code of an early stop, 3 if
+        a path is far below its expected rate, or 0."""
         judged = exit_code(list(self.verdicts), bool(self.wrong))
         return self.stopped.code if self.stopped is not None and judged != 1 else judged
 
@@ -59,7 +61,11 @@ def bench_of(
     seconds: float,
     stopped: Stop | None = None,
 ) -> Bench:
-    """Add measurements to the machine, and judge them. measured: date and versions, for the machine file."""
+    """Add measurements to a machine and judge them. Measurements of paths that corrupt data are left out of the
+    machine.
+
+    measured: the date and the versions, for the machine file.
+    """
     rates = {
         one.device: {"memory_rate": one.memory_rate, "matmuls": one.matmuls, "launch": one.launch}
         for one in map(_rounded, computed)
@@ -81,9 +87,9 @@ def bench_of(
 
 
 def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
-    """Return `machine` with only the named devices, in the order of `names`, and the links between them.
+    """Return the machine with only the named devices, in the order of `names`, and the links between these devices.
 
-    CPU workers share the host's only CPU device, so `cpu:1` may be named even if the machine has only `cpu:0`.
+    CPU workers share the only CPU device of the host, so `cpu:1` may be named even if the machine has only `cpu:0`.
     """
     known = {device.name: device for device in machine.devices}
     cpu = known.get("cpu:0", Device("cpu:0", machine.hosts[0].processor or "cpu"))
@@ -94,7 +100,10 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
 
 
 def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | None]]) -> Machine:
-    """Replace (generation, lanes) of PCIe links to the host by those seen under load. lanes: by the device's name."""
+    """Replace the generation and the number of lanes of PCIe links to the host by the values seen under load.
+
+    lanes: (generation, lanes) by the name of the device. None keeps a value as it is.
+    """
     links = []
     for link in machine.links:
         seen = next((lanes[end] for end in (link.source, link.target) if end in lanes), None)
@@ -105,7 +114,7 @@ def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | Non
 
 
 def merged(machines: Sequence[Machine]) -> Machine:
-    """Merge machines of one host each into one machine. Its devices have their host's number; it has no links."""
+    """Merge machines of one host each into one machine without links. Each device gets the number of its host."""
     first = machines[0]
     devices = tuple(replace(d, host=at) for at, machine in enumerate(machines) for d in machine.devices)
     hosts = tuple(machine.hosts[0] for machine in machines)
@@ -121,7 +130,8 @@ def merged(machines: Sequence[Machine]) -> Machine:
 
 
 def _rounded(value: Any) -> Any:
-    """Round every figure to four digits: measurements have no more, and a machine file should be readable."""
+    """Round every figure to four digits. Measurements are not more precise, and a machine file should be easy to
+    read."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, tuple):
@@ -132,7 +142,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """Return the links with the timings of copies. A pair without a link of its own gets one."""
+    """Return the links of the machine with the timings of copies. A pair of devices that has no link gets one."""
     measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
         if result.operation not in COPIES:

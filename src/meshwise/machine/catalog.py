@@ -22,21 +22,24 @@ from meshwise.spec.quantity import read_quantity
 from meshwise.spec.units import percent_text
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
-"""Ends the origin of a figure that nobody has looked up in a source yet."""
+"""Appended to the origin of a figure that nobody has looked up in a source yet."""
 LANES = {"pcie": 16, "nvlink": 1}
-"""For each kind of link: how many lanes or links the catalog's rate of a generation covers."""
+"""For each kind of link, the number of lanes or links for which the catalog gives the rate of a generation."""
 ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
 )
-"""Generations of each vendor, oldest first. A missing share of the peak is taken from the nearest generation."""
+"""The generations of each vendor, the oldest first. If a part has no share of the peak, the nearest generation's is
+used."""
 
 
 @dataclass(frozen=True)
 class PartLink:
-    """A link of a part. bandwidth: bytes/s one way, of all its `width` lanes or links together.
+    """A link of a part.
 
-    mesh: the part's links go directly to several devices, so that a pair has only some of them; else to a switch.
+    bandwidth: bytes/s one way, of all its `width` lanes or links together.
+    mesh: whether the links lead directly to several other devices, so that each pair has only some of the links. If
+        not, they lead to a switch.
     """
 
     kind: str
@@ -48,12 +51,12 @@ class PartLink:
 
     @property
     def pair(self) -> float:
-        """Return one-way bytes/s between two devices: one link's, where each link of a device goes to another one."""
+        """One-way bytes/s between two devices. In a mesh, this is the bandwidth of a single link."""
         return self.bandwidth / self.width if self.mesh and self.width else self.bandwidth
 
     @property
     def full(self) -> dict[str, Any]:
-        """Return the part's full rate, generation and width as fields of a `Link`."""
+        """The full rate, generation and width of this link, as keyword arguments of a `Link`."""
         return {
             "bandwidth": self.bandwidth,
             "full_generation": self.generation,
@@ -64,12 +67,18 @@ class PartLink:
 
 @dataclass(frozen=True, eq=False)  # one of each: the same by identity, so that it can be a key
 class CatalogPart:
-    """A device that can be bought. memory in bytes, memory_bandwidth in bytes/s, peak in dense FLOP/s by dtype.
-    multiprocessors: SMs or compute units, over which the tiles of a matmul are spread.
+    """A device that can be bought.
 
-    achievable: the best share of the peak that a matmul reached, by dtype. link: between devices; bridge: such a link
-    that is sold separately; host_link: to the host. peer: False if the vendor disabled peer access, None if unknown.
-    origins: the source of each figure, by `memory`, `peak.bf16`, `link` and so on. kind: torch's word for the device.
+    kind: the name that torch uses for this kind of device.
+    memory, memory_bandwidth: in bytes, and in bytes/s.
+    multiprocessors: the number of SMs or compute units, over which the tiles of a matmul are distributed.
+    peak: dense FLOP/s by dtype.
+    achievable: the highest share of the peak that a matmul reached, by dtype.
+    link: the link between devices.
+    bridge: a link between devices that is sold separately.
+    host_link: the link to the host.
+    peer: False if the vendor disabled peer access, or None if unknown.
+    origins: the source of each figure. The keys are such as `memory`, `peak.bf16` and `link`.
     """
 
     name: str
@@ -91,14 +100,19 @@ class CatalogPart:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link_of(self, kind: str) -> PartLink | None:
-        """Return the part's link of this kind (`nvlink`): between devices, else to the host; None without one."""
+        """Return the part's link of this kind, such as `nvlink`, or None. A link between devices is preferred to the
+        link to the host."""
         links = (self.link, self.bridge, self.host_link)
         return next((link for link in links if link is not None and link.kind == kind), None)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The measured shares of a link's nominal bandwidth, by path. generation None: any. part: where measured."""
+    """The measured shares of a link's nominal bandwidth, by path.
+
+    generation: the generation of the link, or None for any.
+    part: the part on which the shares were measured.
+    """
 
     kind: str
     generation: int | None
@@ -113,15 +127,16 @@ def parts() -> tuple[CatalogPart, ...]:
 
 
 def part(name: str) -> CatalogPart | None:
-    """Return the catalog's part of exactly this name; None if there is none."""
+    """Return the part with exactly this name in the catalog, or None."""
     return _parts().get(name)
 
 
 def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | None:
-    """Return the part that a driver's name means, such as `NVIDIA H100 80GB HBM3`; None if that is not certain.
+    """Find the part for a device name that a driver reports, such as `NVIDIA H100 80GB HBM3`. Returns None if the part
+    is not certain.
 
-    memory: bytes that the driver reports. A device with clearly less memory than the part is a slice (MIG), or another
-    part of the same name: None.
+    memory: the bytes of memory that the driver reports. If they do not match the part, the result is None. The device
+        is then a slice (MIG), or another part of the same name.
     """
     bare = re.sub(r"\s+", " ", name.strip())
     bare = re.sub(r"^(NVIDIA|AMD) ", "", bare, flags=re.IGNORECASE)
@@ -133,7 +148,8 @@ def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | N
 
 @cache
 def field_origins(part: CatalogPart) -> Mapping[str, str]:
-    """Return the origins of this part's figures by field; a dtype of another origin has an entry (`peak.fp32`)."""
+    """Return the source of each figure of a part, by field. A dtype with a different source has its own entry, such as
+    `peak.fp32`."""
     found: dict[str, str] = {}
     for figure, origin in part.origins.items():
         field = figure.split(".")[0]
@@ -143,27 +159,30 @@ def field_origins(part: CatalogPart) -> Mapping[str, str]:
 
 
 def nominal(part: CatalogPart) -> dict[str, Any]:
-    """Return the part's name and nominal figures as fields of a `Device`."""
+    """Return the name and the nominal figures of a part, as keyword arguments of a `Device`."""
     return {"part": part.name, **{name: getattr(part, name) for name in FIGURES}, "origins": field_origins(part)}
 
 
 def nominal_rate(kind: str, generation: int | None, width: int | None) -> float | None:
-    """Return bytes/s one way of `width` PCIe lanes or NVLinks of a generation; None if unknown."""
+    """Return the one-way bytes/s of `width` PCIe lanes or NVLinks of a generation. Returns None if the rate is
+    unknown."""
     rate = _generations(kind).get(generation or 0) if kind in LANES else None
     return None if rate is None or not width else rate * width / LANES[kind]
 
 
 @cache
 def networks() -> Mapping[str, float]:
-    """Return bytes/s one way, by the name of a kind of port (`InfiniBand-NDR`) or of a host product (`DGX-H100`)."""
+    """Return the one-way bytes/s of networks. The key is a kind of port (`InfiniBand-NDR`) or the product name of a
+    host (`DGX-H100`)."""
     rates = _text()["network"]["rates"]
     return {name: read_quantity(rate, "bytes/s", f"catalog.toml, {name}") for name, rate in rates.items()}
 
 
 def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] | None:
-    """Return the share of the nominal bandwidth that was reached on such a link and path, and its source.
+    """Return the share of the nominal bandwidth that was reached on such a link and path, and the source of this share.
 
-    If none was measured for this generation, use the nearest one, the older of two; the source then says so.
+    If this generation was not measured, the nearest measured generation is used, the older one of two. The source then
+    says so. Returns None if no generation was measured.
     """
     found = [r for r in _reached() if r.kind == kind and path in r.shares]
     if not found:
@@ -176,10 +195,11 @@ def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] |
 
 
 def achievable(device_part: CatalogPart, dtype: str) -> tuple[float, str] | None:
-    """Return the share of the peak that a matmul of this dtype reached, and its source.
+    """Return the share of the peak that a matmul of this dtype reached, and the source of this share.
 
-    If this part has no share for the dtype, use that of the vendor's nearest generation, else that of another dtype of
-    this part; the source then says so. bf16 and fp16 run on the same units and stand for each other.
+    If the share is not known for this part, the share of the vendor's nearest generation is used, or else the share of
+    another dtype on this part. The source then says so. bf16 and fp16 run on the same units, so either stands for the
+    other. Returns None if no share is known.
     """
     alike = {"fp16": "bf16", "bf16": "fp16"}
     for known in (dtype, alike.get(dtype, dtype)):
@@ -258,7 +278,8 @@ def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
 
 
 def _origin(entry: Mapping[str, Any], figure: str) -> str:
-    """Return the source of one figure: the one named for it (`peak.fp8`), else the one for its table (`peak`)."""
+    """Return the source of one figure, such as `peak.fp8`. If the figure has no source of its own, this is the source
+    of its table, such as `peak`."""
     sources = entry["sources"]
     key = sources.get(figure) or sources[figure.split(".")[0]]
     origin: str = _text()["sources"][key]

@@ -26,10 +26,12 @@ CLEAR = 0.10
 
 @dataclass(frozen=True)
 class Change:
-    """A change. what: such as `host -> cuda:0, pinned, 1.0 GiB`. old, new: formatted values, empty if missing.
+    """One difference between two measurements of a machine.
 
-    kind: `better`, `worse`, `changed` (neither, such as a version), `gone`, `new` or `same`. speed: new over old, above
-    1 is faster; None for values without a speed.
+    what: what changed, such as `host -> cuda:0, pinned, 1.0 GiB`.
+    old, new: the values as text, or "" for a value that is missing.
+    kind: `better`, `worse`, `changed` (neither, such as a version), `gone`, `new` or `same`.
+    speed: the new speed divided by the old speed, so that above 1 is faster. None for values without a speed.
     """
 
     what: str
@@ -40,7 +42,7 @@ class Change:
 
 
 def compare(old: Machine, new: Machine) -> list[Change]:
-    """Compare two measurements of a machine. Speeds without a clear change are returned too, with the kind `same`."""
+    """Compare two measurements of a machine. Speeds that did not clearly change are included, with the kind `same`."""
     several = old if len(old.hosts) > 1 else new
     both = (old, new)
     devices = [{device_label(several, device): device for device in machine.devices} for machine in both]
@@ -61,7 +63,12 @@ def _changes(
     of_both: Callable[[str, Value, Value], Iterator[Change]],
     suffix: str = "",
 ) -> Iterator[Change]:
-    """Yield the changes of items, compared by `of_both`. suffix: added to the name of an item that one table lacks."""
+    """Yield the changes between two tables of items.
+
+    text: converts an item to text.
+    of_both: compares an item that both tables have.
+    suffix: appended to the name of an item that only one table has.
+    """
     old, new = both
     for name in dict.fromkeys([*old, *new]):
         if name not in new:
@@ -97,7 +104,7 @@ def _rates(device: Device) -> dict[str, tuple[float, str]]:
 
 
 def _link_text(link: Link) -> str:
-    """Format a link as `pcie 5 x16`, without what is unknown."""
+    """Format a link as `pcie 5 x16`, without the values that are unknown."""
     number = f" {link.generation}" if link.generation is not None else ""
     return f"{link.kind or 'unknown'}{number}{f' x{link.width}' if link.width is not None else ''}"
 
@@ -114,7 +121,8 @@ def _link(name: str, old: Link, new: Link) -> Iterator[Change]:
 
 
 def _lanes(old: Link, new: Link) -> str:
-    """Return how a link's generation and width changed: `better`, `worse`, or `changed` if unknown or one of each."""
+    """Return whether a link's generation and width became `better` or `worse`. If this is unknown, or if one became
+    better and the other worse, return `changed`."""
     before, after = (old.generation, old.width), (new.generation, new.width)
     if old.kind != new.kind or None in before or None in after:
         return "changed"
@@ -127,7 +135,7 @@ def _collective(name: str, old: Collective, new: Collective) -> Iterator[Change]
 
 
 def _path(name: str, old: Timings, new: Timings, kind: str = "copy", ranks: int = 1) -> Iterator[Change]:
-    """Compare the rates at the largest size that both measured, and the times at the smallest."""
+    """Compare rates at the largest size that both measurements have, and times at the smallest."""
     sizes = sorted(set(old.sizes) & set(new.sizes))
     if not sizes:
         yield Change(f"{name}, sizes", bytes_text(old.sizes[-1]), bytes_text(new.sizes[-1]), "changed")
@@ -143,7 +151,8 @@ def _path(name: str, old: Timings, new: Timings, kind: str = "copy", ranks: int 
 
 
 def _p95(timings: Timings, size: int) -> float:
-    """Return the 95th percentile of the seconds at a size. 0 if it was not kept: every change then exceeds it."""
+    """Return the 95th percentile of the seconds at a size. It is 0 if percentiles were not kept, so that every change
+    exceeds it."""
     return timings.p95[timings.sizes.index(size)] if timings.p95 else 0.0
 
 

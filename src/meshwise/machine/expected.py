@@ -20,12 +20,17 @@ from meshwise.spec.units import bandwidth_text, flops_text, percent_text
 
 BOTH_WAYS = " both ways"
 Share = tuple[float, str] | None
-"""The share of a nominal figure that was reached, and its source; None if unknown."""
+"""The share of a nominal figure that was reached, with its source, or None if unknown."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """rate: bytes/s (matmul: FLOP/s) to expect, None if unknown. nominal: by the data sheet. origin: its sources."""
+    """The rate to expect of a path, a collective, a memory or a matmul.
+
+    rate: the expected bytes/s, for a matmul FLOP/s. None if unknown.
+    nominal: the rate in the data sheet, or None if unknown.
+    origin: the sources of the rates, or the reason why there is no expected rate.
+    """
 
     rate: float | None
     nominal: float | None
@@ -33,7 +38,10 @@ class Expected:
 
 
 def expected_copy(machine: Machine, link: Link, path: str) -> Expected:
-    """Return the bytes/s one way that a copy over this link should reach. path: such as `pinned`, `peer`, `staged`."""
+    """Return the one-way bytes/s that a copy over this link should reach.
+
+    path: the kind of copy, such as `pinned`, `peer` or `staged`.
+    """
     way = path.removesuffix(BOTH_WAYS)
     both = way != path
     if way == "pageable":
@@ -54,7 +62,8 @@ def _over_host(machine: Machine, link: Link, both: bool) -> Expected:
 
 
 def _first_reached(link: Link, generation: int | None, ways: Sequence[str]) -> Share:
-    """Return the share of the nominal bandwidth reached on such a link, in the first of `ways` that was measured."""
+    """Return the share of the nominal bandwidth that was reached on such a link, for the first of `ways` that was
+    measured."""
     return next((found for way in ways if (found := reached(link.kind, generation, way)) is not None), None)
 
 
@@ -72,7 +81,8 @@ def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None
 
 
 def _staged(machine: Machine, link: Link, why: str) -> Expected:
-    """Return what to expect of a copy through the host: the slower leg's rate, as a double buffer overlaps them."""
+    """Return what to expect of a copy through the host's memory. A double buffer overlaps the two legs, so this is the
+    rate of the slower leg."""
     links = (link_between(machine, link.source, HOST), link_between(machine, HOST, link.target))
     legs = [_over_host(machine, leg, False) for leg in links if leg is not None]
     rates = [leg.rate for leg in legs if leg.rate is not None]
@@ -89,7 +99,8 @@ def _between(machine: Machine, link: Link, both: bool) -> Expected:
 
 
 def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
-    """Return (bytes/s one way, generation, origin) of a link between two devices, at the full rate of the slower."""
+    """Return (bytes/s one way, generation, origin) of a link between two devices, at the full rate of the slower
+    device."""
     ends = [part_at(machine, link.source), part_at(machine, link.target)]
     own = [(found, end) for end in ends if end is not None and (found := end.link_of(link.kind)) is not None]
     if len(own) == 2:
@@ -110,7 +121,8 @@ def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | No
 
 
 def expected_collective(machine: Machine, collective: Collective) -> Expected:
-    """Return the bus bandwidth that a collective should reach: that of the slowest link in a ring, times a share."""
+    """Return the bus bandwidth that a collective should reach. This is the nominal rate of the slowest link in a ring,
+    times the share that was reached on such a link."""
     if collective.kind not in FACTORS or collective.ranks < 2:
         return Expected(None, None, f"the expected rate of {collective.kind} is not known")
     on_one_host = sum(device.host == 0 for device in machine.devices)
@@ -138,7 +150,8 @@ def expected_collective(machine: Machine, collective: Collective) -> Expected:
 
 
 def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link, int | None, str]:
-    """Return (rate, link, generation, origin) of a ring over the link; of several rings if links go to many devices."""
+    """Return (rate, link, generation, origin) of a ring over the link. If the device's links lead to many devices, the
+    rate is the sum over several rings."""
     nominal, generation, origin = device_nominal(machine, link)
     end = part_at(machine, link.source)
     own = None if end is None else end.link_of(link.kind)
@@ -148,7 +161,8 @@ def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link,
 
 
 def expected_memory(device: Device) -> Expected:
-    """Return the bytes/s that a copy inside the device's memory should read and write, both counted."""
+    """Return the bytes/s that a copy inside the device's memory should reach, counting both the bytes read and the
+    bytes written."""
     if device.memory_bandwidth is None:
         return Expected(None, None, f"the memory bandwidth of {device.part} is not known")
     origin = f"{device.part}: {bandwidth_text(device.memory_bandwidth)} ({_origin(device, 'memory_bandwidth')})"
@@ -170,13 +184,14 @@ def expected_matmul(device: Device, dtype: str) -> Expected:
 
 
 def part_at(machine: Machine, end: str) -> CatalogPart | None:
-    """Return the catalog's part at one end of a link; for the end `device`, the part of all devices. None: unknown."""
+    """Return the part in the catalog at one end of a link. For the end `device`, this is the part of all devices.
+    Returns None if the part is unknown, or if the devices have different parts."""
     names = {device.part for device in machine.devices if end in (device.name, DEVICE)}
     return part(names.pop()) if len(names) == 1 else None
 
 
 def never_peer(machine: Machine, link: Link) -> bool:
-    """Return whether the part at one end of the link has no peer access, by its vendor's decision."""
+    """Return whether the vendor disabled peer access for the part at either end of the link."""
     ends = [part_at(machine, end) for end in (link.source, link.target)]
     return any(end is not None and end.peer is False for end in ends)
 
@@ -194,7 +209,7 @@ def _origin(device: Device, figure: str) -> str:
 
 
 def _named(link: PartLink) -> str:
-    """Format `PCIe 5 x16, 63 GB/s (source)`."""
+    """Format a link as `PCIe 5 x16, 63 GB/s (source)`."""
     words = {"pcie": "PCIe", "nvlink": "NVLink", "xgmi": "xGMI", "c2c": "C2C"}.get(link.kind, link.kind)
     number = f" {link.generation}" if link.generation else ""
     width = f" x{link.width}" if link.width else ""

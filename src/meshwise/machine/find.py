@@ -23,8 +23,9 @@ from meshwise.spec.units import plural
 def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
     """Return one slot per worker. `all` means every accelerator, or one CPU worker if there is none.
 
-    A slot has one thread for each of its cores; a single slot has as many as plain torch uses. OMP_NUM_THREADS
-    overrides both. Raises UsageError for a device that is missing."""
+    A slot has one thread for each of its cores. If there is only one slot, it has as many threads as plain torch uses.
+    OMP_NUM_THREADS overrides both. Raises UsageError if a requested device is missing.
+    """
     if request.kind is None:
         kind, count = accelerators()
         return find_devices(DeviceRequest(kind, count=count) if kind and count else DeviceRequest("cpu", count=1))
@@ -34,7 +35,8 @@ def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
 
 
 def accelerators() -> tuple[str | None, int]:
-    """Return the kind of accelerator that torch can use on this machine, and how many there are."""
+    """Return the kind of accelerator that torch can use on this machine, and how many there are. The kind is None if
+    there are none."""
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -47,7 +49,9 @@ def accelerators() -> tuple[str | None, int]:
 
 def describe(slots: Sequence[WorkerSlot], first: int = 0) -> str:
     """Describe the slots for the user: `2 CPU workers: rank 0 on core 0 (1 thread), rank 1 on core 1 (1 thread)`.
-    first: the lowest rank on this machine."""
+
+    first: the lowest rank on this machine.
+    """
     same_kind = "CPU worker" if slots[0].device == "cpu" else f"{slots[0].device} device"
     count = f"{len(slots)} {same_kind}{'s' if len(slots) > 1 else ''}"
     parts = [_one(rank, slot) for rank, slot in enumerate(slots[:4], first)]
@@ -97,7 +101,7 @@ def _accelerator_shares(request: DeviceRequest) -> list[WorkerSlot]:
 
 
 def pci_address(device: str) -> str:
-    """Return the PCI address of a device such as `cuda:0`, as sysfs writes it (`0000:3b:00.0`); empty if unknown."""
+    """Return the PCI address of a device such as `cuda:0` as sysfs writes it (`0000:3b:00.0`), or "" if unknown."""
     if not has_streams(device):
         return ""
     import torch

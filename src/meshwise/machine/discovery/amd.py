@@ -19,9 +19,9 @@ from meshwise.machine.discovery.sysfs import narrowest, pci_facts
 from meshwise.workers.control_groups import read_text
 
 PCIE, XGMI = 2, 11
-"""CRAT_IOLINK_TYPE_PCIEXPRESS and _XGMI of the kernel (drivers/gpu/drm/amd/amdkfd/kfd_crat.h)."""
+"""CRAT_IOLINK_TYPE_PCIEXPRESS and CRAT_IOLINK_TYPE_XGMI of the kernel (drivers/gpu/drm/amd/amdkfd/kfd_crat.h)."""
 DIRECT = 15
-"""The kernel's `weight` of a link of one xGMI hop (ROCm/rocm-systems#7372). Two hops have 30."""
+"""The kernel's `weight` of a link of one xGMI hop (ROCm/rocm-systems#7372). A link of two hops has the weight 30."""
 NAMES = {
     0x738C: "AMD Instinct MI100",
     0x7408: "AMD Instinct MI250X",
@@ -31,13 +31,13 @@ NAMES = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-"""Names of devices, for those without a `product_name`, by PCI device number (pci-ids.ucw.cz, vendor 1002)."""
+"""Names of devices that have no `product_name`, by PCI device number (pci-ids.ucw.cz, vendor 1002)."""
 UNNAMED = "AMD device"
 INSTALL = "pip install amdsmi, of your ROCm's version"
 
 
 def read_amd(sys: Path, amdsmi: Any = None) -> Found:
-    """Return all AMD devices that can compute, in the kernel's order. Never raises."""
+    """Return all AMD devices that can compute, in the kernel's order. Never raises an exception."""
     nodes = _nodes(sys / "class/kfd/kfd/topology/nodes")
     if not nodes:
         return Found()
@@ -54,7 +54,8 @@ def read_amd(sys: Path, amdsmi: Any = None) -> Found:
 
 
 def _nodes(folder: Path) -> dict[int, Mapping[str, int]]:
-    """Return the properties of each kernel node with compute units, by node number; this leaves out CPUs."""
+    """Return the properties of each kernel node that has compute units, by node number. CPUs have none, so they are
+    left out."""
     if not folder.is_dir():
         return {}
     numbers = sorted(int(node.name) for node in folder.iterdir() if node.name.isdecimal())
@@ -105,8 +106,11 @@ def _between(sys: Path, devices: Mapping[int, Accelerator]) -> dict[tuple[int, i
 
 
 def _xgmi_links(link: Mapping[str, int]) -> int | None:
-    """Return how many xGMI links join two devices, computed from the kernel's bandwidths of one link and of all; 1 if
-    these are missing. None for devices more than one hop apart, which no link joins."""
+    """Return how many xGMI links connect two devices, or None if the devices are more than one hop apart.
+
+    The number is the kernel's bandwidth of all links divided by its bandwidth of one link. It is 1 if these are
+    missing.
+    """
     if link.get("weight", DIRECT) > DIRECT:
         return None
     one, all_of_them = link.get("min_bandwidth", 0), link.get("max_bandwidth", 0)
@@ -114,7 +118,8 @@ def _xgmi_links(link: Mapping[str, int]) -> int | None:
 
 
 def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
-    """Return what copies between two devices cross: `socket` (NUMA nodes differ), `bridge` (none shared), or empty."""
+    """Return what copies between two devices cross: `socket` if the NUMA nodes differ, `bridge` if the devices share no
+    PCI bridge below the host's, or ""."""
     if one.numa is not None and other.numa is not None and one.numa != other.numa:
         return "socket"
     paths = [pci_facts(sys, device.pci).path for device in (one, other)]
@@ -123,13 +128,13 @@ def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
 
 
 def _properties(file: Path) -> dict[str, int]:
-    """Read a properties file with lines such as `simd_count 1216`; keep the numbers."""
+    """Read the numbers in a properties file, which has lines such as `simd_count 1216`."""
     lines = (line.split() for line in read_text(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
 
 
 def _smi_names(amdsmi: Any) -> Mapping[str, str]:
-    """Return device names by PCI address from the library amdsmi; empty if it is missing or fails."""
+    """Return device names by PCI address from the library amdsmi. Empty if the library is missing or fails."""
     try:
         if amdsmi is None:
             import amdsmi  # type: ignore[import-not-found, no-redef, unused-ignore]

@@ -38,10 +38,14 @@ def discover(
     limits: Mapping[str, float] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """Discover the machine as this process may use it. Without an accelerator it has one CPU device.
+    """Discover the machine as this process may use it. A machine without accelerators has one CPU device.
 
-    Missing information never raises. nvml, amdsmi: the libraries to ask, None: the installed ones. sys, proc: where
-    /sys and /proc are. affinity, limits: of this process, None: ask the system. environ: has CUDA_VISIBLE_DEVICES.
+    Missing information does not raise an exception.
+
+    nvml, amdsmi: the libraries to ask. The defaults are the installed libraries.
+    sys, proc: the folders to read instead of /sys and /proc.
+    affinity, limits: the cores and the limits of this process. The default is to ask the system.
+    environ: the environment variables, among them CUDA_VISIBLE_DEVICES.
     """
     host = host_facts(sys, proc, affinity, limits)
     sockets = node_sockets(sys, proc)
@@ -97,8 +101,10 @@ def _cpu_machine(host: Host, found: Found) -> Machine:
 
 
 def described(one: Named, teller: str = DRIVER) -> Device:
-    """Return a found accelerator as a `Device`, with the nominal figures of its part if known. Its memory is what was
-    found; teller: who reported that."""
+    """Convert a found accelerator to a `Device`, with the nominal figures of its part if the part is known.
+
+    teller: who reported the amount of memory. If memory was reported, it replaces the nominal amount.
+    """
     found = one.device
     made = Device(one.name, found.name, numa=found.numa, pci=found.pci)
     made = made if one.part is None else replace(made, **nominal(one.part))
@@ -108,7 +114,7 @@ def described(one: Named, teller: str = DRIVER) -> Device:
 
 
 def machine_name(names: Sequence[str]) -> str:
-    """Return a machine's name from its parts: `8xH100-SXM`, or `2xRTX-4090 + 1xNVIDIA T4` if they differ."""
+    """Name a machine after its parts: `8xH100-SXM`, or `2xRTX-4090 + 1xNVIDIA T4` if the parts differ."""
     return " + ".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
 
 
@@ -121,7 +127,7 @@ def _part_warnings(found: Sequence[Named]) -> list[str]:
 
 
 def _host_warnings(sys: Path, host: Host) -> list[str]:
-    """Warn of a limit on locked memory if there is InfiniBand. NCCL's guide asks for `--ulimit memlock=-1`."""
+    """Warn of a limit on locked memory if the host has InfiniBand. NCCL's guide asks for `--ulimit memlock=-1`."""
     ports = sys / "class/infiniband"
     if "locked memory" in host.limits and ports.is_dir() and any(ports.iterdir()):
         return ["Locked memory is limited, and InfiniBand needs it: ulimit -l unlimited, or --ulimit memlock=-1."]

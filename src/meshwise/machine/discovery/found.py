@@ -9,15 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Sockets = Mapping[int | None, int | None]
-"""The processor socket of each NUMA node; None if unknown."""
+"""The processor socket of each NUMA node, or None if unknown."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator as its driver reports it. memory in bytes; pci: its address as sysfs writes it.
+    """One accelerator as its driver reports it. Values that are unknown are None.
 
-    now: (generation, lanes) of its PCIe link at this moment. system: the maximum of card and slot together. own: the
-    maximum of the card alone. None for what is unknown. sliced: it is divided by MIG.
+    pci: the PCI address as sysfs writes it.
+    memory: in bytes.
+    now: the present (generation, lanes) of the PCIe link.
+    system: the maximum (generation, lanes) of card and slot together.
+    own: the maximum (generation, lanes) of the card alone.
+    sliced: whether MIG divides the accelerator.
     """
 
     name: str
@@ -34,8 +38,12 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Between:
-    """The connection of two accelerators. links: number of NVLinks or xGMI links; 0: only PCIe; None: unknown. peer:
-    whether one can access the memory of the other. crosses: empty (only switches), `bridge` or `socket`."""
+    """The connection between two accelerators.
+
+    links: the number of NVLinks or xGMI links. 0 means that there is only PCIe, None that the number is unknown.
+    peer: whether the first accelerator can access the memory of the second.
+    crosses: what the path crosses besides switches: `bridge`, `socket` or "".
+    """
 
     links: int | None = None
     generation: int | None = None
@@ -45,7 +53,10 @@ class Between:
 
 @dataclass(frozen=True)
 class Found:
-    """The accelerators of one vendor, in the driver's order. between: the connection of each pair, by their indices."""
+    """The accelerators of one vendor, in the driver's order.
+
+    between: the connection of each pair of accelerators, by their indices.
+    """
 
     accelerators: tuple[Accelerator, ...] = ()
     between: Mapping[tuple[int, int], Between] = field(default_factory=dict)

@@ -25,9 +25,10 @@ from meshwise.spec.units import bytes_text, plural
 from meshwise.workers.control_groups import read_text
 
 SHARED_MEMORY = 2**30
-"""The bytes of /dev/shm that NCCL and data loaders need at least: NCCL's guide asks for `--shm-size=1g`."""
+"""The bytes of /dev/shm that NCCL and data loaders need at least. NCCL's guide asks for `--shm-size=1g`."""
 OPEN_FILES_EACH = 512
-"""The open files that one worker needs, for its data loaders, their shared tensors, connections: our estimate."""
+"""The number of open files that one worker needs for its data loaders, their shared tensors and connections. This is
+our estimate."""
 
 
 def host_facts(
@@ -36,7 +37,11 @@ def host_facts(
     affinity: Sequence[int] | None = None,
     limits: Mapping[str, float] | None = None,
 ) -> Host:
-    """Describe the host. affinity: cores that this process is bound to. limits: its limits. None: ask the system."""
+    """Describe the host.
+
+    affinity: the cores that this process is bound to. The default is to ask the system.
+    limits: the resource limits of this process. The default is to ask the system.
+    """
     packages = core_packages(proc)
     present = len(packages) or os.cpu_count()
     bound = len(bound_cores() if affinity is None else affinity)
@@ -58,7 +63,8 @@ def host_facts(
 
 
 def core_packages(proc: Path) -> Mapping[int, int | None]:
-    """Return the socket of each core, from /proc/cpuinfo; None where that does not say (Arm)."""
+    """Return the processor socket of each core according to /proc/cpuinfo. It is None if the file does not say, as on
+    Arm."""
     found: dict[int, int | None] = {}
     core = -1
     for line in read_text(proc / "cpuinfo").splitlines():
@@ -78,7 +84,8 @@ def node_sockets(sys: Path, proc: Path) -> Sockets:
 
 
 def own_limits() -> Mapping[str, float]:
-    """Return this process's limits: `shared memory` and `locked memory` in bytes, `open files`; none if unlimited."""
+    """Return the limits of this process: `shared memory` and `locked memory` in bytes, and the number of `open files`.
+    A limit that is not set is left out."""
     found: dict[str, float] = {}
     try:
         shared = os.statvfs("/dev/shm")
@@ -100,7 +107,8 @@ def own_limits() -> Mapping[str, float]:
 
 
 def limits_that_hurt(machine: Machine) -> list[str]:
-    """Return a sentence for each limit of the host that will stop or slow training on its devices, with what to do."""
+    """Return a sentence for each limit of a host that will stop or slow training on its devices. The sentence says what
+    to do."""
     found = []
     for at, host in enumerate(machine.hosts):
         devices = [device for device in machine.devices if device.host == at]

@@ -25,16 +25,21 @@ VENDOR, NAMELESS = "0x10de", "NVIDIA device"
 P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_OK = 0, 1, 2, 0
 NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
-"""NVLink generations by nvmlNvlinkVersion_t, which counts the versions 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0."""
+"""NVLink generations by nvmlNvlinkVersion_t. Its values 1 to 8 stand for the versions 1.0, 2.0, 2.2, 3.0, 3.1, 4.0,
+5.0, 6.0."""
 HOST_BRIDGE, OTHER_NODE = 30, 50
-"""Levels of nvmlGpuTopologyLevel_t: from the first on, a pair crosses the host's bridge; from the second, sockets."""
+"""Levels of nvmlGpuTopologyLevel_t. From HOST_BRIDGE on, the path of a pair crosses the host bridge. From OTHER_NODE
+on, it crosses NUMA nodes."""
 
 
 def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
-    """Return all NVIDIA devices. Never raises. nvml: the module to ask; None: pynvml, if it is installed.
+    """Return all NVIDIA devices. Never raises an exception.
 
-    sockets: of each NUMA node; between two nodes of one socket, `SYS` means that a pair crosses only a bridge. Without
-    NVML, read the driver's files in /proc, and warn with what to install.
+    Without NVML, the driver's files in /proc are read, and a warning says what to install.
+
+    nvml: the module to ask. The default is pynvml, if it is installed.
+    sockets: the socket of each NUMA node. Between two nodes of the same socket, NVML's level `SYS` means that a pair
+        crosses only a bridge.
     """
     present = displays(sys, VENDOR) or _listed(proc)
     if nvml is None:
@@ -55,9 +60,9 @@ def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
 
 
 def pcie_now(nvml: Any = None) -> Mapping[str, tuple[int | None, int | None]]:
-    """Return the current (generation, lanes) of each NVIDIA device's PCIe link, by PCI address.
+    """Return the present (generation, lanes) of the PCIe link of each NVIDIA device, by PCI address.
 
-    Call this during a copy, as an idle link is slower. Return an empty dict if NVML fails.
+    Call this during a copy, as an idle link is slower. Returns an empty dict if NVML fails.
     """
     nvml = nvml or _installed()
     try:
@@ -82,13 +87,14 @@ def _installed() -> Any:
 
 
 class _Nvml:
-    """Wraps NVML. Any of its functions may be missing for some device, driver or version of the library."""
+    """NVML with calls that do not fail. Any NVML function may be missing for some device, driver or version of the
+    library."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """Return what the function `nvml<name>` returns; None if it is missing or fails."""
+        """Call the function `nvml<name>`. Returns None if the function is missing or fails."""
         try:
             return getattr(self._library, f"nvml{name}")(*arguments)
         except Exception:
@@ -147,7 +153,11 @@ def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
 
 
 def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
-    """Count the NVLinks that are up, by the index of the device at the other end, or `switch`; and `generation`."""
+    """Count the NVLinks of a device that are up, by the index of the device at the other end.
+
+    The key is `switch` for links to a switch, and `elsewhere` for links to devices that are not in `places`. The key
+    `generation` has the NVLink generation instead of a count.
+    """
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
         state = nvml("DeviceGetNvLinkState", handle, link)
@@ -168,7 +178,11 @@ def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, i
 def _links_between(
     nvml: _Nvml, pair: tuple[Any, Any], nvlinks: tuple[dict[Any, int], dict[Any, int]], second: int
 ) -> int:
-    """Count the NVLinks of a pair: direct ones, else those that both have to a switch. second: index of the second."""
+    """Count the NVLinks between two devices. These are the direct links, or else the links that both devices have to a
+    switch.
+
+    second: the index of the second device.
+    """
     direct = nvlinks[0].get(second, 0)
     if direct:
         return direct
@@ -209,11 +223,11 @@ def _listed(proc: Path) -> list[str]:
 
 
 def _address(pci: Any) -> str:
-    """Convert NVML's `00000000:3B:00.0` to `0000:3b:00.0`, as sysfs writes it."""
+    """Convert an address from NVML's form `00000000:3B:00.0` to the form of sysfs, `0000:3b:00.0`."""
     domain, _, rest = _text(pci.busId).lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def _text(value: Any) -> str:
-    """Decode text, which old versions of the library return as bytes."""
+    """Return a value as text. Old versions of the library return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value or "")

@@ -20,9 +20,10 @@ DISPLAY, ACCELERATOR = "0x03", "0x12"
 
 @dataclass(frozen=True)
 class PciFacts:
-    """One PCI device. now, most: current and largest (generation, lanes) of its link. None: unknown.
+    """What /sys says of one PCI device. Values that are unknown are None.
 
-    path: the chain from the root complex (`pci0000:4a`) over bridges to the device.
+    now, most: the present and the maximum (generation, lanes) of its link.
+    path: the names of the folders from the root complex (`pci0000:4a`) over all bridges to the device.
     """
 
     address: str
@@ -33,7 +34,8 @@ class PciFacts:
 
 
 def pci_facts(sys: Path, address: str) -> PciFacts:
-    """Read what /sys says of the PCI device at an address such as `0000:3b:00.0`; unknown facts if it is missing."""
+    """Read what /sys says of the PCI device at an address such as `0000:3b:00.0`. If the device is missing, its facts
+    are unknown."""
     folder = sys / "bus/pci/devices" / address.lower()
     if not folder.is_dir():
         return PciFacts(address.lower())
@@ -50,7 +52,8 @@ def pci_facts(sys: Path, address: str) -> PciFacts:
 
 
 def is_there(sys: Path, address: str) -> bool:
-    """Return whether the PCI device at this address still answers on its bus; True if that cannot be known."""
+    """Return whether the PCI device at this address still answers on its bus. Returns True if that cannot be
+    determined."""
     folder = sys / "bus/pci/devices" / address.lower()
     if not address or not folder.parent.is_dir():
         return True
@@ -63,10 +66,11 @@ def is_there(sys: Path, address: str) -> bool:
 
 
 def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
-    """Return (generation, lanes) of the slowest link between an AMD device and the host.
+    """Return the (generation, lanes) of the slowest link between an AMD device and the host.
 
-    An AMD accelerator carries a bridge, and the link from the device to that bridge always runs at full speed: the rate
-    of the slot is that of the bridge. Bridges of other vendors are skipped, as virtual machines show unreal ones.
+    An AMD accelerator contains a bridge. The link from the device to this bridge always runs at full speed, so the rate
+    of the slot is the rate of the bridge. Bridges of other vendors are skipped, as virtual machines show bridges that
+    are not real.
     """
     slowest = device.now
     folder = (sys / "bus/pci/devices" / device.address).resolve().parent
@@ -79,13 +83,17 @@ def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
 
 
 def address_of(properties: object) -> str:
-    """Return a device's PCI address (`0000:3b:00.0`) from torch's device properties; empty if torch does not tell."""
+    """Return the PCI address in torch's properties of a device, such as `0000:3b:00.0`. Returns "" if torch does not
+    report it."""
     numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*map(int, numbers))  # type: ignore[arg-type]
 
 
 def displays(sys: Path, vendor: str) -> list[str]:
-    """Return the PCI addresses of a vendor's display and accelerator devices, in order. vendor: such as `0x10de`."""
+    """Return the PCI addresses of a vendor's display and accelerator devices, in order.
+
+    vendor: the PCI vendor number, such as `0x10de`.
+    """
     folder = sys / "bus/pci/devices"
     if not folder.is_dir():
         return []
@@ -107,8 +115,11 @@ def node_cores(sys: Path) -> Mapping[int, frozenset[int]]:
 
 
 def _link(folder: Path, which: str) -> tuple[int | None, int | None]:
-    """Read a link's (generation, lanes) from sysfs. which: `current` or `max`. None for `Unknown`, and for 0 and 255
-    lanes, which mean that there is no link."""
+    """Read the (generation, lanes) of a link from sysfs. The generation is None if its speed is `Unknown`. The lanes
+    are None if they are 0 or 255, which means that there is no link.
+
+    which: `current` or `max`.
+    """
     speed, width = (read_text(folder / f"{which}_link_{what}") for what in ("speed", "width"))
     generation = GENERATIONS.get(speed.partition(" ")[0].removesuffix(".0"))
     return generation, int(width) if width.isdecimal() and 0 < int(width) < 64 else None

@@ -20,7 +20,7 @@ AS_REPORTED = "by generation and width, as the device reports them; the part is 
 
 @dataclass(frozen=True)
 class Named:
-    """An accelerator with its name, such as `cuda:0`. part: the catalog's; None if unknown."""
+    """An accelerator with its name, such as `cuda:0`, and its part in the catalog, or None if the part is unknown."""
 
     name: str
     device: Accelerator
@@ -28,18 +28,22 @@ class Named:
 
 
 def host_links(found: Sequence[Named], far: Callable[[Accelerator], bool]) -> list[Link]:
-    """Return the links from the host to each accelerator and back. far(device): whether it is on another socket."""
+    """Return the links from the host to each accelerator and back.
+
+    far: returns whether an accelerator is on a socket other than this process.
+    """
     to = [_host_link(one, "socket" if far(one.device) else "") for one in found]
     return [way for link in to for way in (link, replace(link, source=link.target, target=HOST))]
 
 
 def device_links(found: Sequence[Named], between: Mapping[tuple[int, int], Between]) -> list[Link]:
-    """Return a link for each pair of accelerators, in each direction: NVLink or xGMI if the pair has it, else PCIe."""
+    """Return a link for each pair of accelerators in each direction. It is NVLink or xGMI if the pair has it, else
+    PCIe."""
     return [_device_link((found[a], found[b]), what) for (a, b), what in between.items()]
 
 
 def link_warnings(links: Sequence[Link], found: Sequence[Named]) -> list[str]:
-    """Return a sentence for each kind of suspicious link, with what to do."""
+    """Return a sentence for each kind of suspicious link. It says what to do."""
     devices = {one.name: one.device for one in found}
     parts = {one.name: one.part for one in found}
     slow = [_pcie_warning(link, devices[link.target]) for link in links if link.source == HOST and link.kind == "pcie"]
@@ -73,7 +77,8 @@ def _host_link(one: Named, crosses: str = "") -> Link:
 
 
 def _as_reported(kind: str, generation: int | None, width: int | None) -> dict[str, Any]:
-    """Return a link's full rate as fields of a `Link`, from what the device reports, for a part not in the catalog."""
+    """Return the full rate that a device reports for its link, as keyword arguments of a `Link`. Used for parts that
+    are not in the catalog."""
     rate = nominal_rate(kind, generation, width)
     origin = AS_REPORTED if rate else ""
     return {"bandwidth": rate, "full_generation": generation, "full_width": width, "origin": origin}
@@ -97,7 +102,8 @@ def _device_link(ends: tuple[Named, Named], between: Between) -> Link:
 
 
 def _pcie_pair(ends: tuple[Named, Named], between: Between) -> Link:
-    """Return the PCIe path between two accelerators, over the link of each to the host: the slower of these counts."""
+    """Return the PCIe path between two accelerators. It runs over the link of each accelerator to the host, and the
+    slower of these links determines its rate."""
     links = [_host_link(end) for end in ends]
     slow = min(links, key=lambda link: (link.generation or 99, link.width or 99))
     full = min(links, key=lambda link: (link.full_generation or 99, link.full_width or 99))
@@ -117,7 +123,7 @@ def _pcie_pair(ends: tuple[Named, Named], between: Between) -> Link:
 
 
 def _common(links: Sequence[PartLink | None], kind: str) -> PartLink | None:
-    """Return the slower of two parts' links of this kind; None if a part is unknown or has no such link."""
+    """Return the slower of two parts' links of this kind. Returns None if a part is unknown or has no such link."""
     known = [link for link in links if link is not None and link.kind == kind]
     return min(known, key=lambda link: link.pair) if len(known) == len(links) else None
 
@@ -128,7 +134,8 @@ def _should_have_nvlink(parts: Mapping[str, CatalogPart | None], link: Link) -> 
 
 
 def _pcie_warning(link: Link, device: Accelerator) -> tuple[str, str] | None:
-    """Return (device, sentence) if a PCIe link runs below its full rate; else None, also if the rate is unknown."""
+    """Return (device, sentence) if a PCIe link runs below its full rate. Returns None if it runs at full rate, or if a
+    rate is unknown."""
     if None in (link.generation, link.width, link.full_generation, link.full_width):
         return None
     now, lanes = link.generation or 0, link.width or 0
@@ -151,7 +158,7 @@ def _pcie_warning(link: Link, device: Accelerator) -> tuple[str, str] | None:
 
 
 def _gathered(found: Sequence[tuple[str, str] | None]) -> list[str]:
-    """Return each different sentence once, with the devices that it is about."""
+    """Return each different sentence once, beginning with the devices that it is about."""
     by_sentence: dict[str, list[str]] = {}
     for device, sentence in filter(None, found):
         by_sentence.setdefault(sentence, []).append(device)
@@ -159,7 +166,8 @@ def _gathered(found: Sequence[tuple[str, str] | None]) -> list[str]:
 
 
 def and_more(found: Sequence[object], word: str) -> str:
-    """Return ` and 3 more devices`, to write after the first of them; empty if there is only one."""
+    """Return text such as ` and 3 more devices`, to append to the name of the first item. Returns "" if there is only
+    one item."""
     more = len(found) - 1
     return f" and {more} more {word}{'s' if more > 1 else ''}" if more else ""
 

@@ -22,13 +22,19 @@ from meshwise.machine.find import accelerators
 from meshwise.spec.machine import HOST, Device, Link, Machine
 
 LEAST_WHOLE = 0.85
-"""A device with less than this share of the memory that the driver reports is a slice (MIG)."""
+"""A device is a slice (MIG) if torch reports less than this share of the memory that the driver reports."""
 INSTALL = "https://pytorch.org/get-started/locally"
 
 
 @dataclass(frozen=True)
 class TorchDevice:
-    """One device as torch sees it. name: `cuda:0`. model: the driver's name. pci: its address, empty if unknown."""
+    """One device as torch sees it.
+
+    name: such as `cuda:0`.
+    model: the driver's name of the device.
+    memory: in bytes.
+    pci: the PCI address, or "" if unknown.
+    """
 
     name: str
     model: str
@@ -39,7 +45,11 @@ class TorchDevice:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """versions: of `torch`, `cuda` or `rocm`, `nccl`. peers: (one, other) -> whether `one` reads memory of `other`."""
+    """What torch reports about itself and the devices.
+
+    versions: the versions of `torch`, `cuda` or `rocm`, and `nccl`.
+    peers: for each pair of devices, whether the first can read the memory of the second.
+    """
 
     versions: Mapping[str, str]
     devices: tuple[TorchDevice, ...] = ()
@@ -47,12 +57,12 @@ class TorchFacts:
 
 
 def with_torch_facts(machine: Machine) -> Machine:
-    """Add torch's facts to the discovered machine. A driver that does not start is no error."""
+    """Add what torch reports to the discovered machine. A driver that fails to start is not an error."""
     return joined(machine, read_torch())
 
 
 def read_torch() -> TorchFacts:
-    """Read what this torch reports. Starts the CUDA driver in this process, if there is one."""
+    """Read what torch reports. This starts the CUDA driver in this process, if there is one."""
     import torch
 
     kits = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
@@ -69,7 +79,8 @@ def read_torch() -> TorchFacts:
 
 
 def joined(machine: Machine, facts: TorchFacts) -> Machine:
-    """Return the machine as torch sees it: torch's devices in torch's order, each with what was discovered of it."""
+    """Return the machine as torch sees it. It has torch's devices in torch's order, each with what was discovered of
+    it."""
     versions = {**machine.versions, **facts.versions}
     if capabilities := sorted({device.capability for device in facts.devices if device.capability}):
         versions["compute capability"] = ", ".join(capabilities)
@@ -120,7 +131,8 @@ def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, s
 
 
 def _one(seen: TorchDevice, known: Device | None) -> Device:
-    """Describe a device under torch's name. A slice (MIG) has the memory that torch reports, and no nominal figures."""
+    """Describe a device under torch's name. A slice (MIG) has the amount of memory that torch reports, and no nominal
+    figures."""
     whole = known is not None and (
         seen.memory is None or known.memory is None or seen.memory >= LEAST_WHOLE * known.memory
     )
@@ -131,13 +143,14 @@ def _one(seen: TorchDevice, known: Device | None) -> Device:
 
 
 def _renamed(link: Link, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> Link:
-    """Rename the ends of a link to torch's names. torch's answer on peer access overrides the driver's."""
+    """Rename the ends of a link to torch's device names. What torch says about peer access replaces what the driver
+    says."""
     ends = (names.get(link.source, link.source), names.get(link.target, link.target))
     return replace(link, source=ends[0], target=ends[1], peer=peers.get(ends, link.peer))
 
 
 def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple[str, str], bool]) -> list[str]:
-    """Return a warning if pairs have peer access by the driver, but not by torch."""
+    """Return a warning if pairs have peer access according to the driver, but not according to torch."""
     ends = [(names.get(link.source, ""), names.get(link.target, "")) for link in machine.links if link.peer]
     lost = [pair for pair in ends if peers.get(pair) is False and pair[0] < pair[1]]
     if not lost:
@@ -149,7 +162,10 @@ def _peers_lost(machine: Machine, names: Mapping[str, str], peers: Mapping[tuple
 
 
 def _renumbered(warning: str, names: Mapping[str, str]) -> str:
-    """Replace device names in a warning by torch's names. names: from old to new."""
+    """Replace device names in a warning by torch's names.
+
+    names: the new name for each old name.
+    """
     return re.sub(r"\S+?(?=[:,.]*(?:\s|$))", lambda word: names.get(word[0], word[0]), warning)
 
 

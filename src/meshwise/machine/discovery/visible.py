@@ -16,15 +16,16 @@ VARIABLES = {
     "nvidia": (("CUDA_VISIBLE_DEVICES",),),
     "amd": (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
 }
-"""Each vendor's variables, applied one after the other. In a tuple of several, the first that is set counts."""
+"""The environment variables of each vendor, applied one after the other. In a tuple of several, only the first that is
+set counts."""
 
 
 def visible(found: Found, environ: Mapping[str, str]) -> Found:
-    """Return the accelerators that the environment shows this process, in the order in which CUDA numbers them.
+    """Select the accelerators that the environment variables leave visible to this process, in CUDA's order.
 
     As in CUDA, an entry of the variable that names no device ends the list (CUDA programming guide, environment
-    variables). Without CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA puts the fastest first: if parts differ, numbers here may
-    not be torch's, and a warning says so.
+    variables). Without CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA puts the fastest device first. If the parts differ, the
+    numbers here may then differ from torch's, and a warning says so.
     """
     devices = found.accelerators
     order = list(range(len(devices)))
@@ -73,7 +74,8 @@ def _chosen(text: str, order: list[int], devices: tuple[Accelerator, ...]) -> li
 
 
 def _by_uuid(word: str, order: list[int], devices: tuple[Accelerator, ...]) -> int | None:
-    """Find a device's index by the beginning of its UUID, as CUDA does; `MIG-GPU-…/1/0` has a UUID, `MIG-…` none."""
+    """Find the index of a device by the beginning of its UUID, as CUDA does. `MIG-GPU-…/1/0` contains a UUID, `MIG-…`
+    does not. Returns None unless exactly one device matches."""
     start = word.removeprefix("MIG-").split("/")[0]
     matching = [at for at in order if devices[at].uuid.startswith(start)]
     return matching[0] if len(matching) == 1 else None

@@ -20,16 +20,20 @@ from meshwise.spec.machine import MOST_DEVICES
 from meshwise.spec.quantity import read_quantity, value_text, write_quantity
 
 UNKNOWN = "unknown"
-"""Marks a figure as unknown, although the catalog has one."""
+"""Marks a figure as unknown, although the catalog has a value for it."""
 LARGEST = 2**53
-"""The largest whole number to accept. No machine has larger counts or sizes, and a float would round them."""
+"""The largest integer to accept. No machine has larger counts or sizes, and a float would round them."""
 SHORTEST, LONGEST = 1e-12, 1e9  # seconds of one transfer; what is outside is a slip of the unit
 Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Field:
-    """How a key is read and written. read(value, place): converts a value of the file; write(value): converts back."""
+    """How the value of a key is read and written.
+
+    read: `read(value, place)` converts a value of the file. `place` says where the value is, for errors.
+    write: `write(value)` converts it back.
+    """
 
     read: Callable[[Any, str], Any]
     write: Callable[[Any], Any] = lambda value: value
@@ -42,8 +46,11 @@ Fields = Mapping[str, Field]
 def read_table(
     table: Table, known: Fields, where: str, also: Iterable[str] = (), required: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Read and convert the values of a table. also: further keys, which the caller reads. required: keys that must be
-    in the table, with an example of each. Raises UsageError for unknown and missing keys."""
+    """Read and convert the values of a table. Raises UsageError for unknown and for missing keys.
+
+    also: further keys that are allowed, which the caller reads.
+    required: keys that must be in the table, with an example of the value of each.
+    """
     names = [*also, *known]
     for key in table:
         if key not in names:
@@ -56,7 +63,8 @@ def read_table(
 
 
 def write_table(thing: Any, known: Fields) -> dict[str, Any]:
-    """Convert the fields of a dataclass to a table of the file, without those that are empty or at their default."""
+    """Convert the fields of a dataclass to a table of the file. Fields that are empty or have their default value are
+    left out."""
     default = {field.name: field.default for field in fields(thing)}
     values = {name: getattr(thing, name) for name in known}
     return {name: known[name].write(v) for name, v in values.items() if v not in (default[name], (), {})}
@@ -66,12 +74,15 @@ def write_table(thing: Any, known: Fields) -> dict[str, Any]:
 
 
 def wrong(value: object, where: str, must: str) -> UsageError:
-    """Return the error for an invalid value."""
+    """Return the error to raise for an invalid value."""
     return UsageError(f"{where} = {value_text(value)} must be {must}.")
 
 
 def of_type(kind: type, must: str) -> Field:
-    """Return a field that accepts a value of this type, unchanged. must: for errors, what the value must be."""
+    """Return a field that accepts a value of this type and does not convert it.
+
+    must: what the value must be, for errors.
+    """
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, kind):
@@ -100,7 +111,7 @@ def number(least: float, most: float) -> Field:
 
 
 def whole(least: int, most: int = LARGEST) -> Field:
-    """Return a field that accepts a whole number from `least` to `most`."""
+    """Return a field that accepts an integer from `least` to `most`."""
 
     def read(value: Any, where: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -113,12 +124,13 @@ def whole(least: int, most: int = LARGEST) -> Field:
 
 
 def quantity(kind: str) -> Field:
-    """Return a field that accepts a number with its unit, such as "80 GB", and converts it to base units of `kind`."""
+    """Return a field that accepts a number with its unit, such as "80 GB", and converts it to the base unit of
+    `kind`."""
     return Field(lambda value, where: read_quantity(value, kind, where), lambda value: write_quantity(value, kind))
 
 
 def or_unknown(field: Field) -> Field:
-    """Return a field that accepts what `field` accepts, and "unknown" for None."""
+    """Return a field that accepts what `field` accepts, and also "unknown", which is read as None."""
     return Field(
         lambda value, where: None if value == UNKNOWN else field.read(value, where),
         lambda value: UNKNOWN if value is None else field.write(value),
@@ -126,7 +138,7 @@ def or_unknown(field: Field) -> Field:
 
 
 def one_of(*known: str) -> Field:
-    """Return a field that accepts one of these words, or an empty text."""
+    """Return a field that accepts one of these words, or an empty string."""
 
     def read(value: Any, where: str) -> str:
         if TEXT.read(value, where) not in ("", *known):
@@ -138,7 +150,10 @@ def one_of(*known: str) -> Field:
 
 
 def list_of(field: Field, what: str) -> Field:
-    """Return a field that accepts a list of values, each read by `field`. what: for errors, what the values are."""
+    """Return a field that accepts a list of values, each of which `field` reads.
+
+    what: what the values are, for errors.
+    """
 
     def read(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
@@ -149,7 +164,8 @@ def list_of(field: Field, what: str) -> Field:
 
 
 def table_of(field: Field) -> Field:
-    """Return a field that accepts a table with any keys and values read by `field`, such as shares by dtype."""
+    """Return a field that accepts a table with any keys. `field` reads the values. An example is a table of shares by
+    dtype."""
 
     def read(value: Any, where: str) -> dict[str, Any]:
         return {name: field.read(item, f"{where}.{name[:60]}") for name, item in TABLE.read(value, where).items()}
@@ -158,7 +174,10 @@ def table_of(field: Field) -> Field:
 
 
 def record(make: Callable[[dict[str, Any], str], Any], known: Fields, required: Mapping[str, str]) -> Field:
-    """Return a field that accepts a table with the keys `known`. make(values, place): the object that it describes."""
+    """Return a field that accepts a table with the keys `known`, and converts it to an object.
+
+    make: `make(values, place)` returns the object for the values of the table.
+    """
     return Field(
         lambda value, where: make(read_table(TABLE.read(value, where), known, where, required=required), where),
         lambda thing: write_table(thing, known),
@@ -188,7 +207,7 @@ def _bytes(value: Any, where: str) -> int:
 
 
 def _limit(value: Any, where: str) -> float:
-    """Read a limit: a count, or bytes with their unit, or `inf` for none."""
+    """Read a limit, which is a count, a number of bytes with its unit, or `inf` for no limit."""
     if isinstance(value, str):
         return read_quantity(value, "bytes", where)
     if isinstance(value, float) and math.isinf(value):

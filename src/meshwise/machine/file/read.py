@@ -25,13 +25,16 @@ from meshwise.spec.machine import HOST as ANY_HOST
 from meshwise.spec.machine import MOST_DEVICES, NODE, Device, Host, Link, Machine
 
 FROM_FILE = "the machine file"
-"""The origin of a figure for which the file names no origin."""
+"""The origin of a figure if the file does not name one."""
 _PART_NAME = '"H100-SXM", or the name that the driver gives'
 _LINK_ENDS = '["host -> cuda:0", "cuda:0 <-> cuda:1"]'
 
 
 def machine_from_toml(text: str, where: str) -> Machine:
-    """Read the machine that a file's text describes. where: the file's name, for errors. Raises UsageError."""
+    """Read a machine from the text of a machine file. Raises UsageError if the text is not valid.
+
+    where: the name of the file, for errors.
+    """
     file = read_table(_toml(text, where), FILE, where)
     if "device" not in file:
         raise UsageError(f'{where} describes no device. Write [[device]] with part = "H100-SXM" and count = 8.')
@@ -66,7 +69,7 @@ def machine_from_toml(text: str, where: str) -> Machine:
 
 
 def _toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML. Raises UsageError, with line and column, if the text is not TOML."""
+    """Parse TOML. Raises UsageError with the line and the column if the text is not TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -78,19 +81,19 @@ def _toml(text: str, where: str) -> dict[str, Any]:
 
 
 def _each(tables: Sequence[Table], key: str, where: str) -> list[tuple[Table, str]]:
-    """Pair each table with its place in the file, as errors name it: `m.toml, [[device]] 2`."""
+    """Pair each table with its place in the file, such as `m.toml, [[device]] 2`, for errors."""
     return [(table, f"{where}, [[{key}]] {at}") for at, table in enumerate(tables, 1)]
 
 
 def _name(devices: Sequence[Device], hosts: Sequence[Host]) -> str:
-    """Return a name for the machine of a file that gives none: `8xH100-SXM`."""
+    """Return a name such as `8xH100-SXM` for a machine to which the file gives no name."""
     names = list(dict.fromkeys(device.part for device in devices))
     each = f"{len(devices) // len(hosts)}x{names[0]}" if len(names) == 1 and hosts else f"{len(devices)} devices"
     return f"{len(hosts)}x{each}" if len(hosts) > 1 and len(names) == 1 else each
 
 
 def _times(table: Table, key: str, place: str) -> int:
-    """Return how many equal items a table describes: the count at `key`, 1 without it."""
+    """Return how many equal items a table describes. This is the count at `key`, or 1 if the table has no such key."""
     return MANY.read(table[key], f"{place}: {key}") or 1 if key in table else 1
 
 
@@ -133,13 +136,14 @@ def _devices(tables: Sequence[Table], own_parts: Mapping[str, Table], where: str
 
 
 def _index(name: str) -> int | None:
-    """Return the number after the colon of a name such as `cuda:0`; None if there is none."""
+    """Return the number after the colon of a name such as `cuda:0`, or None if there is none."""
     number = name.partition(":")[2]
     return int(number) if number.isascii() and number.isdigit() and len(number) < 9 else None
 
 
 def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: str) -> Device:
-    """Make a device with the catalog's figures, overridden by the file's [part.NAME], then by the device's table."""
+    """Make a device with the figures of the catalog. The file's table [part.NAME] overrides them, and then the device's
+    own table."""
     name = values["part"]
     known = part(name)
     if known is None and name not in own_parts and not set(FIGURES) & set(values):
@@ -155,7 +159,8 @@ def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: st
 
 
 def _with_figures(device: Device, values: Mapping[str, Any]) -> Device:
-    """Return the device with the figures of a table. If the table has no origins, their origin is the file."""
+    """Return the device with the figures of a table. If the table names no origins, the origin of these figures is the
+    file."""
     written = {name: values[name] for name in FIGURES if name in values}
     if "origins" not in written:
         kept = {name: origin for name, origin in device.origins.items() if name.split(".")[0] not in written}
@@ -165,7 +170,8 @@ def _with_figures(device: Device, values: Mapping[str, Any]) -> Device:
 
 
 def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) -> list[Device]:
-    """Return `count` devices named `cuda:0`, `cuda:1` and so on. numa and pci of `values`: one for all, or a list."""
+    """Return `count` devices named `cuda:0`, `cuda:1` and so on. `numa` and `pci` in `values` are either one value for
+    all devices or a list."""
     index = _index(device.name)
     if count > 1 and index is None:
         raise UsageError(f"{place}: name = '{device.name[:60]}' must end in a number if count is above 1, as cuda:0.")
@@ -188,7 +194,7 @@ def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) 
 
 
 def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where: str) -> tuple[Link, ...]:
-    """Return the links in the order of the file: one for each pair of ends of each table."""
+    """Return the links in the order of the file. Each table gives a link for each pair of its ends."""
     known = {ANY_HOST, ANY_DEVICE, NODE, *(device.name for device in devices), *(f"node{at}" for at in range(hosts))}
     texts = list_of(TEXT, f"texts: {_LINK_ENDS}")
     found: dict[tuple[str, str], Link] = {}
@@ -202,7 +208,7 @@ def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where
 
 
 def _ends(texts: Iterable[str], known: set[str], place: str) -> list[tuple[str, str]]:
-    """Parse `cuda:0 -> cuda:1` as one (source, target), and `cuda:0 <-> cuda:1` as two."""
+    """Parse `cuda:0 -> cuda:1` as one pair (source, target), and `cuda:0 <-> cuda:1` as two pairs."""
     found = []
     for text in texts:
         arrow = "<->" if "<->" in text else "->"

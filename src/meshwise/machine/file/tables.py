@@ -45,7 +45,7 @@ FIGURES: Fields = {
     "achievable": fields.table_of(fields.number(0, 2)),
     "origins": TEXTS,
 }
-"""The figures of a device that its part in the catalog has too."""
+"""The figures of a device that the catalog also has for its part."""
 MATMUL: Fields = {
     "dtype": fields.TEXT,
     **dict.fromkeys(("m", "n", "k"), fields.whole(1)),
@@ -83,7 +83,7 @@ _TIMES = {"bytes": "[1024, 1048576]", "seconds": "[2e-05, 0.00014], one for each
 
 
 def _timings(values: Mapping[str, Any], where: str) -> Timings:
-    """Read sizes in increasing order, their times, and the fit. Compute the fit if the file has none."""
+    """Read timings: sizes in increasing order, their times, and the fit. If the file has no fit, it is computed."""
     sizes = values["bytes"]
     for before, after in pairwise(sizes):
         if after <= before:

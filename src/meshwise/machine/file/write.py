@@ -32,7 +32,8 @@ _WIDTH = 100
 
 
 def toml_writer() -> Any:
-    """Return tomli_w, which writes TOML. If it is missing, raise UsageError with the command that installs it."""
+    """Import and return tomli_w, which writes TOML. If it is not installed, raises UsageError with the command that
+    installs it."""
     try:
         import tomli_w
     except ImportError:
@@ -41,7 +42,7 @@ def toml_writer() -> Any:
 
 
 def machine_to_toml(machine: Machine) -> str:
-    """Write the machine as TOML. Figures are exact, so that reading gives the same machine."""
+    """Write the machine as TOML. Figures are written exactly, so reading the text gives the same machine."""
     first = {device.part: device for device in reversed(machine.devices)}
     hosts = max((device.host for device in machine.devices), default=0) + 1
     file = write_table(machine, {name: FILE[name] for name in ("name", "measured", "warnings", "versions")})
@@ -63,7 +64,10 @@ def machine_to_toml(machine: Machine) -> str:
 
 
 def _wrapped(found: re.Match[str]) -> str:
-    """Write the items of a list on as few lines as possible. found: a match of `_LIST`."""
+    """Write the items of a list on as few lines as possible.
+
+    found: a match of `_LIST`.
+    """
     rows = [""]
     for item in found[1].rstrip("\n").split("\n"):
         if rows[-1] and len(rows[-1]) + len(item) > _WIDTH:
@@ -73,12 +77,14 @@ def _wrapped(found: re.Match[str]) -> str:
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """Return the device's figures as a table, unknown ones too: a missing figure would mean the catalog's."""
+    """Return the figures of a device as a table. Unknown figures are included, since for a missing figure the catalog's
+    would be used."""
     return {name: field.write(getattr(device, name)) for name, field in FIGURES.items()}
 
 
 def _device(device: Device, first: Device) -> dict[str, Any]:
-    """Return the device as a table. Its figures are in it only if they differ from those of the part's first device."""
+    """Return the device as a table. It includes the figures only if they differ from the figures of the first device of
+    the same part."""
     own = {name: field for name, field in DEVICE.items() if name not in FIGURES}
     same = all(getattr(device, name) == getattr(first, name) for name in FIGURES)
     return {**write_table(device, own), **({} if same else _figures(device))}
