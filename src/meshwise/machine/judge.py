@@ -28,9 +28,9 @@ from meshwise.spec.timings import Timings
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text
 
 LEAST_BYTES = 4 << 20
-"""The smallest message whose rate is judged: smaller ones show the latency of a path."""
+"""The smallest message size in bytes for which a rate is judged. Smaller messages show the latency of a path."""
 GOOD, LOW = 0.85, 0.6
-"""Shares of the expected rate. From GOOD on, a rate is good; from LOW on, it is low; less is far below."""
+"""Shares of the expected rate. A rate of at least GOOD is good, of at least LOW is low, and of less is far below."""
 SLOW_CAUSES = {
     "narrow-pcie": "the PCIe link has {width} of {full_width} lanes: look at the slot, the riser and the manual",
     "old-pcie-generation": "the PCIe link runs at generation {generation} of {full_generation}: look at the slot and "
@@ -46,14 +46,20 @@ SLOW_CAUSES = {
     "of a link",
     "power-or-clocks": "a power or heat limit may hold the clocks down: `nvidia-smi -q -d PERFORMANCE` shows it",
 }
-"""Each cause in words, to be formatted with the numbers of the link."""
+"""A description of each cause, with placeholders for the numbers of the link."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judged rate. what: such as `host -> cuda:0, pinned`. level: `good`, `low`, `far below`, `unknown`, `corrupt`.
-    measured, expected: bytes/s, or FLOP/s of a matmul; expected is None if unknown. causes: keys of SLOW_CAUSES.
-    origin: the source of the expected rate, or why there is none. why: the causes in words, with numbers."""
+    """The judgement of one measured rate.
+
+    what: what was measured, such as `host -> cuda:0, pinned`.
+    level: `good`, `low`, `far below`, `unknown` or `corrupt`.
+    measured, expected: bytes/s, or FLOP/s of a matmul. The expected rate is None if unknown.
+    causes: keys of SLOW_CAUSES.
+    origin: the source of the expected rate, or the reason why there is none.
+    why: the descriptions of the causes, with numbers.
+    """
 
     what: str
     level: str
@@ -79,14 +85,15 @@ def judge(machine: Machine) -> list[Verdict]:
 
 
 def exit_code(verdicts: Sequence[Verdict], corrupt: bool) -> int:
-    """Return 1 if a path corrupts data, else 3 if a rate is far below the expected one, else 0."""
+    """Return the exit code: 1 if a path corrupts data, else 3 if a rate is far below the expected rate, else 0."""
     if corrupt or any(verdict.level == "corrupt" for verdict in verdicts):
         return 1
     return 3 if any(verdict.level == "far below" for verdict in verdicts) else 0
 
 
 def sentence(verdict: Verdict) -> str:
-    """Return a sentence: `host -> cuda:0, pinned: 12.9 GB/s, 27 % of the 48.2 GB/s expected; the PCIe link has …`."""
+    """Write a verdict as a sentence: `host -> cuda:0, pinned: 12.9 GB/s, 27 % of the 48.2 GB/s expected; the PCIe link
+    has …`."""
     text = flops_text if verdict.what.endswith(" matmul") else bandwidth_text
     found = f"{verdict.what}: {text(verdict.measured)}"
     if verdict.expected is not None:
@@ -101,7 +108,11 @@ def _verdict(
     causes: dict[str, str] | None = None,
     always: tuple[str, ...] = (),
 ) -> Verdict:
-    """Make a verdict. causes: why the rate may be low; used only if it is low, but those in `always` in any case."""
+    """Make a verdict.
+
+    causes: descriptions of why the rate may be low. They are only included if the rate is low.
+    always: the keys of causes that are included even if the rate is good.
+    """
     causes = causes or {}
     rate = expected.rate or None  # a share of nothing, as a file may have it, is no expectation
     if rate is None:
@@ -129,19 +140,20 @@ def _copy(machine: Machine, link: Link, path: str, timings: Timings) -> Verdict:
 
 
 def _if_large(expected: Expected, timings: Timings) -> Expected:
-    """Return `expected`; with an unknown rate if only small messages were measured."""
+    """Return the expected rate, or an unknown rate if only small messages were measured."""
     if timings.sizes[-1] >= LEAST_BYTES:
         return expected
     return Expected(None, expected.nominal, f"measured up to {bytes_text(timings.sizes[-1])}, too small for a rate")
 
 
 def best_rate(timings: Timings) -> float:
-    """Return the best rate over the sizes, in bytes/s."""
+    """Return the highest rate over all sizes, in bytes/s."""
     return max(size / seconds for size, seconds in zip(timings.sizes, timings.seconds, strict=True))
 
 
 def _between_causes(machine: Machine, link: Link, way: str, measured: float) -> dict[str, str]:
-    """Return what may slow a path between two devices; of a staged path, what may slow their links to the host."""
+    """Return what may slow a path between two devices. For a path through the host's memory, this includes what may
+    slow the links of both devices to the host."""
     legs, no_peer = [link], link.peer is False
     if way == "staged":
         hosts = [leg for leg in machine.links if HOST in (leg.source, leg.target)]
@@ -156,7 +168,7 @@ def _between_causes(machine: Machine, link: Link, way: str, measured: float) -> 
 
 
 def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str]:
-    """Return possible causes in the generation and width of a PCIe link, or in the number of NVLinks."""
+    """Return the causes that follow from the generation and width of a PCIe link, or from the number of NVLinks."""
     full_generation, full_width = _full(machine, link)
     generation, width = link.generation, link.width
     keys = []
@@ -174,7 +186,8 @@ def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str
 
 
 def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
-    """Return the full (generation, width) of a link: the largest by the catalog or the devices; None if unknown."""
+    """Return the full (generation, width) of a link. Each is the largest value in the catalog or in the devices'
+    reports, or None if unknown."""
     parts = [part for end in (link.source, link.target) if (part := part_at(machine, end)) is not None]
     links = [own for part in parts if (own := part.link_of(link.kind)) is not None]
     generations = [link.full_generation, *(own.generation for own in links)]
@@ -183,13 +196,14 @@ def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
 
 
 def _spread(machine: Machine, link: Link) -> bool:
-    """Return whether the links of the device at the source go to several devices, so that a pair has only some."""
+    """Return whether the links of the device at the source lead to several devices, so that a pair has only some of
+    them."""
     part = part_at(machine, link.source)
     return part is not None and part.link is not None and part.link.mesh
 
 
 def _causes(*keys: str, **facts: int | None) -> dict[str, str]:
-    """Return these causes in words, with the numbers of the link."""
+    """Return the descriptions of these causes, with the numbers of the link filled in."""
     return {key: SLOW_CAUSES[key].format(**facts) for key in keys}
 
 

@@ -19,15 +19,19 @@ from meshwise.spec.units import bytes_text
 
 
 def used_bytes(device: str) -> int:
-    """Return this process's bytes in use: of tensors on an accelerator; on a CPU, its resident memory."""
+    """Return how many bytes this process uses. On an accelerator, these are its tensors. On a CPU, it is the resident
+    memory."""
     if has_streams(device):
         return int(torch.get_device_module(device).memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
 def memory_counters(device: str) -> dict[str, float]:
-    """Return the bytes in use by name, for the timeline. On an accelerator: `allocated` and `reserved` by torch, and
-    `device` for all processes together; for a CPU worker: `resident` memory of this process."""
+    """Return the bytes in use by name, for the timeline.
+
+    On an accelerator, `allocated` and `reserved` are counted by torch, and `device` is the use of all processes
+    together. A CPU worker has only `resident`, the resident memory of this process.
+    """
     if has_streams(device):
         facts = memory_facts(device)
         return {
@@ -39,7 +43,8 @@ def memory_counters(device: str) -> dict[str, float]:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the largest number of bytes in use so far, as `used_bytes` counts them."""
+    """Return the largest number of bytes in use so far. On an accelerator, these are the tensors of this process. On a
+    CPU, it is the resident memory."""
     if has_streams(device):
         return int(torch.get_device_module(device).max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS
@@ -47,7 +52,7 @@ def peak_bytes(device: str) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated now: on the accelerator, or for a CPU in the host or container."""
+    """Return how many bytes can be allocated now. For a CPU, this is the free memory of the host or the container."""
     if has_streams(device):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     available, left = int(psutil.virtual_memory().available), memory_left()
@@ -75,10 +80,11 @@ def memory_facts(device: str) -> dict[str, int]:
 
 
 def cap_memory(device: str, limit: int) -> None:
-    """Limit this process to `limit` bytes of the device's memory, or of the host's if the device is a CPU.
+    """Limit this process to `limit` bytes of the device's memory, or of the host's memory if the device is a CPU.
 
     Allocations beyond the limit fail, as on a smaller device. On a host, Linux counts writable memory (RLIMIT_DATA),
-    but not what is mapped and unused so far. Raises UsageError if the process holds as much already.
+    but not memory that was mapped before and is still unused. Raises UsageError if the process of a CPU worker already
+    uses as much, or if its system is not Linux.
     """
     if has_streams(device):
         total = torch.get_device_module(device).mem_get_info(device)[1]
@@ -96,6 +102,6 @@ def cap_memory(device: str, limit: int) -> None:
 
 
 def _of_status(name: str) -> int:
-    """Return a figure of this process from /proc/self/status, such as `VmData`, in bytes."""
+    """Return a figure from /proc/self/status, such as `VmData`, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

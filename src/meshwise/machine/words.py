@@ -26,7 +26,8 @@ _WRITE = "Write hosts x devices x device name @ network rate, such as 8xH100, 2x
 
 
 def machine_from_words(words: str) -> Machine:
-    """Return the machine described by `words`. Raises UsageError for unreadable words, unknown parts, large counts."""
+    """Return the machine that `words` describe. Raises UsageError if they cannot be read, if a part is unknown, or if a
+    count is too large."""
     text = words.strip()
     if len(text) > 200:
         raise UsageError(f"machine '{words[:60]}…': {len(words):,} characters are too many for a machine. {_WRITE}")
@@ -59,12 +60,13 @@ def machine_from_words(words: str) -> Machine:
 
 
 def device_of(part: CatalogPart, index: int, host: int = 0) -> Device:
-    """Return device `index` of a host, with the nominal figures of its part."""
+    """Return device number `index` of a host, with the nominal figures of its part."""
     return Device(f"{part.kind}:{index}", host=host, **nominal(part))
 
 
 def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tuple[Link, ...]:
-    """Return links that hold for any device of a machine with a single part; none if the parts differ."""
+    """Return links that hold for any device of a machine whose devices all have the same part. Returns () if the parts
+    differ."""
     if len({part.name for part in device_parts}) != 1:
         return ()
     part = device_parts[0]
@@ -72,8 +74,12 @@ def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tup
 
 
 def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
-    """Return the parts; if they differ, only the one with the slowest link, and add a warning. apart: each host has
-    devices of one part; else different parts share a host, and reach each other through it."""
+    """Return the parts if they are all the same. If they differ, return only the part with the slowest link, and add a
+    warning.
+
+    apart: whether the devices of each host have the same part. If not, different parts share a host, and reach each
+        other through the host.
+    """
     if len({part.name for part in device_parts}) == 1:
         return device_parts
 
@@ -87,7 +93,8 @@ def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[s
 
 
 def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
-    """Parse `2x8xA100`: return the number of hosts, the devices of each host, their part, and warnings."""
+    """Parse words such as `2x8xA100`. Returns the number of hosts, the number of devices per host, their part, and
+    warnings."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"machine '{words}' names no device. {_WRITE}")
@@ -107,7 +114,8 @@ def _count(words: str, digits: str) -> int:
 
 
 def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
-    """Return the part that a name means (the first of several), and warnings: what was assumed, the part's note."""
+    """Return the part that a name means, and warnings on what was assumed and on the part. If several parts match, the
+    first is returned."""
     plain = _plain(name)
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
@@ -127,18 +135,21 @@ def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
 
 
 def _plain(name: str) -> str:
-    """Reduce a name to lower-case letters and digits, and remove the vendor's name from its beginning."""
+    """Reduce a name to lower-case letters and digits, and remove a vendor's name from its beginning."""
     plain = _letters(name)
     return _VENDORS.sub("", plain) or plain
 
 
 def _letters(name: str) -> str:
-    """Reduce a name to lower-case letters and digits."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _means(plain: str, part: CatalogPart) -> bool:
-    """Return whether a plain name (`_plain`) means this part: the family, then perhaps memory size and form (`sxm`)."""
+    """Return whether a name means this part. The name must be the family, optionally followed by memory size and form
+    (`sxm`).
+
+    plain: the name as `_plain` returns it.
+    """
     family = _plain(part.family)
     if not plain.startswith(family) or part.memory is None:
         return False
@@ -171,7 +182,8 @@ def _host_links(part: CatalogPart) -> tuple[Link, ...]:
 
 
 def _device_links(part: CatalogPart) -> tuple[Link, ...]:
-    """Return one link for any two devices of a host: the part's link between devices, else its link to the host."""
+    """Return the link that holds for any two devices of a host. It is the part's link between devices, or else its link
+    to the host."""
     if part.kind == "cpu":
         return (Link(DEVICE, DEVICE, "process"),)
     link: PartLink | None = part.link or part.host_link
@@ -188,7 +200,8 @@ def _device_links(part: CatalogPart) -> tuple[Link, ...]:
 
 
 def _network(words: str, rate: str) -> float:
-    """Parse a host's network rate as bytes/s: `200Gb` (Gbit/s), `25GB` (GB/s), `8xInfiniBand-NDR`, `DGX-H100`."""
+    """Parse the network rate of a host: `200Gb` (Gbit/s), `25GB` (GB/s), `8xInfiniBand-NDR` or `DGX-H100`. Returns
+    bytes/s."""
     sold = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([KMGT])(bit|bits|bps|b|B|Bps)(?:/s|ps)?", rate.strip())
     if sold:
         value = float(sold[1]) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[sold[2]] / (1 if sold[3][0] == "B" else 8)

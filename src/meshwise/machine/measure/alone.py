@@ -22,16 +22,20 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 MEMORY_SHARE = 0.15
-"""The share of the time budget for measuring the memory's rate. The rest is for matrix products."""
+"""The share of the time budget that is used to measure the memory rate. The rest is used for matrix products."""
 
 
 def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
-    """Return the name of each slot's device: `cuda:2` for an accelerator, `cpu:1` for the second CPU worker."""
+    """Return the name of each slot's device, such as `cuda:2` for an accelerator, or `cpu:1` for the second CPU
+    worker."""
     return [f"cpu:{rank}" if slot.index is None else slot.name for rank, slot in enumerate(slots)]
 
 
 def measure_alone(slots: Sequence[WorkerSlot], budget: float, progress: Progress) -> None:
-    """Measure every device by itself, in about `budget` seconds for all. `progress` gets each result as it is done."""
+    """Measure every device by itself, in about `budget` seconds for all devices together.
+
+    progress: receives each result as soon as the device is measured.
+    """
     turns = len(slots) if slots[0].device == "cpu" else 1
     arguments = (device_names(slots), budget / turns, turns > 1)
     launch(_measure, arguments, slots, listeners=listeners(progress))

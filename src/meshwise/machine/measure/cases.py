@@ -25,8 +25,14 @@ _ACK = 8  # bytes of the answer to a copy
 
 @dataclass(frozen=True)
 class Case:
-    """A path at one size, for this rank. size: the bytes that count. fill(round): writes this rank's data. call():
-    communicates. wrong(round): says where received data differs, or None. counts: whether this rank's time counts."""
+    """What one rank runs to measure a path at one size.
+
+    size: the number of bytes that count for the rate.
+    fill: `fill(round)` writes this rank's data.
+    call: communicates.
+    wrong: `wrong(round)` returns where the received data is wrong, or None.
+    counts: whether the time of this rank counts.
+    """
 
     size: int
     fill: Callable[[int], object]
@@ -37,7 +43,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that measures: its number, how many ranks there are, their group, its device."""
+    """A rank that takes part in a measurement: its number, the number of ranks, their process group, and the rank's
+    device."""
 
     rank: int
     ranks: int
@@ -48,25 +55,30 @@ class Member:
         return torch.empty(*shape, dtype=torch.uint8, device=self.device)
 
     def key(self, number: int, one: int, other: int) -> int:
-        """Return a key for the data of a round and a pair of ranks (or a rank and a part). No other data has it."""
+        """Return the key of the data of a round for a pair of ranks, or for a rank and a part. Different data have
+        different keys."""
         return (number * self.ranks + one) * self.ranks + other
 
 
 Maker = Callable[[Member, int], Case]
-"""Makes the case of this rank for a size."""
+"""Makes the case of a rank for a size in bytes."""
 Parts = Mapping[tuple[int, int], Tensor]
 """Tensors by (source rank, target rank), or by (source rank, number of the part)."""
 
 
 def checked(case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`. Return where this rank's received data differs, or None."""
+    """Communicate once with the data of round `number`. Return where the data that this rank received is wrong, or
+    None."""
     case.fill(number)
     case.call()
     return case.wrong(number)
 
 
 def all_reduce(member: Member, size: int) -> Case:
-    """Make the case of an all-reduce. size: of the tensor on each rank."""
+    """Make the case of an all-reduce.
+
+    size: the bytes of the tensor on each rank.
+    """
     tensor = torch.empty(max(size // 4, 1), device=member.device)
     return Case(
         tensor.nbytes,
@@ -77,7 +89,11 @@ def all_reduce(member: Member, size: int) -> Case:
 
 
 def broadcast(source: int, direct: bool) -> Maker:
-    """Make cases of a broadcast from rank `source`. Their size is that of the tensor."""
+    """Return a maker of broadcast cases. The size is the number of bytes of the tensor.
+
+    source: the rank that sends.
+    direct: whether the collective is composed of sends and receives instead of being called in the backend.
+    """
 
     def make(member: Member, size: int) -> Case:
         tensor = member.bytes(size)
@@ -92,7 +108,10 @@ def broadcast(source: int, direct: bool) -> Maker:
 
 
 def all_gather(direct: bool) -> Maker:
-    """Make cases of an all-gather. Their size is that of the gathered result."""
+    """Return a maker of all-gather cases. The size is the number of bytes of the gathered result.
+
+    direct: whether the collective is composed of sends and receives instead of being called in the backend.
+    """
 
     def make(member: Member, size: int) -> Case:
         part = max(size // member.ranks, 1)
@@ -108,7 +127,10 @@ def all_gather(direct: bool) -> Maker:
 
 
 def reduce_scatter(direct: bool) -> Maker:
-    """Make cases of a reduce-scatter. Their size is that of the whole tensor on each rank."""
+    """Return a maker of reduce-scatter cases. The size is the number of bytes of the whole tensor on each rank.
+
+    direct: whether the collective is composed of sends and receives instead of being called in the backend.
+    """
 
     def make(member: Member, size: int) -> Case:
         count = max(size // 4 // member.ranks, 1)
@@ -130,7 +152,10 @@ def reduce_scatter(direct: bool) -> Maker:
 
 
 def all_to_all(direct: bool) -> Maker:
-    """Make cases of an all-to-all. Their size is that of the tensor on each rank."""
+    """Return a maker of all-to-all cases. The size is the number of bytes of the tensor on each rank.
+
+    direct: whether the collective is composed of sends and receives instead of being called in the backend.
+    """
 
     def make(member: Member, size: int) -> Case:
         tensor, out = (member.bytes(member.ranks, max(size // member.ranks, 1)) for _ in range(2))
@@ -146,13 +171,20 @@ def all_to_all(direct: bool) -> Maker:
 
 
 def send_receive(member: Member, size: int) -> Case:
-    """Make the case in which every rank sends to the next one, all at once. size: of the tensor."""
+    """Make the case in which each rank sends to the next rank, all at the same time.
+
+    size: the bytes of the tensor that each rank sends.
+    """
     after, before = (member.rank + 1) % member.ranks, (member.rank - 1) % member.ranks
     return _exchanged(member, size, [after], [before], size)
 
 
 def copy(source: int, target: int) -> Maker:
-    """Make cases of a copy between two ranks. A short answer lets the source's clock time it. Size: of the tensor."""
+    """Return a maker of cases in which one rank sends a tensor to another. The size is the number of bytes of the
+    tensor.
+
+    The target answers with a few bytes, so that the clock of the source can time the copy.
+    """
 
     def make(member: Member, size: int) -> Case:
         if member.rank not in (source, target):
@@ -176,7 +208,8 @@ def copy(source: int, target: int) -> Maker:
 
 
 def both_ways(one: int, other: int) -> Maker:
-    """Make cases in which two ranks send to each other at once. Their size is that of one direction."""
+    """Return a maker of cases in which two ranks send to each other at the same time. The size is the number of bytes
+    in one direction."""
 
     def make(member: Member, size: int) -> Case:
         if member.rank not in (one, other):
@@ -188,7 +221,11 @@ def both_ways(one: int, other: int) -> Maker:
 
 
 def one_to_all(source: int, back: bool) -> Maker:
-    """Make cases of rank `source` sending to all others at once, or, if `back`, receiving. Size: of all together."""
+    """Return a maker of cases in which one rank sends to all other ranks at the same time. The size is the total number
+    of bytes.
+
+    back: whether all other ranks send to rank `source` instead.
+    """
 
     def make(member: Member, size: int) -> Case:
         others = [rank for rank in range(member.ranks) if rank != source]
@@ -201,7 +238,11 @@ def one_to_all(source: int, back: bool) -> Maker:
 
 
 def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted: int) -> Case:
-    """Make a case that sends `size` bytes to each rank of `to` and receives as many from each of `by`, all at once."""
+    """Make a case with several transfers at the same time: to each rank of `to`, and from each rank of `by`.
+
+    size: the bytes of one transfer.
+    counted: the bytes that count for the rate.
+    """
     outgoing = {(member.rank, rank): member.bytes(size) for rank in to}
     incoming = {(rank, member.rank): member.bytes(size) for rank in by}
 
@@ -218,7 +259,7 @@ def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted:
 def _of_parts(
     member: Member, size: int, outgoing: Parts, incoming: Parts, call: Callable[[], object], counts: bool = True
 ) -> Case:
-    """Make a case that fills the outgoing tensors, calls `call`, and compares the incoming tensors one by one."""
+    """Make a case that fills the outgoing tensors, runs `call`, and checks each incoming tensor."""
 
     def write(number: int) -> None:
         for tensor in incoming.values():
@@ -237,7 +278,7 @@ def _of_parts(
 
 
 def _idle(size: int) -> Case:
-    """Make the case of a rank that takes no part: it does nothing."""
+    """Make the case of a rank that takes no part and does nothing."""
     return Case(size, lambda number: None, lambda: None, lambda number: None, counts=False)
 
 

@@ -21,14 +21,18 @@ from meshwise.spec.machine import Matmul
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Sizes m of square matrix products (m, m, m), smallest first. Each is followed by (m, 4m, m), as in a transformer."""
+"""Sizes m of square matrix products (m, m, m), the smallest first. Each is followed by (m, 4m, m), as in a
+transformer."""
 FLUSH_BYTES = 256 << 20  # larger than the last cache of any device of the catalog
 COPY_BYTES = {"cpu": 256 << 20}  # elsewhere 1 GiB; read and written by the measure of memory: four times the cache
 LAUNCHES = 1000
 
 
 def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None = None) -> Iterator[Matmul]:
-    """Measure matrix products of growing shapes, and yield each. budget: seconds for all dtypes, shared equally."""
+    """Measure matrix products of growing shapes, and yield each result.
+
+    budget: the seconds for all dtypes, shared equally between them.
+    """
     names = dtypes if dtypes is not None else dtypes_of(device)
     flush = _flusher(device)
     for name in names:
@@ -49,13 +53,14 @@ def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None 
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """Return the names of the dtypes in which the device can multiply matrices. tf32 is for CUDA only."""
+    """Return the names of the dtypes in which the device can multiply matrices. tf32 is only for NVIDIA devices."""
     tf32 = device.type == "cuda" and not torch.version.hip
     return tuple(name for name in DTYPES if (name != "tf32" or tf32) and _computes(device, DTYPES[name]))
 
 
 def memory_rate(device: torch.device, budget: float) -> float:
-    """Return the bytes per second that a copy inside the device's memory reads and writes, both counted."""
+    """Return the bytes per second of a copy inside the device's memory, counting both the bytes read and the bytes
+    written."""
     size = min(COPY_BYTES.get(device.type, 1 << 30), free_bytes(device) // 8)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -63,7 +68,7 @@ def memory_rate(device: torch.device, budget: float) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Return the seconds that the host needs to launch a kernel, measured with many small ones in a row."""
+    """Return the seconds that the host needs to launch a kernel, measured with many small kernels in a row."""
     tensor = torch.zeros(1, device=device)
     host_seconds(lambda: tensor.add_(1), device, LAUNCHES // 10)
     return median(host_seconds(lambda: tensor.add_(1), device, LAUNCHES) for _ in range(5))
@@ -85,7 +90,8 @@ def _product(
 
 
 def _flusher(device: torch.device) -> Callable[[], object] | None:
-    """Return a function that overwrites the cache; None on a CPU, where the products are larger than the cache."""
+    """Return a function that overwrites the device's cache. Returns None for a CPU, where the products are larger than
+    the cache."""
     if device.type == "cpu":
         return None
     buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)

@@ -24,26 +24,33 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.pattern import fill, first_difference
 
 Move = Callable[[Tensor, Tensor, str], None]
-"""move(target, source, path): copies in the current stream. path: `pinned`, `pageable`, `peer` or `staged`."""
+"""A function `move(target, source, path)` that copies in the current stream. The path is `pinned`, `pageable`, `peer`
+or `staged`."""
 Leg = tuple[str, str]
-"""One copy: the names of its source and its target."""
+"""One copy, as the names of its source and its target."""
 
 
 @dataclass(frozen=True)
 class CopySpec(PathSpec):
-    """One or several copies that one process makes at once. legs: the copies, all of the same size."""
+    """A path to measure that consists of one copy or of several copies at the same time, all made by one process.
+
+    legs: the copies, all of the same size.
+    """
 
     legs: tuple[Leg, ...]
 
 
 def copy_spec(operation: str, source: str, target: str, path: str, *legs: Leg) -> CopySpec:
-    """Make the spec of a path with these legs; without any, of a single copy from source to target."""
+    """Make the spec of a path. Without `legs`, it is a single copy from `source` to `target`."""
     legs = legs or ((source, target),)
     return CopySpec(operation, source, target, path, len({end for leg in legs for end in leg}), legs)
 
 
 def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> list[CopySpec]:
-    """Return all copies to measure on one host. peers(one, other): whether `one` can read `other`'s memory directly."""
+    """Return all copies to measure on one host.
+
+    peers: `peers(one, other)` returns whether device `one` can read the memory of device `other` directly.
+    """
 
     def ways(legs: Sequence[Leg]) -> tuple[str, ...]:
         return ("peer", "staged") if all(peers(*leg) for leg in legs) else ("staged",)
@@ -72,7 +79,9 @@ def measure_copy(
 ) -> PathResult:
     """Time one path at growing sizes for about `budget` seconds, then check that every byte arrives.
 
-    place: from a device's name to its torch device. A size that would take longer than the time left is left out.
+    A size that would take longer than the time left is skipped, and so are all larger sizes.
+
+    place: converts the name of a device to the name of its torch device.
     """
     end = time.perf_counter() + budget
 
@@ -96,7 +105,7 @@ def measure_copy(
 
 
 def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: Move) -> str | None:
-    """Copy once, and return where bytes did not arrive as they were sent; None if all did."""
+    """Copy once, and return where bytes did not arrive as they were sent, or None if all did."""
     for key, (source, target) in enumerate(tensors):
         fill(source, key + 1)
         fill(target, -key - 1)  # what an earlier copy left must not pass for this one's
@@ -114,12 +123,14 @@ def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: M
 
 
 def _clocked(leg: Leg, place: Callable[[str], str]) -> torch.device:
-    """Return the device whose clock times a copy: the source, in whose stream torch copies, unless that is the host."""
+    """Return the device whose clock times a copy. It is the source, in whose stream torch copies, or the target if the
+    source is the host."""
     return torch.device(place(next(end for end in leg if end != "host")))
 
 
 def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callable[[], None]:
-    """Return a function that copies all legs at once: a single one in the current stream, several in new streams."""
+    """Return a function that makes all copies at the same time. A single copy runs in the current stream, several
+    copies run in new streams."""
     if len(legs) == 1:
         ((source, target),) = legs
         if how == "staged" and not source.is_cpu and not target.is_cpu:
@@ -141,7 +152,8 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
 
 
 def _staged_alone(target: Tensor, source: Tensor, move: Move) -> None:
-    """Copy through the host. Make the source's stream, which is timed, wait for the second leg too."""
+    """Copy through the host's memory. The stream of the source is timed, so it is made to wait for the second half of
+    the copy."""
     move(target, source, "staged")
     here, there = (torch.get_device_module(end).current_stream(end) for end in (source.device, target.device))
     here.wait_stream(there)

@@ -22,16 +22,17 @@ from meshwise.transfer.copy import CopyOptions, copy, move
 from meshwise.transfer.path import AUTO, PEER, STAGED, reads_directly
 
 Lanes = tuple[int | None, int | None]
-"""Generation and width of a PCIe link."""
+"""The generation and the number of lanes of a PCIe link."""
 LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # half a second on the slowest link of the catalog, longer than NVML takes
 
 
 def measure_in_process(
     devices: Sequence[str], sizes: Sequence[int], budget: float, progress: Progress
 ) -> dict[str, Lanes]:
-    """Measure and check all copies among these accelerators and the host, for about `budget` seconds in all.
+    """Measure and check all copies among these accelerators and the host, for about `budget` seconds in total.
 
-    Return (generation, lanes) of each device's PCIe link under load, by the device's name, if NVML reports it.
+    Returns the (generation, lanes) of each device's PCIe link under load, by the name of the device. A device for which
+    NVML does not report them is left out.
     """
     paths = [path for path in copy_paths(devices, _peers) if _can(path)]
     for path in paths:
@@ -42,7 +43,8 @@ def measure_in_process(
 
 
 def _lanes_under_load(device: str) -> Lanes | None:
-    """Read generation and lanes of a device's PCIe link during pinned copies: an idle link is slower and narrower."""
+    """Read the generation and lanes of a device's PCIe link during pinned copies. An idle link is slower and
+    narrower."""
     if not has_streams(device):
         return None
     source = torch.zeros(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -55,17 +57,17 @@ def _lanes_under_load(device: str) -> Lanes | None:
 
 
 def _peers(source: str, target: str) -> bool:
-    """Return whether device `source` can read the memory of `target` directly, without the host."""
+    """Return whether the device `source` can read the memory of `target` directly, without the host."""
     return has_streams(source) and reads_directly(torch.device(source), torch.device(target))
 
 
 def _can(path: CopySpec) -> bool:
-    """Return whether a path can run on its devices: all paths except `pageable` need devices with streams."""
+    """Return whether a path can run on its devices. All paths except `pageable` need devices with streams."""
     return path.path == "pageable" or all(end == "host" or has_streams(end) for leg in path.legs for end in leg)
 
 
 def _move(target: Tensor, source: Tensor, how: str) -> None:
-    """Enqueue a copy in the current stream, without making the host wait, as copies are timed."""
+    """Enqueue a copy in the current stream without making the host wait, since the copies are timed."""
     if has_streams(source.device) and target.is_cpu:
         copy(target, source, stream=torch.get_device_module(source.device).current_stream(source.device))
     elif has_streams(target.device) and source.is_cpu:
@@ -76,7 +78,8 @@ def _move(target: Tensor, source: Tensor, how: str) -> None:
 
 @contextmanager
 def _near(path: CopySpec) -> Iterator[None]:
-    """In the block, run on the cores near the path's device, so that pinned memory is on the same NUMA node."""
+    """Context manager that runs its block on the cores near the path's device. Pinned memory is then on the same NUMA
+    node."""
     device = next(end for leg in path.legs for end in leg if end != "host")
     before = allowed_cores()
     near = cores_near(pci_address(device), before)

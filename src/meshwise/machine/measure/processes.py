@@ -27,17 +27,19 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 WHAT = ("links", "collectives")
-"""What is measured by default. `direct` can be added: collectives composed of sends and receives instead of gloo's."""
+"""What is measured by default. `direct` can be added. It measures collectives that are composed of sends and receives
+instead of calling those of gloo."""
 MORE = ("direct",)
 DIRECT = " direct"
-"""Ends the backend's name (`gloo direct`) for collectives that are composed of sends and receives."""
+"""Suffix of the backend's name (`gloo direct`) for collectives that are composed of sends and receives."""
 _COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
     "broadcast": (lambda direct: cases.broadcast(0, direct), lambda ranks: ranks > 2),
     "all-gather": (cases.all_gather, lambda ranks: ranks == 2),
     "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
     "all-to-all": (cases.all_to_all, lambda ranks: True),
 }
-"""For each collective: what makes its cases, and for which numbers of ranks it is composed (compat/collectives.py)."""
+"""For each collective, a function that returns the maker of its cases, and a function that says for which numbers of
+ranks the collective is composed of sends and receives (compat/collectives.py)."""
 
 
 def measure_processes(
@@ -47,10 +49,11 @@ def measure_processes(
     what: Sequence[str] = WHAT,
     progress: Progress = SILENT,
 ) -> list[PathResult]:
-    """Start one worker per slot, and measure paths and collectives between them for about `budget` seconds.
+    """Start one worker per slot, and measure paths and collectives between the workers for about `budget` seconds.
 
-    `progress` gets each path as soon as it is done. Raises UsageError for an unknown `what`, and WorkerFailed if a
-    worker dies; `progress` has then got all that was done before.
+    Raises UsageError for an unknown word in `what`, and WorkerFailed if a worker dies.
+
+    progress: receives each path as soon as it is measured, also before an error.
     """
     _check(sizes, what)
     if len(slots) < 2:
@@ -70,9 +73,11 @@ def measure_ranks(
     device: torch.device | None = None,
     group: Group = None,
 ) -> list[PathResult]:
-    """Measure between the ranks of an existing group for about `budget` seconds, and return the results on every rank.
+    """Measure paths and collectives between the ranks of an existing group for about `budget` seconds. All ranks of the
+    group must call it, and all get the results.
 
-    Collective over the group. names: of the ranks, such as `cpu:0` or `node0`. `progress` is called on rank 0 only.
+    names: the names of the ranks, such as `cpu:0` or `node0`.
+    progress: is called on rank 0 only.
     """
     _check(sizes, what)
     member = Member(get_rank(group), world_size(group), group, device or torch.device("cpu"))
@@ -94,10 +99,13 @@ def measure_ranks(
 def measure_hosts(
     sizes: Sequence[int], budget: float, what: Sequence[str] = WHAT, progress: Progress = SILENT
 ) -> list[PathResult]:
-    """Measure between hosts, each with its local rank 0. A launcher such as torchrun must have started all ranks.
+    """Measure between hosts, using the rank with local rank 0 on each host. A launcher such as torchrun must have
+    started all ranks.
 
-    Return the results on the ranks that measure, and an empty list on others. `progress` is called on rank 0 only.
-    Raises UsageError without such a launcher, and on a single host.
+    Returns the results on the ranks that measure, and an empty list on other ranks. Raises UsageError if there is no
+    such launcher, or only a single host.
+
+    progress: is called on rank 0 only.
     """
     _check(sizes, what)
     world = join().world

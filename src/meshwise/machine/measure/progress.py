@@ -21,8 +21,12 @@ def _ignore(event: object) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """Callbacks during a bench. starts(name): before each measurement. done(result): after a path or a device is
-    measured. found(machines): with all hosts, before anything between them is measured."""
+    """Callbacks during a bench.
+
+    starts: called with a name before each measurement.
+    done: called with each result of a path or a device.
+    found: called with all hosts before anything between hosts is measured.
+    """
 
     starts: Callable[[str], object] = _ignore
     done: Callable[[PathResult | DeviceResult], object] = _ignore
@@ -33,7 +37,10 @@ SILENT = Progress()
 
 
 def sent_over(channel: WorkerChannel | None) -> Progress:
-    """Return callbacks that send a worker's progress to its launcher, for its `listeners`; None: no launcher."""
+    """Return callbacks that send the progress of a worker to its launcher, where `listeners` receives it.
+
+    channel: the connection to the launcher. If it is None, the callbacks do nothing.
+    """
     if channel is None:
         return SILENT
 
@@ -44,7 +51,7 @@ def sent_over(channel: WorkerChannel | None) -> Progress:
 
 
 def listeners(progress: Progress) -> Listeners:
-    """Return listeners for a launcher, which call `progress` with what its workers send."""
+    """Return listeners for a launcher. They call `progress` with what the workers send."""
 
     def received(rank: int, message: Message) -> None:
         if message["kind"] == "measuring":

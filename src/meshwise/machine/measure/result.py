@@ -15,11 +15,12 @@ from meshwise.spec.timings import Timings, fitted
 
 @dataclass(frozen=True)
 class PathSpec:
-    """A path or collective to measure.
+    """A path or a collective to measure.
 
-    operation: `copy`, `copy both ways`, `one-to-all`, `all-to-one`, or a collective (`all-reduce`). source and target:
-    names of devices, `host`, or `node0` for a host; empty for a collective. path: `pinned`, `pageable`, `peer`,
-    `staged`, `gloo`, `nccl`. ranks: devices that take part.
+    operation: `copy`, `copy both ways`, `one-to-all`, `all-to-one`, or a collective such as `all-reduce`.
+    source, target: the name of a device, `host`, or a name such as `node0` for a host. Empty for a collective.
+    path: `pinned`, `pageable`, `peer`, `staged`, `gloo` or `nccl`.
+    ranks: the number of devices that take part.
     """
 
     operation: str
@@ -35,9 +36,12 @@ class PathSpec:
 
 @dataclass(frozen=True)
 class PathResult(PathSpec):
-    """The measurements of a path. timings: by size, in bytes one way, or of a collective's full tensor. wrong: where
-    bytes differed; None if all were right. note: another remark, such as that the time was over before the largest
-    size."""
+    """The measurements of a path.
+
+    timings: times by size. The size is in bytes, of one direction of a path or of the full tensor of a collective.
+    wrong: where bytes differed, or None if all bytes were right.
+    note: another remark, such as that the time was used up before the largest size.
+    """
 
     timings: Timings
     wrong: str | None = None
@@ -45,7 +49,7 @@ class PathResult(PathSpec):
 
 
 def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, note: str) -> PathResult:
-    """Return the result of a path from its samples by size."""
+    """Build the result of a path from its samples by size."""
     columns = zip(*((sample.seconds, sample.p95, sample.p99) for sample in samples.values()), strict=True)
     timings = fitted(list(samples), *columns)
     return PathResult(spec.operation, spec.source, spec.target, spec.path, spec.ranks, timings, wrong, note)
@@ -53,7 +57,11 @@ def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, 
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """The measurements of one device. memory_rate: bytes/s read and written. launch: seconds to launch a kernel."""
+    """The measurements of one device.
+
+    memory_rate: bytes/s, counting both the bytes read and the bytes written.
+    launch: the seconds that it takes to launch a kernel.
+    """
 
     device: str
     memory_rate: float | None = None

@@ -13,13 +13,16 @@ from meshwise.spec.units import bytes_text
 DEFAULT = "1K:1G"
 FACTOR = 4
 SHARE_OF_MEMORY = 0.8
-"""The share of free memory to use for buffers. The program needs the rest."""
+"""The share of free memory that may be used for buffers. The program needs the rest."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _WRITE = "Write --sizes 1K:1G, one size (64M), or 1K:1G:2 to double from size to size."
 
 
 def read_sizes(words: str) -> tuple[int, ...]:
-    """Read `1K:1G` as 1 KiB, 4 KiB and so on to 1 GiB; `1K:1G:2` doubles; `64M` is one size. Raises UsageError."""
+    """Parse a range of sizes. Raises UsageError if the words are not a range of sizes.
+
+    `1K:1G` means 1 KiB, 4 KiB and so on to 1 GiB. `1K:1G:2` doubles from size to size. `64M` is one size.
+    """
     parts = words.strip().split(":")
     if not 1 <= len(parts) <= 3:
         raise UsageError(f"--sizes {words} is not a range of sizes. {_WRITE}")
@@ -37,9 +40,10 @@ def read_sizes(words: str) -> tuple[int, ...]:
 
 
 def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tuple[int, ...]:
-    """Return the sizes for which `buffers` buffers of that size fit in `free` bytes; at least the first size.
+    """Return the sizes for which `buffers` buffers of that size fit in `free` bytes. The result has at least the first
+    size.
 
-    asked: the user chose the sizes: raise UsageError if one does not fit. Otherwise leave it out.
+    asked: whether the user chose the sizes. UsageError is then raised if a size does not fit.
     """
     most = int(free * SHARE_OF_MEMORY) // buffers
     small = tuple(size for size in sizes if size <= most)
@@ -60,7 +64,7 @@ def _size(words: str, text: str) -> int:
 
 
 def _word(size: int) -> str:
-    """Round `size` down to a power of two, and format it as in --sizes: `64M`."""
+    """Round a size down to a power of two, and format it for --sizes, such as `64M`."""
     power = 1 << max(size.bit_length() - 1, 0)
     unit = next((unit for unit in "TGMK" if power >= _UNITS[unit]), "")
     return f"{power // _UNITS[unit]}{unit}"

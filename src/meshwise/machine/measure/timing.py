@@ -24,7 +24,7 @@ HOST_SECONDS = 1e-5  # of the host for one enqueued call
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of one call: median, 95th and 99th percentile of `count` repeats."""
+    """The median, 95th and 99th percentile of the seconds of one call, over `count` repeats."""
 
     seconds: float
     p95: float
@@ -33,7 +33,7 @@ class Sample:
 
 
 def sample_of(seconds: list[float]) -> Sample:
-    """Return the percentiles of the seconds of repeated calls."""
+    """Compute the percentiles of the seconds of repeated calls."""
     if len(seconds) < 2:
         return Sample(seconds[0], seconds[0], seconds[0], 1)
     cuts = quantiles(seconds, n=100, method="inclusive")
@@ -74,7 +74,8 @@ def repeat(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, batch: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of one call, as the mean of `batch` calls in a row, by the best clock of the device."""
+    """Return the seconds of one call, as the mean of `batch` calls in a row. The device's events are used if it has
+    streams, else the host's clock."""
     if has_streams(device):
         with torch.get_device_module(device).device(device):
             hold_stream(HOST_SECONDS * (batch + 2))

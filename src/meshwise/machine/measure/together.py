@@ -35,8 +35,12 @@ _SMALL = 8  # bytes of a ping
 
 @dataclass(frozen=True)
 class RanksSpec(PathSpec):
-    """A path between ranks. make: makes a rank's case. answered: (source, target) of a copy that the target answers, so
-    that copies do not queue; the source's clock times it. None for any other path."""
+    """A path between ranks.
+
+    make: makes the case of a rank.
+    answered: (source, target) of a copy that the target answers, so that copies do not queue. The clock of the source
+        times it. None for any other path.
+    """
 
     make: Maker
     answered: tuple[int, int] | None = None
@@ -45,7 +49,11 @@ class RanksSpec(PathSpec):
 def measure_path(
     path: RanksSpec, member: Member, sizes: Sequence[int], budget: float, starts: Callable[[str], object]
 ) -> PathResult:
-    """Time a path at growing sizes until `budget` seconds are spent, and check the bytes of each size. Collective."""
+    """Time a path at growing sizes until `budget` seconds are spent, and check the bytes at each size. All ranks must
+    call it.
+
+    starts: called with the name of each measurement before it starts.
+    """
     began = time.perf_counter()
     latency = _ping_pong(member, *path.answered) if path.answered else 0.0
     samples: dict[int, Sample] = {}
@@ -74,8 +82,12 @@ def measure_path(
 
 
 def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`. Return what differs, as the lowest rank with a fault says it,
-    with the path's name; None if every byte is right on every rank. Collective; all ranks return the same."""
+    """Communicate once with the data of round `number`, and check what arrived. All ranks must call it, and all get the
+    same result.
+
+    Returns None if every byte is right on every rank. Otherwise returns the path and the difference that the lowest
+    rank with an error found.
+    """
     found = checked(case, number)
     if not _agree(member, float(found is not None))[0]:
         return None
@@ -84,7 +96,8 @@ def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str 
 
 
 def _repeat(case: Case, member: Member, share: float, latency: float, single: bool) -> tuple[Sample, float]:
-    """Time the case. Return its sample, and the seconds spent after the first LEAST repeats. Collective."""
+    """Time the case. Returns its sample, and the seconds spent after the first LEAST repeats. All ranks must call
+    it."""
     began = time.perf_counter()
     last = 0.0
     for number in range(WARM_UP):
@@ -105,7 +118,8 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
 
 
 def _timed(case: Case, member: Member, batch: int) -> float:
-    """Return this rank's seconds of one call, by events on an accelerator, else by the host's clock. 0: not counted."""
+    """Return the seconds of one call on this rank. They are measured by events on an accelerator, else by the host's
+    clock. The result is 0 if this rank's time does not count."""
     if has_streams(member.device):
         seconds = stream_seconds(case.call, member.device, batch)
     else:
@@ -114,13 +128,15 @@ def _timed(case: Case, member: Member, batch: int) -> float:
 
 
 def _agree(member: Member, *values: float) -> list[float]:
-    """Return the largest over the ranks of each value. Collective, and so a barrier. Communicates host tensors."""
+    """Return the maximum of each value over the ranks. All ranks must call it, so it is also a barrier. It communicates
+    tensors of the host."""
     largest: list[float] = all_reduce(torch.tensor(values, dtype=torch.float64), "max", member.group).tolist()
     return largest
 
 
 def _ping_pong(member: Member, one: int, other: int) -> float:
-    """Return the seconds that a few bytes take one way: half of the median round trip. Collective."""
+    """Return the seconds that a few bytes take in one direction, which is half of the median round trip. All ranks must
+    call it."""
     halves = [0.0]
     if member.rank in (one, other):
         peer = other if member.rank == one else one

@@ -19,7 +19,7 @@ FACTS = ("operation", "source", "target", "path", "ranks", "wrong", "note")
 
 
 def bench_dict(bench: Bench) -> dict[str, Any]:
-    """Return a bench as plain data: its measurements with faults, its verdicts, and the measured machine."""
+    """Convert a bench to plain data, with its measurements and their errors, its verdicts, and the measured machine."""
     return {
         "exit_code": bench.exit_code,
         "stopped": bench.stopped.why if bench.stopped else None,

@@ -27,14 +27,14 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import Cell, table_lines
 
 MOST_ROWS = 16
-"""The largest number of copies to show in a row each. More are shown as a matrix."""
+"""The largest number of copies that are shown with one row each. A larger number of copies is shown as a matrix."""
 MIDDLE_SIZES = (64 << 10, 1 << 20)
 """The sizes at which collectives are shown, besides the largest size."""
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
 
 
 def done_text(done: PathResult | DeviceResult) -> str:
-    """Return a line for a finished measurement: `all-reduce, gloo: 812 MB/s at 16.0 MiB`."""
+    """Describe a finished measurement in one line: `all-reduce, gloo: 812 MB/s at 16.0 MiB`."""
     if isinstance(done, DeviceResult):
         best = max(done.matmuls, key=lambda product: product.rate, default=None)
         product = f", {best.dtype} products at {flops_text(best.rate)}" if best else ""
@@ -46,7 +46,10 @@ def done_text(done: PathResult | DeviceResult) -> str:
 
 
 def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
-    """Return the bench as text for a terminal, at most `width` characters wide (None: as wide as the console)."""
+    """Draw the bench for a terminal.
+
+    width: the largest number of characters in a line. The default is the width of the console.
+    """
     return Drawn(lambda screen: _lines(bench, screen), width)
 
 
@@ -71,7 +74,7 @@ def _devices(devices: Sequence[Device], width: int) -> list[Text]:
 
 
 def _best(device: Device, dtype: str) -> str:
-    """Format the device's best rate of a dtype over all shapes, with its share of the peak if that is known."""
+    """Format the best rate of a dtype over all shapes, with its share of the device's peak if the peak is known."""
     best, peak = device.best_rates.get(dtype), device.peak.get(dtype)
     if best is None:
         return "none"
@@ -100,7 +103,8 @@ def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: i
 
 
 def _both(back: PathResult, one_way: PathResult) -> str:
-    """Format the rate of each direction of a copy both ways, at the size of the one-way rate if measured there."""
+    """Format the rate of a copy both ways, in one direction. If possible, it is the rate at the size of the one-way
+    copy."""
     size = one_way.timings.sizes[-1]
     if size in back.timings.sizes:
         return bandwidth_text(rate_at(back.timings, size))
@@ -108,7 +112,7 @@ def _both(back: PathResult, one_way: PathResult) -> str:
 
 
 def _slowest(timings: Timings) -> list[str]:
-    """Format the 95th and 99th percentile of the seconds at the largest size; empty if unknown."""
+    """Format the 95th and the 99th percentile of the seconds at the largest size. Each is "" if unknown."""
     return [seconds_text(table[-1]) if table else "" for table in (timings.p95, timings.p99)]
 
 
@@ -125,7 +129,8 @@ def _level(level: str) -> Text:
 
 
 def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
-    """Return one matrix for each path. Its rows are sources, its columns targets, its cells GB/s one way."""
+    """Return one matrix for each path. Its rows are sources, its columns are targets, and its cells are GB/s one
+    way."""
     lines: list[Text] = []
     for path in dict.fromkeys(result.path for result in results):
         cells = {(r.source, r.target): r for r in results if r.path == path}
@@ -168,7 +173,8 @@ def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
 
 
 def _latency(timings: Timings) -> str:
-    """Format the fitted latency; without one, as with a single size, format the smallest size's time as its bound."""
+    """Format the fitted latency. If there is none, as with a single size, format the time of the smallest size as an
+    upper bound."""
     return seconds_text(timings.latency) if timings.latency else f"< {seconds_text(timings.seconds[0])}"
 
 

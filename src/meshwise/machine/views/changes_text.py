@@ -16,12 +16,15 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import table_lines
 
 STYLES = {"worse": "bold red", "gone": "red", "changed": "yellow", "new": "cyan", "better": "green"}
-"""The style of each kind of change, in the order in which they are listed."""
+"""The style of each kind of change, in the order in which the kinds are listed."""
 MOST_ROWS = 40
 
 
 def changes_text(changes: Sequence[Change], width: int | None = None) -> RenderableType:
-    """Return the changes as text for a terminal, at most `width` characters wide (None: as wide as the console)."""
+    """Draw the changes for a terminal.
+
+    width: the largest number of characters in a line. The default is the width of the console.
+    """
     return Drawn(lambda screen: _lines(changes, screen), width)
 
 
@@ -37,7 +40,8 @@ def _lines(changes: Sequence[Change], screen: Screen) -> list[Text]:
 
 
 def _size(change: Change) -> float:
-    """Return the factor by which the speed changed, whether faster or slower; 0 without a speed."""
+    """Return the factor by which the speed changed, whether faster or slower. Returns 0 for a change without a
+    speed."""
     return max(change.speed, 1 / change.speed) if change.speed else 0.0
 
 

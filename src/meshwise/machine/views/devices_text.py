@@ -23,18 +23,19 @@ from meshwise.terminal.screen import LABEL, Drawn, Screen, labelled, spaced
 from meshwise.terminal.table import table_lines
 
 MOST_SINGLE = 4
-"""The largest number of devices to show in a row each. Of more, equal neighbours share a row."""
+"""The largest number of devices that are shown with one row each. If there are more, equal neighbors share a row."""
 MOST_NOTES = 6
 MOST_ROWS = 12
 LEAST_NAME = 16
 PEAKS = ("bf16", "fp16", "fp32")
-"""The dtypes whose peak may be shown: the first of them that a part has."""
+"""The dtypes whose peak may be shown. The first of them that a part has is shown."""
 
 
 def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
-    """Return the machine as text for a terminal, at most `width` characters wide (None: as wide as the console).
+    """Draw the machine for a terminal.
 
-    If the output is a file or a pipe and no width is given, sentences are not wrapped.
+    width: the largest number of characters in a line. The default is the width of the console. If the output is a file
+        or a pipe and no width is given, sentences are not wrapped.
     """
     return Drawn(lambda screen: _lines(machine, screen, width is not None), width)
 
@@ -79,12 +80,12 @@ def _host_facts(host: Host) -> list[str]:
 
 
 def _of(allowed: int | None, present: int | None, text: Callable[[int], str]) -> str:
-    """Format `2 of 64` for 2 allowed of 64 present; `64` if all are allowed."""
+    """Format two counts as `2 of 64`, for 2 allowed of 64 present. If all are allowed, the result is `64`."""
     return " of ".join(dict.fromkeys(text(count) for count in (allowed, present) if count is not None))
 
 
 def _fit(facts: Sequence[str], width: int) -> str:
-    """Join the facts to one line. If it is too wide, shorten the first fact, a name."""
+    """Join the facts to one line. If it is too wide, the first fact, which is a name, is shortened."""
     line = " · ".join(facts)
     over = len(line) - width
     return line if over <= 0 else " · ".join([_cut(facts[0], max(len(facts[0]) - over, LEAST_NAME)), *facts[1:]])
@@ -123,7 +124,8 @@ def _rows(machine: Machine) -> list[list[str]]:
 
 
 def _grouped(machine: Machine, devices: Sequence[Device]) -> list[tuple[str, ...]]:
-    """Return a row for each device of a host; if they are many, one for equal neighbours, named `cuda:0-3`."""
+    """Return a row for each device of a host. If there are many devices, equal neighbors share a row, which is named
+    `cuda:0-3`."""
     if len(devices) <= MOST_SINGLE:
         return [(device.name, *_cells(machine, device)) for device in devices]
     rows = []

@@ -21,11 +21,12 @@ KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "netw
 UNKNOWN = "a link without known details"
 CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}
 MOST_MATRIX = 8
-"""The largest number of devices to show as a matrix. With more, pairs of each kind are counted."""
+"""The largest number of devices that are shown as a matrix. If there are more, the pairs of each kind are counted."""
 
 
 def links_text(machine: Machine, width: int) -> list[Text]:
-    """Return lines that show the links between devices and between hosts; none if no such link is known."""
+    """Return lines that show the links between devices and between hosts. There are no lines if no such link is
+    known."""
     pairs = {
         (link.source, link.target): link
         for link in machine.links
@@ -36,8 +37,8 @@ def links_text(machine: Machine, width: int) -> list[Text]:
 
 
 def kind_text(link: Link) -> str:
-    """Format a link as `PCIe4 x16`; with the maximum if the link is below it: `PCIe1 of 4 x16`, `NVLink4 x12 of 18`.
-    Empty for a link without known details."""
+    """Format a link as `PCIe4 x16`. If it is below its maximum, the maximum is added: `PCIe1 of 4 x16`, `NVLink4 x12 of
+    18`. The result is "" for a link without known details."""
     word = KINDS.get(link.kind, link.kind)
     if link.kind not in ("pcie", "nvlink", "xgmi"):
         return word
@@ -48,7 +49,8 @@ def kind_text(link: Link) -> str:
 
 
 def _classes(machine: Machine) -> list[Text]:
-    """Return a line for the link between any two devices, which a machine has that was described, not discovered."""
+    """Return a line for the link between any two devices. Only a machine that was described has such a link, not a
+    machine that was discovered."""
     found = [link for link in machine.links if link.source == link.target == DEVICE]
     return [labelled("links", f"any two devices of a host: {_sentence(link)}") for link in found]
 
@@ -93,7 +95,8 @@ def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: i
 def _matrix(
     pairs: Mapping[tuple[str, str], Link], names: Sequence[str], labels: Mapping[str, str], width: int
 ) -> list[Text]:
-    """Return the matrix of links, with names or only numbers of devices in its head; no lines if it is too wide."""
+    """Draw the matrix of links. Its head has the names of devices, or only their numbers. Returns [] if both are too
+    wide."""
     rows = [
         [one, *(labels[_sentence(pairs[one, other])] if (one, other) in pairs else "-" for other in names)]
         for one in names
@@ -106,7 +109,8 @@ def _matrix(
 
 
 def _sentence(link: Link) -> str:
-    """Format `NVLink4 x18, 450 GB/s, peer`, or `PCIe4 x16, 31.5 GB/s, over the other socket, staged through the …`."""
+    """Format a link as `NVLink4 x18, 450 GB/s, peer`, or `PCIe4 x16, 31.5 GB/s, over the other socket, staged through
+    the …`."""
     facts = [kind_text(link) or UNKNOWN]
     if link.bandwidth is not None:
         facts.append(bandwidth_text(link.bandwidth))

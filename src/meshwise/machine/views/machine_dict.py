@@ -15,5 +15,6 @@ from meshwise.spec.machine import Machine
 
 
 def machine_dict(machine: Machine) -> dict[str, Any]:
-    """Return a machine as plain data, with its `limits_that_hurt` as sentences."""
+    """Convert a machine to plain data. The key `limits_that_hurt` has sentences on limits of the hosts that will stop
+    or slow training."""
     return {**json_value(machine), "limits_that_hurt": limits_that_hurt(machine)}

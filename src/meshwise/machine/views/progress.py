@@ -17,7 +17,8 @@ from meshwise.machine.views.bench_text import done_text
 
 @contextmanager
 def progress_shown() -> Iterator[Progress]:
-    """Show progress on stderr: a line for each finished measurement; on a terminal, a line that changes too."""
+    """Context manager that shows the progress of a bench on stderr, with a line for each finished measurement. A
+    terminal also shows what is being measured at the moment."""
     console = Console(stderr=True)
 
     def line(done: PathResult | DeviceResult) -> None:
