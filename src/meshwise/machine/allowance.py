@@ -2,8 +2,8 @@
 
 Cores are divided among workers.
 
-Control groups are those of versions 2 and 1. A limit of any group from this process's own up to the root holds, so the
-smallest counts. They are tested in tests/machine/test_host_facts.py.
+Control groups of versions 1 and 2 are read. Every limit from this process's own group up to the root group applies, so
+the smallest limit counts. They are tested in tests/machine/test_host_facts.py.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ def bench_of(
     seconds: float,
     stopped: Stop | None = None,
 ) -> Bench:
-    """Add measurements to a machine and judge them. Measurements of paths that corrupt data are left out of the
-    machine.
+    """Add measurements to a machine and judge the machine. Measurements of paths that corrupt data are not added.
 
     measured: the date and the versions, for the machine file.
     """

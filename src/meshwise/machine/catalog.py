@@ -1,9 +1,7 @@
 """Look up known parts and links: nominal figures, and shares reached.
 
-Each figure has its source.
-
-Read from `catalog.toml`. A part that is not in it stays unknown: a name that merely looks alike
-gives nothing.
+The figures are read from `catalog.toml`, which gives the source of each. A part that is not in this file stays unknown.
+A name that merely looks similar is not accepted.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
 )
-"""The generations of each vendor, the oldest first. If a part has no share of the peak, the nearest generation's is
-used."""
+"""The generations of each vendor, the oldest first. If no share of the peak is known for a part, the share of the
+nearest generation is used."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,8 @@ class CatalogPart:
     """A device that can be bought.
 
     kind: the name that torch uses for this kind of device.
-    memory, memory_bandwidth: in bytes, and in bytes/s.
+    memory: in bytes.
+    memory_bandwidth: in bytes/s.
     multiprocessors: the number of SMs or compute units, over which the tiles of a matmul are distributed.
     peak: dense FLOP/s by dtype.
     achievable: the highest share of the peak that a matmul reached, by dtype.
@@ -78,7 +77,7 @@ class CatalogPart:
     bridge: a link between devices that is sold separately.
     host_link: the link to the host.
     peer: False if the vendor disabled peer access, or None if unknown.
-    origins: the source of each figure. The keys are such as `memory`, `peak.bf16` and `link`.
+    origins: the source of each figure, by names such as `memory`, `peak.bf16` and `link`.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Suggest what to try next, given what limited a run.
 
-Advice names only what the kind of program has: a script has no `--batch-size`, and a plain program no plan.
+Advice only names options that the kind of program has. A script has no `--batch-size`, and a plain program has no plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Find when each rank arrived at and left each collective.
 
-These times show stragglers.
-
-The durations of phases cannot show them: the all-reduce makes every rank's backward as long as the slowest rank's.
+These times show which ranks are stragglers. The durations of phases cannot show this, since an all-reduce makes the
+backward pass of every rank as long as the slowest rank's.
 
 Tested in tests/timeline/test_attribution.py.
 """

@@ -101,7 +101,7 @@ class RunComparison:
 
 
 def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Report]) -> RunComparison:
-    """Compare two runs step by step and as a whole. If a run has no steps, they are only compared as a whole."""
+    """Compare two runs step by step and as a whole. If a run has no steps, the runs are only compared as a whole."""
     (table_a, report_a), (table_b, report_b) = first, second
     names = _names(report_a, report_b)
     steady = table_a.steady.any() and table_b.steady.any()
@@ -122,8 +122,8 @@ def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Repor
 
 
 def is_slower(comparison: RunComparison, share: float) -> bool:
-    """Return whether a step of the second run takes longer by more than the fraction `share`, and this is clearly not
-    by chance.
+    """Return whether the steps of the second run are slower by more than the fraction `share`, and the difference is
+    too clear to be chance.
 
     Raises UsageError if the runs have no steps to compare.
     """

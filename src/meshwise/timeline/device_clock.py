@@ -39,8 +39,8 @@ def is_captured() -> bool:
 
 
 class DeviceClock:
-    """Marks moments in the current stream of a device. Once the device has reached a mark, gives its time on the host's
-    clock."""
+    """Marks moments in the current stream of a device, and returns the host's time of each mark once the device has
+    reached it."""
 
     def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any]) -> None:
         """Create the clock.

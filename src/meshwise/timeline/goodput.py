@@ -32,7 +32,7 @@ WAITING = {
 
 
 def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[GoodputPart], list[GoodputPart]]:
-    """Return the wall time in seconds, the parts that it consists of, and the parts that its waiting consists of."""
+    """Return the wall time of a run in seconds, the parts of the wall time, and the parts of the time spent waiting."""
     alive = sum(session.ended - session.began for session in timeline.sessions) / 1e9
     queued = sum(attempt.waited or 0.0 for attempt in attempts_of(timeline.facts))
     wall = alive + queued

@@ -2,7 +2,8 @@
 
 The Timeline has all ranks, and sentences on what is missing.
 
-A log that was cut off, or lacks a block, gives what it has. A log of another version is left out and named.
+If a log was cut off or lacks a block, the rest of the log is used. A log of another version is left out, and a sentence
+names it.
 
 Tested in tests/timeline/test_span_log.py.
 """
@@ -111,10 +112,10 @@ def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:
 
 
 def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, list[str]]:
-    """Return the spans of all ranks on one clock, and the texts that their column `name` refers to.
+    """Return the spans of all ranks on one clock, and the texts that the spans' column `name` refers to.
 
     The spans are sorted by rank, then by start. Spans that a rank records after the next attempt has begun are left
-    out. The rank's machine was then cut off from the others.
+    out, since the machine of such a rank was cut off from the others.
     """
     found: dict[str, int] = {"": 0}
     spans = np.empty(sum(a.log.spans for a in aligned), SPAN)

@@ -187,7 +187,8 @@ class Recorder:
         return self._collectives - 1
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """Begin a collective that overlaps with other work. Returns its span code, its number and the present moment.
+        """Begin a collective that overlaps with other work. Returns the collective's span code, its number and the
+        present moment.
 
         Everything is in one function for speed, since each gradient bucket of each step calls it.
         """
@@ -199,7 +200,10 @@ class Recorder:
         return code, self._collectives - 1, start
 
     def end_collective(self, code: int, number: int, start: Mark, moved: torch.Tensor) -> None:
-        """Record a collective that began with `begin_collective` and ends now. moved: the tensor that it sent."""
+        """Record a collective that began with `begin_collective` and ends now.
+
+        moved: the tensor that the collective sent.
+        """
         if self.on:
             end = self.clock() if self.device is None else self.device.mark()
             self.dtypes[code, moved.nbytes] = moved.dtype

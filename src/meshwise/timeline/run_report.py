@@ -310,8 +310,7 @@ def report_dict(report: Report) -> dict[str, Any]:
 
 
 def texts_of(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the display text of each number that has a unit. A path is such as
-    `ranks/0/seconds/forward`."""
+    """Yield the path and the display text of each number that has a unit. Paths look like `ranks/0/seconds/forward`."""
     write = _unit(hint)
     if write is not None:
         yield path, "unknown" if value is None else write(value)

@@ -1,6 +1,6 @@
 """Tabulate seconds by step, rank and kind of time.
 
-The seconds come from the attributions of all ranks.
+The seconds are sums of each rank's attributed time (attribution.py).
 
 Tested in tests/timeline/test_attribution.py.
 """
@@ -27,7 +27,7 @@ OF_STEP = [code for kind, code in KIND.items() if kind not in OUTSIDE_STEPS]
 
 @dataclass(frozen=True)
 class StepTable:
-    """The time of every step of a run by kind. The steps are in the order in which they were done.
+    """The time of every step of a run by kind, in the order in which the steps were done.
 
     step, session, start: shape (steps,). `start` is in ns. Step 0 is the time before step 1.
     seconds: shape (steps, ranks, kinds + 2).
@@ -52,20 +52,21 @@ class StepTable:
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        """Mask of the counted steps with a backward pass. An evaluation after the last step has a row without one."""
+        """Mask of the counted steps that have a backward pass. The row of an evaluation after the last step has
+        none."""
         return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
 
     @property
     def steady(self) -> NDArray[np.bool_]:
-        """Mask of the trained steps without the first step of each session, which is a warm-up. If fewer than five
-        steps would remain, all trained steps are included."""
+        """Mask of the training steps without the first step of each session, which is a warm-up. If fewer than five
+        steps would remain, the first steps are included."""
         first = np.concatenate([[True], np.diff(self.session) > 0]) | (np.concatenate([[0], self.step[:-1]]) == 0)
         rest = self.trained & ~first
         return rest if rest.sum() >= 5 else self.trained
 
     def step_seconds(self) -> Seconds:
-        """Return the time of each step without evaluation and saving, as the mean over the ranks that did it. The shape
-        is (steps,)."""
+        """Return the time of each step without evaluation and saving, as the mean over the ranks that did the step. The
+        shape is (steps,)."""
         return _mean_over_ranks(self.seconds[:, :, OF_STEP].sum(axis=2), self.present)
 
     def kind_seconds(self) -> Seconds:

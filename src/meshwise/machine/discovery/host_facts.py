@@ -1,8 +1,8 @@
 """Read the host's processor, cores, memory and limits.
 
-It tells what is here, and what this process may use, without any library.
+It reports what the host has and what this process may use of it, without any library.
 
-A container with 2 of 64 cores has 2, and its memory is what its group may use.
+A container that may use 2 of 64 cores has 2 cores. Its memory is what its control group may use.
 """
 
 from __future__ import annotations

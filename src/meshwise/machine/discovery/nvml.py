@@ -87,8 +87,8 @@ def _installed() -> Any:
 
 
 class _Nvml:
-    """NVML with calls that do not fail. Any NVML function may be missing for some device, driver or version of the
-    library."""
+    """A wrapper of NVML. A call returns None if the NVML function is missing or fails, as any function may for some
+    device, driver or version of the library."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -30,7 +30,7 @@ class Named:
 def host_links(found: Sequence[Named], far: Callable[[Accelerator], bool]) -> list[Link]:
     """Return the links from the host to each accelerator and back.
 
-    far: returns whether an accelerator is on a socket other than this process.
+    far: returns whether an accelerator is on a different socket than the cores of this process.
     """
     to = [_host_link(one, "socket" if far(one.device) else "") for one in found]
     return [way for link in to for way in (link, replace(link, source=link.target, target=HOST))]

@@ -1,9 +1,11 @@
 """Add torch's facts to a discovered machine: versions, device numbers, peer access.
 
-NVML counts by PCI address and sees every device; torch counts as CUDA does and sees those that the environment leaves
-to it. Both are matched by PCI address, and torch's names are kept, since they are what programs write.
+NVML numbers devices by PCI address and sees every device. torch numbers devices as CUDA does, and sees only those that
+the environment leaves visible. Devices of both are matched by PCI address. torch's names are kept, since programs use
+these names.
 
-torch is imported when it is asked, not when this file is: what can do without it does not wait for it.
+torch is imported when its facts are read, not when this module is imported. Callers that do not need torch do not wait
+for it.
 """
 
 from __future__ import annotations

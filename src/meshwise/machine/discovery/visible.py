@@ -1,6 +1,6 @@
 """Find which accelerators the environment shows this process, in order.
 
-CUDA_VISIBLE_DEVICES and the like tell.
+The variables are CUDA_VISIBLE_DEVICES and similar ones of other vendors.
 
 Tested in tests/machine/test_discover_odd.py.
 """

@@ -40,7 +40,7 @@ class Field:
 
 
 Fields = Mapping[str, Field]
-"""The keys that a table may have."""
+"""The keys that a table may have, and how the value of each is read and written."""
 
 
 def read_table(

@@ -61,7 +61,7 @@ class Member:
 
 
 Maker = Callable[[Member, int], Case]
-"""Makes the case of a rank for a size in bytes."""
+"""A function that makes the `Case` of a rank for a size in bytes."""
 Parts = Mapping[tuple[int, int], Tensor]
 """Tensors by (source rank, target rank), or by (source rank, number of the part)."""
 

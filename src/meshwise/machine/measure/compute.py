@@ -2,8 +2,9 @@
 
 Products are measured by dtype and shape.
 
-Habits of mamf-finder (stas00/ml-engineering): random data, cache flushed between repeats, median reported, the best
-over shapes is the achievable rate. Products are timed at growing shapes until the budget is spent.
+The method is that of mamf-finder (stas00/ml-engineering). The data is random, the cache is flushed between repeats, and
+the median is reported. The best rate over all shapes is the achievable rate. Products are timed at growing shapes until
+the budget is spent.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ _COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
     "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
     "all-to-all": (cases.all_to_all, lambda ranks: True),
 }
-"""For each collective, a function that returns the maker of its cases, and a function that says for which numbers of
-ranks the collective is composed of sends and receives (compat/collectives.py)."""
+"""For each collective, two functions. The first returns the maker of the collective's cases. The second returns whether
+the collective is composed of sends and receives for a number of ranks (compat/collectives.py)."""
 
 
 def measure_processes(

@@ -118,8 +118,8 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
 
 
 def _timed(case: Case, member: Member, batch: int) -> float:
-    """Return the seconds of one call on this rank. They are measured by events on an accelerator, else by the host's
-    clock. The result is 0 if this rank's time does not count."""
+    """Return the seconds of one call on this rank, measured by events on an accelerator, else by the host's clock. The
+    result is 0 if this rank's time does not count."""
     if has_streams(member.device):
         seconds = stream_seconds(case.call, member.device, batch)
     else:

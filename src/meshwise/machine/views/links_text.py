@@ -1,6 +1,7 @@
 """Show the links between devices as a matrix: `NVLink4 x18`, `PCIe4 x16`.
 
-Where every pair is alike it is one line; where full words do not fit, letters stand for them, with a line for each.
+If all pairs are alike, a single line replaces the matrix. If full words do not fit, the matrix has letters, and a line
+below explains each letter.
 
 Tested in tests/machine/test_devices_text.py.
 """

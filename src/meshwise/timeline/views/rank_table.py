@@ -82,8 +82,8 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
 
 
 def _left_out(titles: Sequence[str]) -> list[Text]:
-    """Return a line that names the columns left out because the table is too wide. It says that `--json` prints
-    them."""
+    """Return a line that names the columns which are left out because the table is too wide. The line says that
+    `--json` prints them."""
     return [Text(f"--json has {' '.join(titles)}", "dim")] if titles else []
 
 

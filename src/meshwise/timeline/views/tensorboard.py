@@ -1,6 +1,6 @@
 """Write the report's series as TensorBoard events.
 
-So they can be compared with those of other runs.
+They can then be compared with the events of other runs.
 """
 
 from __future__ import annotations
