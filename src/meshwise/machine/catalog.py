@@ -27,8 +27,7 @@ ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
 )
-"""The generations of each vendor, the oldest first. If no share of the peak is known for a part, the share of the
-nearest generation is used."""
+"""Generations of each vendor, the oldest first. A missing share of the peak is taken from the nearest generation."""
 
 
 @dataclass(frozen=True)

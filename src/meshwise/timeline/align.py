@@ -22,9 +22,8 @@ from meshwise.timeline.timeline import Clock
 
 Times = NDArray[np.int64]
 CLEAR = 3.0
-"""A burst of round trips counts as congested if its shortest round trip takes more than this many times as long as the
-shortest round trip of all bursts. Congestion delays one direction only, which would look like clock drift. A congested
-burst is therefore left out of the fitted line, and only rules out impossible offsets."""
+"""A burst counts as congested if its shortest round trip takes this many times as long as the shortest of all bursts.
+Congestion delays one direction, which looks like drift, so a congested burst only rules out impossible offsets."""
 DRIFT = 1e-4
 """Assumed upper bound of the drift between two clocks: 100 µs per second, as of a bad quartz oscillator."""
 BURST = 1_000_000_000  # ns: samples closer than this belong to one burst

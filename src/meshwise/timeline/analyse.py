@@ -49,14 +49,9 @@ POINTS = 300
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """Build the report of a timeline.
-
-    folder: the folder of the run, to look for earlier runs of the same program beside it.
-    steps: the first and the last step to show in detail.
-    table: the step table of the timeline, if the caller has already built it.
-
-    Raises UsageError if the run does not have the steps given in `steps`.
-    """
+    """Build the report of a timeline. `steps` are the first and the last step to show in detail. Raises UsageError if
+    the run does not have these steps. Earlier runs of the same program are looked for beside `folder`, the folder of
+    the run. `table` is the step table of the timeline, if the caller has already built it."""
     table = table or step_table_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, table)
     collectives = _collectives(timeline, table.arrivals)

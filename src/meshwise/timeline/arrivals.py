@@ -20,8 +20,7 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 TOGETHER = ("all-reduce", "all-gather", "barrier")
-"""Collectives that no rank can leave before all ranks have arrived. A broadcast is not among them, since its source
-can."""
+"""Collectives that no rank can leave before all ranks have arrived. (The source of a broadcast can leave early.)"""
 ABSENT = np.iinfo(np.int64).min
 
 

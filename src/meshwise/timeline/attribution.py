@@ -61,8 +61,7 @@ OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
 COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
 KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
 OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
-"""For each kind of span, the `Owner` of its whole duration. Communication and backward spans are split between several
-owners instead."""
+"""The `Owner` of each kind of span. Communication and backward spans are split between several owners instead."""
 
 
 @dataclass(frozen=True)

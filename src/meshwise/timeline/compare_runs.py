@@ -34,8 +34,7 @@ STRETCHES = 16
 FEWEST = 5
 """With fewer steps than this, the variation by chance cannot be estimated."""
 MOST_STEPS = 4000
-"""A run with more steps is thinned for the bootstrap: only every second, third, ... step is used, which widens the
-confidence intervals."""
+"""Of a run with more steps, the bootstrap uses only every second, third, ... step, which widens its intervals."""
 CLOCK = 1e-9
 """Resolution of the recorded times in seconds. Smaller differences do not count."""
 MOST_NAMED = 3

@@ -27,21 +27,17 @@ LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
 SLOWER, SLOWER_MEASURED = 0.9, 0.95
-"""One device counts as faster if its step takes at most this share of the run's step time. The first number applies to
-an estimated time of one device, the second to a measured time."""
+"""One device counts as faster if its step, estimated or measured, takes at most this share of the run's step."""
 FEWEST = 10
 """A run with fewer steps is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
-"""Unequal shares of the batch are suggested if the fastest rank computes at least this many times as fast as the
-slowest."""
+"""Unequal shares are suggested if the fastest rank computes at least this many times as fast as the slowest."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
-"""Memory is reported as growing if its median grows by more than the share GROWTH from each third of the examined
-samples to the next. The examined samples are the last three quarters of the run, since allocators warm up in the first.
-They must cover at least GROWTH_STEPS steps and GROWTH_SAMPLES samples."""
+"""Memory is reported as growing if its median grows by more than this share from each third of a run's last three
+quarters to the next, over at least this many steps and samples. Allocators warm up in the first quarter."""
 
 LATENCY_BOUND = 16 * 1024
-"""A collective of at most this many bytes is limited by latency. On links of 1 GB/s and 10 µs, it takes about as long
-as a collective of 1 byte."""
+"""A collective of at most this many bytes takes about as long as one of 1 byte, on links of 1 GB/s and 10 µs."""
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,9 @@ DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_
 FEWEST = 10
 """A run with fewer steps is too short to tell how long a step takes."""
 MOST_READ, BLOCKS = 5, 40
-"""The number of runs that are read at most, and the number of blocks of spans that are read from the end of each run. A
-block covers about a second."""
+"""How many runs are read at most, and how many blocks of spans (about a second each) from the end of each run."""
 SAME_BATCH = 0.1
-"""Two runs count as having the same batch size if their mean samples a step differ by at most this share. A log may end
-within a step, so the means need not be equal."""
+"""Batch sizes count as equal if the mean samples a step differ by at most this share. A log may end within a step."""
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ class RankLog:
     """When the log began, in seconds since 1970."""
     clock: int
     program: str = ""
-    """`plain` for a program without calls of meshwise, recorded from outside. `trainer` or `lightning` for a program
-    inside a Trainer of that library."""
+    """`plain`: recorded from outside, without calls of meshwise. `trainer`, `lightning`: run inside such a Trainer."""
     session: int = 0
     attempt: int = 0
     """Number of the attempt of the run that wrote this log, from 1. It is 0 if the log does not say."""

@@ -34,8 +34,7 @@ from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Ra
 SILENT = 60.0
 """A run that is `running` according to run.json was probably killed if nothing was recorded for this many seconds."""
 SILENT_RANK = 10_000_000_000
-"""In a running run, a rank counts as cut off if its last record is this many ns older than the last record of another
-rank."""
+"""In a running run, a rank counts as cut off if its last record is this many ns older than another rank's."""
 CLOCKS_DIFFER = 1_000_000_000
 """The largest difference in ns that is expected between the times of day of two hosts."""
 Row = tuple[int, int, int, float]

@@ -59,8 +59,7 @@ class Recorder:
         self.names: list[tuple[str, str, str]] = []
         """The kind, lane and name of each kind of span. The index in this list is the span's code."""
         self.dtypes: dict[tuple[int, int], Any] = {}
-        """The dtype of the data that a collective sent, if known. The key is the collective's span code and its number
-        of bytes."""
+        """The dtype of the data that a collective sent, if known, by the collective's span code and bytes."""
         self.dropped = 0
         self.program = ""
         """The kind of program for which advice is given, if known (see `advice.WORDS`)."""
@@ -68,8 +67,7 @@ class Recorder:
         """Number of samples in the global batches that this rank has worked on."""
         self.pulse: Pulse | None = None
         self.memory: Callable[[], Mapping[str, float]] | None = None
-        """Returns the bytes of memory in use, by name. It is called at the end of each phase of the step after
-        `request_memory`."""
+        """Returns the bytes in use, by name. Called at the end of each phase of the step after `request_memory`."""
         self.held: Callable[[], Mapping[str, float]] = dict
         """Returns the bytes that the program itself holds, by purpose. It is called together with `memory`."""
         self._codes: dict[tuple[str, str, str], int] = {}

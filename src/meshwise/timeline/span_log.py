@@ -25,8 +25,7 @@ CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8
 
 SampleClock = Callable[[int], Sequence[tuple[int, int, int]]]
-"""A function `sample(rounds)` that measures round trips to rank 0's clock. It returns them as (sent, rank 0's time,
-received) in ns."""
+"""`sample(rounds)` measures round trips to rank 0's clock. It returns (sent, rank 0's time, received) in ns."""
 
 
 class SpanLog:

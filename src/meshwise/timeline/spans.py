@@ -25,9 +25,8 @@ KINDS = (
     "idle",
 )
 LANES = ("main", "blocks", "host", "communication")
-"""Rows of a rank in the timeline, from top to bottom. `main` has phases and blocking collectives, `blocks` the blocks
-of the model, `host` the work of the host while an accelerator computes, and `communication` the collectives that
-overlap with computing."""
+"""Rows of a rank, from top to bottom: phases and blocking collectives, blocks of the model, work of the host while an
+accelerator computes, and collectives that overlap with computing."""
 
 KIND = {kind: code for code, kind in enumerate(KINDS)}
 LANE = {lane: code for code, lane in enumerate(LANES)}
@@ -74,12 +73,6 @@ SPAN = np.dtype(
         ("collective", "<i8"),
     ]
 )
-"""The row of one span.
-
-kind, lane: an index in KINDS and in LANES.
-name: an index in the names of the timeline.
-step: the number of the step from 1, or 0 before the first step.
-start, end: in ns.
-bytes: the number of bytes sent or saved, or 0 if there are none.
-collective: the number of the collective, which is the same on every rank, or -1.
-"""
+"""One span. `kind`, `lane` and `name` are indices in KINDS, in LANES and in the timeline's names. `step` counts from 1,
+and is 0 before the first step. `start` and `end` are in ns. `bytes` is the number of bytes sent or saved, or 0.
+`collective` is the number of a collective, which is the same on every rank, or -1."""

@@ -20,8 +20,7 @@ Spans = NDArray[np.void]
 """An array of spans, with dtype SPAN."""
 NO_PHASE = -1
 PER_SESSION = 1 << 40
-"""Offset that is added to the numbers of steps and collectives once per earlier session, so that the numbers of
-different sessions differ."""
+"""Added to numbers of steps and collectives once per earlier session, so that numbers of sessions differ."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from meshwise.workers.control_groups import read_text
 SHARED_MEMORY = 2**30
 """The bytes of /dev/shm that NCCL and data loaders need at least. NCCL's guide asks for `--shm-size=1g`."""
 OPEN_FILES_EACH = 512
-"""The number of open files that one worker needs for its data loaders, their shared tensors and connections. This is
-our estimate."""
+"""Open files that one worker needs for its data loaders, their shared tensors and connections (our estimate)."""
 
 
 def host_facts(

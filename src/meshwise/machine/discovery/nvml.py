@@ -25,11 +25,9 @@ VENDOR, NAMELESS = "0x10de", "NVIDIA device"
 P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_OK = 0, 1, 2, 0
 NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
-"""NVLink generations by nvmlNvlinkVersion_t. Its values 1 to 8 stand for the versions 1.0, 2.0, 2.2, 3.0, 3.1, 4.0,
-5.0, 6.0."""
+"""NVLink generations by nvmlNvlinkVersion_t. Its values are the versions 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0."""
 HOST_BRIDGE, OTHER_NODE = 30, 50
-"""Levels of nvmlGpuTopologyLevel_t. From HOST_BRIDGE on, the path of a pair crosses the host bridge. From OTHER_NODE
-on, it crosses NUMA nodes."""
+"""Levels of nvmlGpuTopologyLevel_t from which on the path of a pair crosses the host bridge, and NUMA nodes."""
 
 
 def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:

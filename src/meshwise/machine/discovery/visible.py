@@ -16,8 +16,7 @@ VARIABLES = {
     "nvidia": (("CUDA_VISIBLE_DEVICES",),),
     "amd": (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
 }
-"""The environment variables of each vendor, applied one after the other. In a tuple of several, only the first that is
-set counts."""
+"""Each vendor's environment variables, applied in order. Of variables in one tuple, the first that is set counts."""
 
 
 def visible(found: Found, environ: Mapping[str, str]) -> Found:

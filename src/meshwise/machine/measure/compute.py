@@ -22,8 +22,7 @@ from meshwise.spec.machine import Matmul
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Sizes m of square matrix products (m, m, m), the smallest first. Each is followed by (m, 4m, m), as in a
-transformer."""
+"""Sizes m of square matrix products (m, m, m), ascending. Each is followed by (m, 4m, m), as in a transformer."""
 FLUSH_BYTES = 256 << 20  # larger than the last cache of any device of the catalog
 COPY_BYTES = {"cpu": 256 << 20}  # elsewhere 1 GiB; read and written by the measure of memory: four times the cache
 LAUNCHES = 1000

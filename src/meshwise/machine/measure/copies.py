@@ -24,8 +24,7 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.pattern import fill, first_difference
 
 Move = Callable[[Tensor, Tensor, str], None]
-"""A function `move(target, source, path)` that copies in the current stream. The path is `pinned`, `pageable`, `peer`
-or `staged`."""
+"""`move(target, source, path)` copies in the current stream. `path` is `pinned`, `pageable`, `peer` or `staged`."""
 Leg = tuple[str, str]
 """One copy, as the names of its source and its target."""
 

@@ -27,8 +27,7 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 WHAT = ("links", "collectives")
-"""What is measured by default. `direct` can be added. It measures collectives that are composed of sends and receives
-instead of calling those of gloo."""
+"""Measured by default. `direct` can be added, for collectives composed of sends and receives instead of gloo's."""
 MORE = ("direct",)
 DIRECT = " direct"
 """Suffix of the backend's name (`gloo direct`) for collectives that are composed of sends and receives."""
@@ -38,8 +37,7 @@ _COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
     "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
     "all-to-all": (cases.all_to_all, lambda ranks: True),
 }
-"""For each collective, two functions. The first returns the maker of the collective's cases. The second returns whether
-the collective is composed of sends and receives for a number of ranks (compat/collectives.py)."""
+"""For each collective, the maker of its cases, and for which numbers of ranks compat/collectives.py composes it."""
 
 
 def measure_processes(

@@ -23,11 +23,9 @@ Sample = tuple[Labels, float | None]
 UNITS = ("seconds", "bytes", "ratio")
 
 Row = tuple[str, str, str, Sequence[Sample]]
-"""Name, type (counter, gauge or summary), help and samples of a metric family. Samples without a finite value are not
-written."""
+"""Name, type (counter, gauge or summary), help, and samples. Samples without a finite value are not written."""
 Family = tuple[str, str, str, Callable[[Any], float | None]]
-"""Name, type and help of a metric family, and a function that returns its value for one part, rank, collective or
-finding of the report."""
+"""Name, type, help, and a function that reads the value of a part, rank, collective or finding of the report."""
 
 OF_GOODPUT: Sequence[Family] = (
     ("goodput_seconds", "counter", "Wall time by what it was spent on, mean over ranks.", lambda p: p.seconds),

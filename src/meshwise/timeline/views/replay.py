@@ -33,8 +33,7 @@ CALLS = {
     ),
     "barrier": ("", "dist.barrier()"),
 }
-"""For each kind of collective, the code that prepares its tensors, and the call. ELEMENTS is the number of elements of
-the whole tensor."""
+"""Code that prepares each kind of collective, and the call. ELEMENTS counts the elements of the whole tensor."""
 DIVIDED = ("all-gather", "reduce-scatter", "all-to-all")
 MOST, FEWEST = 200, 20  # repetitions
 SCRIPT = '''"""{what}, repeated.
