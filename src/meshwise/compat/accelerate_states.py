@@ -21,8 +21,9 @@ HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def be_alone(world: World, make: Callable[[], object]) -> Any:
-    """Reset accelerate's state to a world of one process, and make an Accelerator in it with `make`. Keep the ranks in
-    the state, so that only one process writes and logs. Return the state, which all Accelerators share."""
+    """Reset accelerate's shared state to that of a single process, then call `make`, which creates an Accelerator.
+    The state still has this process's rank and local rank, so that only one process of the run writes files and logs.
+    Return the state, which all Accelerators of the process share."""
     states = import_module("accelerate.state")
     alone = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": world.device}, clear=True):
@@ -35,7 +36,8 @@ def be_alone(world: World, make: Callable[[], object]) -> Any:
 
 
 def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
-    """Make the order of the samples in an epoch depend on (seed, epoch), as with accelerate on one device."""
+    """Replace the random sampler of `loader` by accelerate's SeedableRandomSampler. The order of the samples in an
+    epoch then depends on (seed, epoch), as with accelerate on one device."""
     sampler: Any = loader.sampler
     seeded = import_module("accelerate.data_loader").SeedableRandomSampler(
         data_source=sampler.data_source,

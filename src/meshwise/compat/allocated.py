@@ -19,8 +19,8 @@ MEMORY = "[memory]"
 
 
 def allocations_of(call: Callable[[], object]) -> list[int]:
-    """Return the bytes that `call` allocates and frees on the host, in order of time; negative where memory is freed.
-    The memory of the result of `call` is not counted as freed."""
+    """Return the size in bytes of each host allocation during `call()`, in order of time. Memory that is freed appears
+    as a negative number. The result of `call` is freed only after the measurement."""
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         given = call()
     results: Any = seen.profiler.kineto_results
@@ -31,8 +31,8 @@ def allocations_of(call: Callable[[], object]) -> list[int]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence stderr in the block, as kineto prints a line at each start and end of a profile. (An environment variable
-    could prevent this, but only if set before torch is imported.)"""
+    """Redirect stderr to the null device in the block, because kineto prints a line at each start and end of a profile.
+    (An environment variable could prevent this, but only if it is set before torch is imported.)"""
     with contextlib.ExitStack() as stack:
         try:
             before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -59,7 +59,8 @@ OPERATORS = {
     "recv_": ("receive", 0),
     "recv_any_source_": ("receive", 0),
 }
-"""For each operator: the kind of collective, and the index of the argument with its data, None if it has none."""
+"""For each operator: the kind of the collective, and the index of the argument that holds its data. The index is None
+if the operator has no data."""
 _groups: dict[int, dist.ProcessGroup] = {}
 WAIT: Any = dist.Work.wait
 GLOO_THREADS = 2  # so many collectives run at a time
@@ -86,8 +87,12 @@ TORCH = "torch/"
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that begins. of: what it sends, such as `gradients`, or the user's source line that calls it. size:
-    number of ranks in its group. blocking: the caller waits for it at once. in_python: begun by Python, not by C++."""
+    """A collective operation at the moment when it begins.
+
+    of: what the collective sends, such as `gradients`, or the source line of the user's code that calls it.
+    size: the number of ranks in its process group.
+    blocking: whether the caller waits at once until the collective has ended.
+    in_python: whether Python code begins the collective, rather than C++ code."""
 
     kind: str
     of: str
@@ -103,8 +108,10 @@ Ended = Callable[[], None]
 
 
 def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | None]) -> Callable[[], None]:
-    """Call `begin(call)` whenever a collective begins, in any thread, and call the function that it returns when the
-    collective has ended; likewise `waits()` around each wait for an asynchronous one. Return a function to stop."""
+    """Call `begin(call)` whenever a collective begins in any thread of this process, until the returned function is
+    called. If `begin` returns a function, it is called when that collective has ended. Likewise, call `waits()` when
+    the program begins to wait for an asynchronous collective, and the function that it returns when the wait is
+    over."""
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     ends = _Ends()
     library = torch.library.Library("c10d", "IMPL")
@@ -148,7 +155,7 @@ def _around(begin: Callable[[], Ended | None]) -> Iterator[None]:
 
 
 class _Ends:
-    """Calls a callback when a collective has ended."""
+    """Calls the callback of each collective when that collective has ended."""
 
     def __init__(self) -> None:
         self._blocking = threading.local()
@@ -156,7 +163,7 @@ class _Ends:
         self._threads: list[threading.Thread] = []
 
     def expect(self, work: Any, call: Call, ended: Ended) -> None:
-        """Call `ended` when the collective is done. work: its handle."""
+        """Arrange that `ended()` is called when a collective has ended. work: the handle of the collective."""
         if work is None:  # nccl's that blocks: it is in the current stream, and a barrier is over
             ended()
         elif has_streams(call.device):
@@ -173,7 +180,8 @@ class _Ends:
             self._running.put((work, ended))
 
     def take(self) -> Ended | None:
-        """Take the callback of the collective that this thread is waiting for."""
+        """Return the callback of the blocking collective that this thread waits for, and forget it. None if there is
+        none."""
         ended: Ended | None = getattr(self._blocking, "ended", None)
         self._blocking.ended = None
         return ended
@@ -211,7 +219,8 @@ def _kernel(
 
 
 def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType | None) -> Call | None:
-    """Describe the collective that begins; None if it is coalesced or captured, or if it does not really run."""
+    """Describe the collective that begins. Return None if torch coalesces it with others, if a CUDA graph is being
+    captured, or if the call runs on meta tensors or without a real process group."""
     tensors = [] if moved is None else list(tensors_in([*given.values()][moved]))
     group, device = given["process_group"], tensors[0].device.type if tensors else ""
     if dist.distributed_c10d._world.pg_coalesce_state or device == "meta" or not isinstance(group, torch.ScriptObject):
@@ -234,8 +243,10 @@ def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
 
 
 def _source(frame: FrameType | None) -> tuple[str, bool]:
-    """Return what a collective sends, such as `gradients`, judged by the part of torch that calls it; else the user's
-    source line. Also return whether a C++ helper of torch begins the collective and waits for it."""
+    """Return what a collective sends, and whether C++ code of torch begins the collective and waits for it.
+
+    What it sends is a word such as `gradients`, if a known part of torch is on the stack; else the user's source line,
+    or an empty string if there is no user code."""
     frames = list(_frames(frame))
     if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer; threads of the engine have no frame
         return "gradients", False
@@ -250,7 +261,8 @@ def _source(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
-    """Yield (code, line) of frames from the caller outwards, up to the autograd engine or the first in user code."""
+    """Yield (code, line number) of each stack frame, from the given one outwards. The last one is in the autograd
+    engine or is the first in user code. At most MOST_FRAMES frames are yielded."""
     for _ in range(MOST_FRAMES):
         if frame is None:
             return

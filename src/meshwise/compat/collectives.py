@@ -52,7 +52,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 
 
 def backend_of(device: torch.device, group: Group = None) -> str:
-    """Return the backend that carries tensors of `device` in this group: `gloo`, `nccl`."""
+    """Return the name of the backend that communicates tensors of `device` in this group, such as `gloo` or `nccl`."""
     for pair in dist.get_backend_config(group).split(","):
         kind, _, name = pair.partition(":")
         if kind == device.type:
@@ -82,7 +82,8 @@ def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
 
 
 def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[object]:
-    """Begin to sum `tensor` over the group, in place; return a future. If `tensor` must be copied first, wait here."""
+    """Begin to sum `tensor` over the ranks of the group, in place. Return a future that is done when the sum is
+    complete. If the backend cannot sum `tensor` without a copy, the sum is already complete on return."""
     buffer, op = _reducible(tensor, "sum")
     if not _same_memory(buffer, tensor):
         all_reduce(tensor, "sum", group)
@@ -96,7 +97,8 @@ def begin_sum(tensor: Tensor, group: Group = None) -> torch.futures.Future[objec
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) -> None:
-    """Gather `tensor` of every rank, in rank order, into the contiguous `out`, which has the size of all together."""
+    """Gather `tensor` from every rank into `out`, in rank order. `out` must be contiguous, with room for the tensors of
+    all ranks."""
     blocks, own = as_bytes(out).view(dist.get_world_size(group), -1), as_bytes(tensor)
     if direct and dist.get_world_size(group) == 2 and _carries(out, group):
         rank = dist.get_rank(group)
@@ -107,7 +109,8 @@ def all_gather(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
 
 
 def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: Group, direct: bool = False) -> None:
-    """Reduce `tensor` over the group; write this rank's part of the result (along dim 0) to the contiguous `out`."""
+    """Reduce `tensor` over the group, and write this rank's part of the result (along dim 0) to `out`, which must be
+    contiguous."""
     source = _contiguous(tensor.detach())
     if direct and _carries(tensor, group):
         parts = torch.empty_like(source).view(dist.get_world_size(group), *out.shape)
@@ -121,7 +124,7 @@ def reduce_scatter(out: Tensor, tensor: Tensor, op: str, group: Group, direct: b
 
 
 def broadcast(tensor: Tensor, source: int, group: Group, direct: bool = False) -> None:
-    """Write `tensor` of one rank into `tensor` of every rank. source: that rank's number in the group."""
+    """Copy `tensor` of one rank into `tensor` of every other rank. source: the rank within the group that sends."""
     buffer = _contiguous(tensor.detach())
     if direct and dist.get_world_size(group) > 2 and _carries(tensor, group):
         _along_a_chain(as_bytes(buffer), source, group)
@@ -131,7 +134,8 @@ def broadcast(tensor: Tensor, source: int, group: Group, direct: bool = False) -
 
 
 def all_to_all(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) -> None:
-    """Send part i of `tensor` to rank i, and receive part i of the contiguous `out` from rank i."""
+    """Send part i of `tensor` to rank i, and receive part i of `out` from rank i. All parts have the same size, and
+    `out` must be contiguous."""
     source, into = as_bytes(tensor), as_bytes(out)
     if not (direct and _carries(tensor, group)):
         dist.all_to_all_single(into, source, group=group)
@@ -146,9 +150,9 @@ def all_to_all(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
 def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
     """Send and receive all these tensors at once, each to or from a rank of the group.
 
-    Tensors without elements are skipped at both ends. Receives are posted first (see above); nccl gets all messages as
-    one group, without which two ranks that both send would wait for each other.
-    """
+    Tensors without elements are skipped on both ranks. Receives are posted before sends, for the reason given at the
+    top of this file. With nccl all messages form one group; otherwise two ranks that both send would wait for each
+    other."""
     buffers = [(_contiguous(tensor.detach()), rank) for tensor, rank in receives]
     operations = [
         dist.P2POp(how, as_bytes(tensor), group=group, group_peer=rank)
@@ -163,7 +167,8 @@ def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
 
 
 def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
-    """Begin to send to a rank of the group. Return a function that waits for the end, and keeps the data alive."""
+    """Begin to send `tensor` to rank `target` of the group. Return a function that waits until the send is complete.
+    The data stays alive as long as the returned function does."""
     buffer = as_bytes(tensor)
     work = dist.isend(buffer, group=group, group_dst=target) if buffer.nbytes else None
 
@@ -175,8 +180,9 @@ def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
 
 
 def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
-    """Send and receive one message at a time; the other end must call this function too, or `begin_send`. A message to
-    or from `send_receive` would not arrive: nccl may use another connection for several messages at once."""
+    """Send and then receive the tensors, one message at a time. The rank at the other end must call this function or
+    `begin_send`. It must not call `send_receive`, because nccl may use another connection for messages that are sent as
+    a group."""
     for tensor, rank in sends:
         begin_send(tensor, rank, group)()
     for tensor, rank in receives:
@@ -188,7 +194,8 @@ def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of `tensor`, flat; copied if its elements are not contiguous in memory."""
+    """Return the bytes of `tensor` as a flat uint8 tensor. This is a copy if the elements of `tensor` are not
+    contiguous in memory."""
     flat = _contiguous(tensor.detach()).reshape(-1)
     # One element is contiguous to torch whatever its stride, but not to `view`.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
@@ -213,7 +220,8 @@ def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
 
 
 def _reducible(tensor: Tensor, op: str) -> tuple[Tensor, str]:
-    """Return `tensor`, or if needed a contiguous copy in a dtype that every backend reduces, and the op for it."""
+    """Return a tensor with the values of `tensor`, and an op, which every backend can reduce together. The returned
+    tensor is a contiguous copy in a wider dtype if needed. A tensor of bools is viewed as uint8."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bool:
         return _contiguous(tensor).view(torch.uint8), _BOOL_OPS[op]

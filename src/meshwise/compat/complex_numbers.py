@@ -17,7 +17,7 @@ WIDE = {
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
-"""For each dtype, the wider one that a check computes in instead."""
+"""For each floating dtype, the wider dtype in which `meshwise check` computes instead."""
 
 
 def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,7 +29,7 @@ def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def store_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert parameters, their gradients and buffers in place, as `stored_in` does."""
+    """Convert the parameters, gradients and buffers of `model` in place, each as `stored_in` converts a tensor."""
     model._apply(lambda tensor: stored_in(tensor, dtype))
 
 

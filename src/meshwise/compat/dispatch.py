@@ -43,12 +43,14 @@ _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 
 def intercept_operators(handler: Handler) -> AbstractContextManager[Any]:
-    """In the block, pass each operator of this thread to `handler`. Operators that the handler calls run as usual."""
+    """Return a context manager that passes each operator called in this thread to `handler`. Operators that the handler
+    itself calls run as usual."""
     return _Through(handler)
 
 
 def without_interception() -> AbstractContextManager[Any]:
-    """Hide the operators of the block from all dispatch modes, as when an observer computes something for itself."""
+    """Return a context manager in which no dispatch mode sees the operators that are called. An observer uses it to
+    compute something for itself."""
     return _disable_current_modes()
 
 
@@ -62,7 +64,8 @@ KEEP_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::m
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that the operator writes: `self` of add_, `out`, running statistics of a batch norm."""
+    """Return the arguments that the operator writes, such as `self` of `add_`, an `out`, or the running statistics of a
+    batch norm."""
     schema = operator._schema
     untold = ("running_mean", "running_var") if schema.name in KEEP_STATISTICS else ()
     return [
@@ -79,7 +82,7 @@ def gives_view(operator: Any) -> bool:
 
 
 def named_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the operator's arguments by name; missing ones have their defaults."""
+    """Return a dict of the operator's arguments by name. Arguments that were not passed have their defaults."""
     arguments = operator._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     return defaults | {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
@@ -94,13 +97,13 @@ class StorageMap:
         self._most = 1024
 
     def get(self, tensor: Tensor) -> Any:
-        """Return the value of the tensor's storage; None if there is none."""
+        """Return the value for the tensor's storage; None if no value was set."""
         storage = _storage(tensor)
         found = None if storage is None else self._facts.get(storage._cdata)
         return None if found is None else found[1]
 
     def set(self, tensor: Tensor, value: Any) -> None:
-        """Remember `value` for the tensor's storage. A tensor without storage (sparse) is left out."""
+        """Set the value for the tensor's storage. Nothing happens if the tensor has no storage, as a sparse tensor."""
         storage = _storage(tensor)
         if storage is None:
             return
@@ -109,7 +112,7 @@ class StorageMap:
         self._facts[storage._cdata] = (StorageWeakRef(storage), value)
 
     def values(self) -> list[Any]:
-        """Return the values of all living storages."""
+        """Return the values of all storages that are still alive."""
         self._forget()
         return [value for _, value in self._facts.values()]
 

@@ -39,8 +39,8 @@ def is_capturing() -> bool:
 
 
 def hold_stream(seconds: float) -> bool:
-    """Keep the current CUDA stream busy for about `seconds`, so that the host can enqueue work before the stream gets
-    to it. Return False, and do nothing, if this process has not used CUDA."""
+    """Keep the current CUDA stream busy for about `seconds`, so that the host can enqueue work before the stream runs
+    it. Return False, and do nothing, if this process has not used CUDA."""
     if not torch.cuda.is_initialized():
         return False
     torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
@@ -48,8 +48,8 @@ def hold_stream(seconds: float) -> bool:
 
 
 def pin(memory: Tensor) -> bool:
-    """Pin existing host memory, and return whether that worked: the memory of a file on a disk cannot be pinned. Copies
-    from unpinned memory are synchronous."""
+    """Pin existing host memory, so that copies to and from a GPU can be asynchronous. Return whether that worked. It
+    fails for memory that is mapped from a file on a disk."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which would be the user's

@@ -38,16 +38,21 @@ except ImportError as error:  # pragma: no cover - no such torch is in range
     raise RuntimeError(f"torch {torch.__version__} has no fake tensors; meshwise needs torch 2.11 to 2.15.") from error
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors of operators whose results depend on values, which fake tensors do not have."""
+"""Errors that torch raises for operators with results that depend on the values of their arguments. Fake tensors have
+no values."""
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], "Call"], Any]
 """(operator, arguments, keyword arguments, function that runs it on fake tensors) -> the operator's result."""
 
 
 class FakeTensors(FakeTensorMode):
-    """A mode in which new tensors are fake. `handler` gets every operator on these, even after the mode has ended."""
+    """A fake tensor mode of torch that passes every operator on its fake tensors to `handler`, even after the mode has
+    ended."""
 
     def __init__(self, handler: Handler, owner: object = None, *, stands_for_real: bool = False) -> None:
-        """stands_for_real: the program runs on fake tensors from its start to its end; they never get real values."""
+        """handler: runs each operator, see `Handler`.
+        owner: any object, which `owner_of` returns for the tensors of this mode.
+        stands_for_real: whether the program runs on fake tensors from its start to its end, so that they never get
+        values."""
         super().__init__(allow_non_fake_inputs=True)
         self.handler, self.owner, self.stands_for_real = handler, owner, stands_for_real
         self.inside, self.calls = False, 0
@@ -60,7 +65,8 @@ class FakeTensors(FakeTensorMode):
 
 
 class Call:
-    """A call of an operator on fake tensors; `call()` runs it. alike: its results as remembered for equal calls."""
+    """One call of an operator on fake tensors. Calling the instance runs the operator. alike: the results that are
+    remembered for equal calls, None if there are none."""
 
     __slots__ = ("alike", "args", "func", "kwargs", "mode", "types")
 
@@ -120,7 +126,8 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
 
 
 def _without_constants(out: Any) -> None:
-    """Keep known values of fake tensors by `give_value`, not in torch's `constant`: the device does not exist."""
+    """Move known values of fake tensors from torch's attribute `constant` to `give_value`, because the simulated device
+    does not exist."""
     for tensor in tensors_in(out):
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)
@@ -137,8 +144,9 @@ NORMS = (
 
 
 def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Return the results of a norm on bf16 or fp16 tensors with statistics in float32, as real kernels return them (on
-    a CPU only if the norm's weight is float32). torch's fake kernels return them in the narrow dtype."""
+    """Return the results `out` of a normalization operator on bf16 or fp16 tensors, with its statistics in float32.
+    Real kernels return statistics in float32 (on a CPU only if the weight is float32), while torch's fake kernels
+    return them in the narrow dtype."""
     if operator_name(func) == "native_group_norm_backward":
         return (out[0] if out[0] is None else out[0].to(args[1].dtype), *out[1:])
     if operator_name(func) not in NORMS or out[1].dtype not in (torch.bfloat16, torch.float16):
@@ -158,28 +166,30 @@ _DEVICE = torch.ops.prim.device.default
 
 @functools.cache
 def plain_mode() -> FakeTensorMode:
-    """Return a fake mode of torch without a handler. DTensor uses it to compute the shape of a result over whole
-    tensors, which no rank computes. Making the first mode of a process takes a second or two."""
+    """Return a fake tensor mode of torch without a handler. DTensor uses it to compute the shape of a result on whole
+    tensors, which no rank computes. The mode is made once, which takes a second or two."""
     return FakeTensorMode()
 
 
 def is_fake(value: object) -> bool:
-    """Return whether `value` is a fake tensor that gets values later. False for a rehearsal's, which never get any."""
+    """Return whether `value` is a fake tensor that gets values later. Return False for fake tensors of a rehearsal, in
+    which the whole program runs on fake tensors that never get values."""
     return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
 
 
 def is_rehearsed(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a fake tensor of a rehearsal, which never gets values."""
+    """Return whether `tensor` is a fake tensor of a rehearsal, in which the whole program runs on fake tensors."""
     return isinstance(tensor, FakeTensor) and not is_fake(tensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor is not of a subclass. A rehearsal's fake tensor counts as plain."""
+    """Return whether the class of `tensor` is `torch.Tensor` itself. A fake tensor of a rehearsal counts as plain
+    too."""
     return type(tensor) is Tensor or (type(tensor) is FakeTensor and is_rehearsed(tensor))
 
 
 def rehearsing() -> bool:
-    """Return whether the program runs on fake tensors from its start to its end."""
+    """Return whether this is a rehearsal: the program runs on fake tensors from its start to its end."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return getattr(mode, "stands_for_real", False)
 
@@ -191,7 +201,8 @@ def calls_so_far() -> int:
 
 def sums_in_place(args: tuple[Any, ...]) -> bool:
     """Return whether autograd is adding two gradients, and would write the sum into the first if they were plain
-    tensors (it never does so with subclasses). Only a handler may call this: it looks at the caller's caller.
+    tensors (it never does so with tensor subclasses). Only a handler may call this function, which looks at a fixed
+    depth of the call stack.
 
     Read in torch 2.13: `csrc/autograd/input_buffer.cpp`, `accumulate`."""
     caller = sys._getframe(3).f_code  # behind the handler and `_handled`: C++ calls these
@@ -221,7 +232,8 @@ def plain_for_optimizers() -> Iterator[None]:
 
 @functools.cache
 def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
-    """Return `subclass`; if `kind` is a class of fake tensors, a class that derives from both `subclass` and `kind`."""
+    """Return the tensor class to use where `subclass` would be used for real tensors. This is `kind` if `kind` is a
+    subclass of `subclass`, a class that derives from both if `kind` is a class of fake tensors, and else `subclass`."""
     if issubclass(kind, subclass):
         return kind
     return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
@@ -239,13 +251,13 @@ def failing_quietly() -> Iterator[None]:
 
 
 def real_values() -> contextlib.AbstractContextManager[Any]:
-    """Compute with real tensors in the block, even in a rehearsal."""
+    """Return a context manager in which operators run on real tensors, even in a rehearsal."""
     return without_interception() if rehearsing() else contextlib.nullcontext()
 
 
 def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Return the `(batch, facts)` pairs. In a rehearsal, read each batch for real, then replace its tensors by fake
-    ones."""
+    """Return the `(batch, facts)` pairs unchanged, or in a rehearsal with fake tensors in place of the tensors of each
+    batch. The batch is first read with real tensors."""
     return _rehearsed(pairs) if rehearsing() else pairs
 
 
@@ -259,7 +271,8 @@ def _rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 
 def owner_of(tensor: Tensor) -> object:
-    """Return the `owner` of the `FakeTensors` mode that made the fake tensor; None if another mode did."""
+    """Return the `owner` of the `FakeTensors` mode that made this fake tensor. None if torch's own fake tensor mode
+    made it."""
     return getattr(tensor.fake_mode, "owner", None)  # type: ignore[attr-defined]
 
 
@@ -275,7 +288,7 @@ def is_random(operator: Any) -> bool:
 
 
 def own_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that random operators on `device` use if they are given none."""
+    """Return the default generator of `device`, which random operators use if they are given none."""
     if has_streams(device):
         known = torch.get_device_module(device)
         index = known.current_device() if device.index is None else device.index

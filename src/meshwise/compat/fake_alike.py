@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwise.compat.dispatch import written_arguments
 
 MOST = 1 << 17
-"""The largest number of calls to remember; when it is reached, all are forgotten."""
+"""The largest number of calls to remember. When it is reached, all remembered calls are forgotten."""
 _NAMESPACES = {"aten", "fsdp", "prims"}
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _OTHER_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -32,7 +32,10 @@ _META = torch.device("meta")
 
 
 class _Spec:
-    """A result of a call: the tensor at index `of` among the arguments, a view of that tensor, or a new one (-1)."""
+    """Describes one result of an operator call, so that it can be made again.
+
+    of: the index of the argument tensor that is the result or that the result is a view of; -1 if the result is new.
+    view: whether the result is a view of that argument."""
 
     __slots__ = ("device", "dtype", "of", "offset", "shape", "stride", "view")
 
@@ -43,7 +46,10 @@ class _Spec:
 
 
 class Alike:
-    """The remembered results of equal calls. written: indices of tensors that they write. noted: a listener's notes."""
+    """The remembered results of equal operator calls.
+
+    written: the indices of the argument tensors that such a call writes.
+    noted: a dict for the caller's own notes about such calls."""
 
     __slots__ = ("kind", "noted", "specs", "written")
 
@@ -52,14 +58,14 @@ class Alike:
         self.noted: dict[Any, Any] = {}
 
     def outputs(self, mode: Any, tensors: list[Any]) -> Any:
-        """Return new results, as the call would return them for these argument tensors."""
+        """Return new results, equal to what the operator would return for the argument tensors in `tensors`."""
         found = [_made(spec, mode, tensors) if type(spec) is _Spec else spec for spec in self.specs]
         return found[0] if self.kind is None else self.kind(found)
 
 
 def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[Any, ...] | None:
-    """Return the key that equal calls share; None for a call that must run each time. Append the tensors among the
-    call's arguments to `tensors`, in order."""
+    """Return the key under which the results of equal calls are remembered. Return None if such a call must run each
+    time. Append the tensors among the call's arguments to `tensors`, in order."""
     left_out = _is_left_out.get(func)
     if left_out is None:
         left_out = _is_left_out[func] = _leaves_out(func)
@@ -108,7 +114,8 @@ def found(key: tuple[Any, ...]) -> Alike | None:
 
 
 def remember(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, tensors: list[Any], out: Any) -> Alike | None:
-    """Remember the results of a call and return them. Return None if equal calls might have other results."""
+    """Remember the results `out` of a call, and return what is remembered. Return None, and remember nothing, if equal
+    calls might have other results."""
     kind = type(out) if isinstance(out, list | tuple) else None
     if kind not in (None, list, tuple):
         return None
@@ -137,7 +144,8 @@ def _is_new(spec: Any) -> bool:
 
 
 def _spec(out: Any, tensors: list[Any]) -> Any:
-    """Describe a result of a call, so that `_made` can make it again; NotImplemented if that is impossible."""
+    """Describe one result of a call for `_made`, which makes an equal result. Return NotImplemented if that is
+    impossible."""
     if out is None:
         return None
     if type(out) is not FakeTensor and not any(out is one for one in tensors):

@@ -46,7 +46,8 @@ _cache: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
 def register() -> list[torch.library.Library]:
-    """Register the casts of autocast for the fake device. They last as long as the returned libraries are alive."""
+    """Register autocast's casts as kernels for the fake device. They last as long as the returned libraries are
+    alive."""
     through = torch.library.Library("_", "IMPL")
     through.fallback(torch.library.fallthrough_kernel, KEY)
     library = torch.library.Library("aten", "IMPL")

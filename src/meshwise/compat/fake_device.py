@@ -32,7 +32,7 @@ _records = [0]  # that were begun: a place is one of its own record
 
 
 class _Done:
-    """What has always ended: nothing is computed."""
+    """Base class of the device's streams and events. Their work has always ended, because nothing is computed."""
 
     def synchronize(self) -> None:
         pass
@@ -42,7 +42,8 @@ class _Done:
 
 
 class Stream(_Done):
-    """A stream of the fake device. Waits of the stream are recorded, and are reported with its next launch."""
+    """A stream of the fake device. A stream records which launches it has to wait for, and its next launch reports
+    them."""
 
     made = 0
 
@@ -66,7 +67,8 @@ class Stream(_Done):
         return event
 
     def is_capturing(self) -> bool:
-        """Return False, as no CUDA graph is ever captured here. Optimizers of torch 2.15 ask."""
+        """Return False, because no CUDA graph is ever captured on this device. Optimizers of torch 2.15 call this
+        method."""
         return False
 
     def _wait(self, place: int) -> None:
@@ -83,7 +85,8 @@ class Stream(_Done):
 
 
 class Event(_Done):
-    """A point in a stream, after launch `at` of record `of`. FSDP2 keeps events for the next step, in a new record."""
+    """An event of the fake device, recorded after launch number `at` of the record of launches number `of`. FSDP2 keeps
+    events until the next step, when another record may have begun."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.at, self.of = -1, -1
@@ -148,19 +151,21 @@ def stream_of() -> Stream:
 
 
 def launched(stream: str, place: int) -> tuple[int, ...]:
-    """Record launch number `place` of all, in this stream; return the numbers of the launches that it must wait for."""
+    """Record that launch number `place` goes to this stream. Return the numbers of the launches that it must wait
+    for."""
     _last[stream] = place
     return tuple(sorted(_pending.pop(stream, ())))
 
 
 def last_of(stream: str) -> int:
-    """Return the number of the newest launch of a stream; -1 if there is none."""
+    """Return the number of the newest launch in a stream; -1 if there is none."""
     return _last.get(stream, -1)
 
 
 @contextmanager
 def fake_device(main: str) -> Iterator[str]:
-    """Make the fake device available in the block, and yield its name. main: the name of its first current stream."""
+    """Make the fake device available in the block, and yield its name. main: the name of the stream that is current at
+    first."""
     _register()
     _users[0] += 1
     _stream[:] = [Stream(name=main)]
@@ -179,7 +184,8 @@ def fake_device(main: str) -> Iterator[str]:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `make`: make tensors of numbers on the host, then move them to the device, whose memory does not exist."""
+    """Wrap `torch.tensor` or `torch.as_tensor`, so that tensors for the fake device are first made on the CPU and then
+    moved. The fake device has no memory into which numbers could be written."""
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -192,15 +198,15 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def begin_record() -> None:
-    """Begin a new record of launches: their numbers start at 0, and no stream waits for anything."""
+    """Begin a new record of launches. Launch numbers start at 0 again, and no stream waits for anything."""
     _records[0] += 1
     _pending.clear()
     _last.clear()
 
 
 def _save_pending() -> None:
-    """Put aside a Python error that is leaving a backward, for `_backward_that_tells` to raise. torch calls its device
-    guard while the error is set; the guard would fail, and torch would raise another error instead."""
+    """Save a Python error that is leaving a backward pass, so that `_backward_that_tells` can raise it. torch calls its
+    device guard while the error is set. The guard would fail, and torch would raise another error instead."""
     try:
         _raise_pending()
     except BaseException as error:
@@ -208,7 +214,8 @@ def _save_pending() -> None:
 
 
 def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backward so that it raises the error that `_save_pending` put aside, instead of torch's."""
+    """Wrap the function that runs a backward pass, so that it raises the error that `_save_pending` has saved, instead
+    of torch's error."""
 
     @functools.wraps(real)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +232,8 @@ def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
 
 _put_aside: list[BaseException] = []
 _raise_pending = ctypes.pythonapi.Py_IsInitialized
-"""Any call through ctypes raises the pending error. To look up this function only then would replace the error."""
+"""Any C function that is called through ctypes, because such a call raises the pending Python error. It is looked up
+here, because a lookup at the time of the error would replace the error."""
 
 
 @functools.cache
@@ -260,7 +268,8 @@ _kept: list[Any] = []  # a library that is let go takes its operators back
 
 
 def _gru_cell(gates: Tensor, hidden_gates: Tensor, before: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return fake results of CUDA's fused GRU cell, which torch lacks: the next state, and what the backward needs."""
+    """Return fake results of CUDA's fused GRU cell, for which torch has no fake kernel: the next state, and the tensor
+    that the backward needs."""
     return torch.empty_like(before), before.new_empty(before.size(0), before.size(1) * 5)
 
 
@@ -281,7 +290,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with the kernel that CUDA would choose: flash, else memory-efficient, else the unfused one."""
+    """Compute attention with the kernel that CUDA would choose: the flash kernel if possible, else the memory-efficient
+    one, else the unfused one."""
     if enable_gqa and key.size(-3) != query.size(-3):
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

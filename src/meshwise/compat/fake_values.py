@@ -23,15 +23,17 @@ from meshwise.compat.dispatch import StorageMap, operator_name, without_intercep
 from meshwise.compat.tree import map_tensors, tensors_in
 
 MOST = 1 << 16
-"""The number of elements of the largest tensor whose value is kept."""
+"""The largest number of elements of a tensor for which values are kept."""
 READS = ("_local_scalar_dense", "item")
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators whose results have no values until they are written."""
 OVERWRITES = ("copy_", "fill_", "zero_", "random_")
 NOT_FINITE = ("isnan", "isinf")
-"""Operators that ask whether a training has gone wrong: while numbers are guessed, it has not."""
+"""Operators that a program uses to test whether a training has diverged. While unknown numbers are guessed, the answer
+is always no."""
 DRAWN = ("randperm", "randint", "random_")
-"""Operators that draw whole numbers, which a program may use as indices: an order of samples, where to cut a text."""
+"""Operators that draw random integers. A program may use the integers as indices, as for the order of samples or the
+position at which a text is cut."""
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 
@@ -65,7 +67,9 @@ def value_of(fake: Tensor) -> Tensor | None:
 
 
 def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any]) -> bool:
-    """Return whether results may have known values: those of all tensors are known, or one is overwritten."""
+    """Return whether the values of the results may become known: the values of all argument tensors are known, or the
+    operator overwrites a tensor that has values, or the operator tests for numbers that are not finite. fakes: the fake
+    tensors among the arguments."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
     if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
@@ -74,8 +78,8 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
 
 
 def fake_batch(batch: Any, device: str | None = None) -> Any:
-    """Return a copy of a real batch with fake tensors. Integers keep their values, if there are at most MOST in the
-    tensor; floats lose theirs."""
+    """Return a copy of a real batch with fake tensors. A tensor that is not of floats keeps its values, if it has at
+    most MOST elements. A tensor of floats loses its values."""
 
     def faked(tensor: Tensor) -> Tensor:
         there = torch.empty_like(tensor, device=device)
@@ -88,8 +92,8 @@ def fake_batch(batch: Any, device: str | None = None) -> Any:
 
 @contextmanager
 def fake_without_values() -> Iterator[None]:
-    """In the block, make transformers treat a fake tensor with known values as a real one, so that it runs the same
-    code as for real tensors."""
+    """In the block, make transformers treat a fake tensor with known values like a real tensor, so that transformers
+    runs the same code as with real tensors."""
     library = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(library, "is_fake_tensor"):
         yield
@@ -103,8 +107,8 @@ _guesses: list[Callable[[torch.dtype], float | None]] = []
 
 @contextmanager
 def guessing(guess: Callable[[torch.dtype], float | None]) -> Iterator[None]:
-    """In the block, make reads of an unknown number (`item()`) return `guess(dtype)`. If the guess is None, or in a
-    module's forward, the read is refused as usual."""
+    """In the block, make a read of an unknown number (`item()`) return `guess(dtype)`. The read is refused as usual if
+    the guess is None, or if the read happens in the forward of a module."""
     _guesses.append(guess)
     try:
         yield
@@ -124,8 +128,11 @@ def _guessed(tensor: Tensor) -> float | None:
 def with_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], mode: Any, needs: tuple[Any, ...]
 ) -> Any:
-    """Return the result of `run()` on fake tensors, with values if those of all arguments are known. needs: errors by
-    which `run` says that the result depends on values; fake tensors of `mode` are then made from the values."""
+    """Return the result of `run()`, which runs an operator on fake tensors. If the values of all arguments are known,
+    compute the values of the result too.
+
+    needs: the classes of the errors by which `run` says that the result depends on values. In that case the fake
+    tensors of the result are made in `mode`, with the shapes of the computed values."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)
@@ -165,7 +172,8 @@ def with_values(
 
 
 def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-    """Return whether to run the operator for real: it is small, and draws no random numbers other than integers."""
+    """Return whether to run the operator on real values. This is so if its tensors are small and if it draws no random
+    numbers other than integers."""
     if func.namespace != "aten":
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and operator_name(func) not in DRAWN:
@@ -189,14 +197,15 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _find(given: list[Tensor]) -> None:
-    """Mark the values of the first tensor as known again if all its memory is about to be overwritten."""
+    """Mark the values of the first tensor as known again, if an operator is about to overwrite all memory of its
+    storage."""
     value = _beside(given[0])
     if value is not None and value.nbytes == value.untyped_storage().nbytes():
         _lost.set(value, False)
 
 
 def lose(written: list[Any]) -> None:
-    """Mark the values that an operator writes as unknown."""
+    """Mark the values of the tensors in `written` as unknown."""
     for tensor in tensors_in(written):
         if (value := _beside(tensor)) is not None:
             _lost.set(value, True)

@@ -22,8 +22,13 @@ GETTERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """A rank's progress in a process group: the numbers, counted from 1, of the newest collectives that it enqueued,
-    began (None: unknown), completed. name: of the first incomplete one, such as `all_reduce`; "": none, or unknown."""
+    """How far a rank has come in one process group. The collectives of a group are counted from 1.
+
+    enqueued: the number of the newest collective that the rank has enqueued.
+    begun: the number of the newest one that has begun on the device; None if unknown.
+    completed: the number of the newest one that is completed.
+    name: the name of the first incomplete collective, such as `all_reduce`; empty if there is none or if it is
+    unknown."""
 
     group: str
     enqueued: int

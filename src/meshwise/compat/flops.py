@@ -19,7 +19,8 @@ _ALIKE = {
 
 
 def flops_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count the multiplications and additions of a call of `operator` that returned `out`; 0 without a formula."""
+    """Return the number of multiplications and additions in a call of `operator` that returned `out`. Return 0 if torch
+    has no formula for the operator."""
     formula = _formulas().get(operator.overloadpacket)
     if formula is None:
         return 0
@@ -49,5 +50,6 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _of_cpu(formula: Callable[..., int], *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Call the GPU kernel's formula for the backward of CPU attention: the arguments that it uses are the same."""
+    """Count the FLOPs of the backward of CPU attention by the formula of the GPU kernel. The formula uses only
+    arguments that both kernels have."""
     return formula(*args, out_val=out_val)

@@ -22,28 +22,28 @@ Place = tuple[int, int]
 
 
 class Listener(Protocol):
-    """Has a method for each event, which is called in the thread where the event happens."""
+    """Receives the traced CUDA events. Each method is called in the thread where the event happens."""
 
     def record(self, event: int, stream: Place) -> None:
-        """An event was recorded."""
+        """A CUDA event was recorded in a stream."""
 
     def wait(self, event: int, stream: Place) -> None:
-        """A stream waits for an event."""
+        """A stream was told to wait for a CUDA event."""
 
     def delete(self, event: int) -> None:
-        """An event was deleted."""
+        """A CUDA event was deleted."""
 
     def await_event(self, event: int) -> None:
-        """The host has waited for an event, or a query said that the event has completed."""
+        """The host has waited for a CUDA event, or a query has returned that the event is completed."""
 
     def await_stream(self, stream: Place) -> None:
-        """The host has waited for a stream, or a query said that the stream has completed its work."""
+        """The host has waited for a stream, or a query has returned that all work in the stream is completed."""
 
     def await_device(self, device: int) -> None:
         """The host has waited for all streams of a device."""
 
     def allocate(self, address: int, stream: Place) -> None:
-        """Memory was allocated for a stream."""
+        """Memory was allocated for use in a stream."""
 
     def free(self, address: int) -> None:
         """Memory was freed."""
@@ -58,7 +58,7 @@ _told = threading.local()
 
 
 def can_listen() -> bool:
-    """Return whether this torch supports CUDA and reports its events."""
+    """Return whether this build of torch supports CUDA and has the hooks of the CUDA sanitizer."""
     return hasattr(torch._C, "_activate_gpu_trace") and torch.backends.cuda.is_built()
 
 
@@ -68,14 +68,15 @@ def current_stream(device: int) -> Place:
 
 
 def node_of_backward() -> str:
-    """Return the name of the autograd node that this thread is running, such as `MulBackward0`; "" if none."""
+    """Return the name of the autograd node that this thread is running, such as `MulBackward0`. Return an empty string
+    outside of a backward."""
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name()
 
 
 @contextlib.contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """In the block, report events to `listener`."""
+    """In the block, report every traced use of CUDA events, streams and memory to `listener`."""
     global _listener
     _begin_to_tell()
     changed: list[tuple[Any, str, Callable[[Any], Any]]]
@@ -95,9 +96,11 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def _around(tell: Callable[[Listener, Any], None]) -> Callable[[str], Callable[[Any], Any]]:
-    """Wrap `query` or `synchronize` of events or streams, and report when it returns that the host knows of the
-    completion. If there are several threads, delay the return of `synchronize`, so that a thread that should have
-    waited for this one, but does not, runs first."""
+    """Return a function that wraps the method `query` or `synchronize` of a CUDA event or stream. When the method
+    returns and the work is completed, the wrapper calls `tell(listener, event or stream)`.
+
+    If the process has several threads, `synchronize` returns a little later. Another thread that does not wait for this
+    thread, although it should, then runs first."""
 
     def named(name: str) -> Callable[[Any], Any]:
         def around(real: Any) -> Any:

@@ -25,14 +25,15 @@ WATCHING: list[Callable[[Tensor], None]] = []
 
 
 def watch(settle: Callable[[Tensor], None]) -> None:
-    """Until `end()`, call `settle(p)` before the program reads, sets or deletes `p.grad` of a parameter `p`."""
+    """Until `end()` is called, call `settle(p)` before the program reads, sets or deletes the gradient of a parameter
+    `p`."""
     WATCHING[:] = [settle]
     for kind in _CLASSES:
         kind.grad = _WATCHED
 
 
 def end() -> None:
-    """Stop watching `grad` of parameters."""
+    """Stop what `watch` began: accesses to gradients are no longer intercepted."""
     if WATCHING:
         WATCHING.clear()
         for kind in _CLASSES:

@@ -18,13 +18,14 @@ FILES = ("lightning/pytorch/trainer/trainer.py", "pytorch_lightning/trainer/trai
 
 
 def refuse_lightning(why: str) -> None:
-    """Raise UsageError if Lightning's Trainer is among the callers. why: the sentence, up to what to write."""
+    """Raise UsageError if Lightning's Trainer is among the callers. why: the first part of the message, which ends with
+    the advice to write `trainer = mw.distribute(trainer)`."""
     if any(map(frame_in, FILES)):
         raise UsageError(f"{why} write trainer = mw.distribute(trainer) before trainer.fit().")
 
 
 def take_place(trainer: Any, device: str, *, signals: bool) -> None:
-    """Set the device of the Trainer's strategy. signals: False keeps the Trainer from installing signal handlers."""
+    """Set the device of the Trainer's strategy. signals: whether the Trainer may install its own signal handlers."""
     with torch._C.DisableTorchFunction():  # Lightning finds a rehearsed GPU by the name that a script does
         trainer.strategy._root_device = torch.device(TOLD if device == NAME else device)
     if not signals:
@@ -32,7 +33,8 @@ def take_place(trainer: Any, device: str, *, signals: bool) -> None:
 
 
 def logs_with(trainer: Any) -> tuple[Any, list[Any]]:
-    """Return the Trainer's logger connector, which passes logged values on, and the result collections of its loops."""
+    """Return the Trainer's logger connector, which sends values to the loggers, and the result collections of the
+    training loop, its validation loop, and the loops of `validate` and `test`."""
     fit = trainer.fit_loop.epoch_loop
     return trainer._logger_connector, [
         loop._results for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
@@ -40,7 +42,8 @@ def logs_with(trainer: Any) -> tuple[Any, list[Any]]:
 
 
 def accumulates(trainer: Any) -> bool:
-    """Return whether the Trainer accumulates this batch's gradients without a step, as the next batch's are added."""
+    """Return whether the Trainer makes no optimizer step after the current batch, because the gradients of the next
+    batch are to be added."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
@@ -50,7 +53,8 @@ def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
 
 
 def end_epoch(loop: Any) -> None:
-    """End an epoch that was cut short in the way Lightning ends a full one: step schedulers, run the validation."""
+    """End an epoch that was stopped early as Lightning ends a full epoch: step the schedulers, and run the validation
+    if it is due."""
     loop.batch_progress.is_last_batch = True
     loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     if loop._should_check_val_epoch():

@@ -26,21 +26,23 @@ ALONE = {
     "worker_init_fn": None,
     "multiprocessing_context": None,
 }
-"""Arguments with which a DataLoader reads in its own process."""
+"""Arguments that make a DataLoader read in its own process, without workers."""
 
 
 def choose_indices(choose: Callable[[Any], Any]) -> End:
-    """Take the indices of each next batch from `choose(iterator)`; it raises StopIteration at the end."""
+    """Make every DataLoader take the indices of its next batch from `choose(iterator)`, which raises StopIteration at
+    the end. Return a function that undoes this."""
     return put([_BaseDataLoaderIter], "_next_index", lambda plain: lambda iterator: choose(iterator))
 
 
 def plain_indices(iterator: Any) -> Any:
-    """Return the next indices of the sampler."""
+    """Return the next indices from the sampler of a DataLoader's iterator."""
     return next(iterator._sampler_iter)
 
 
 def rest_of(iterator: Any, most: int) -> tuple[list[Any], bool]:
-    """Return the sampler's remaining batches, and whether there may be more; without a length it reads `most`."""
+    """Return the remaining batches of indices of a DataLoader's iterator, and whether there may be more of them. If the
+    sampler has no length, at most `most` batches are returned."""
     try:
         most = len(iterator._index_sampler)
     except (TypeError, NotImplementedError):
@@ -50,18 +52,20 @@ def rest_of(iterator: Any, most: int) -> tuple[list[Any], bool]:
 
 
 def count_batches(count: Callable[[Any], int | None]) -> End:
-    """Let `count(sampler)` say how many batches a DataLoader has; None for its own number."""
+    """Make `len(loader)` of every DataLoader return `count(sampler)`. If `count` returns None, the DataLoader's own
+    number is returned. Return a function that undoes this."""
     return put([DataLoader], "__len__", lambda plain: lambda loader: count(loader._index_sampler) or plain(loader))
 
 
 def sampler_of(iterator: Any) -> Any:
-    """Return the object that gives the indices: one for all iterators of a loader."""
+    """Return the sampler that yields the indices for a DataLoader's iterator. All iterators of one loader share it."""
     return iterator._index_sampler
 
 
 def data_of(iterator: Any) -> tuple[Any, list[int]] | None:
-    """Return the data set, and the indices in it that a `Subset` picks; None if it has no indices, or the loader gives
-    single samples."""
+    """Return the data set that a DataLoader's iterator reads, and the indices of its samples. If the data set is a
+    `Subset`, return the data set inside it, and the indices that the `Subset` selects. Return None for an iterable data
+    set, and for a loader that yields single samples instead of batches."""
     if iterator._dataset_kind == _DatasetKind.Iterable or not iterator._auto_collation:
         return None
     data, picked = iterator._dataset, list(range(len(iterator._dataset)))
@@ -72,7 +76,8 @@ def data_of(iterator: Any) -> tuple[Any, list[int]] | None:
 
 
 def is_read_singly(data: Any) -> bool:
-    """Return whether the data set can give single samples, not only batches (`__getitems__`)."""
+    """Return whether the data set defines `__getitem__`, which reads one sample, and not only `__getitems__`, which
+    reads a batch."""
     return type(data).__getitem__ is not Dataset.__getitem__
 
 
@@ -83,7 +88,9 @@ def _behind(data: Any) -> Any:
 
 
 def read_samples(read: Callable[[Callable[[int], Any], int], Any]) -> End:
-    """Read each sample of a batch with `read(get, index)`. The indices are those of the data set behind a `Subset`."""
+    """Make DataLoaders read each sample of a batch by `read(get, index)`, where `get(index)` returns the sample. If the
+    data set is a `Subset`, the index is taken to be that of the data set inside it. Return a function that undoes
+    this."""
 
     def reading(plain: Any) -> Any:
         @functools.wraps(plain)
@@ -100,7 +107,8 @@ def read_samples(read: Callable[[Callable[[int], Any], int], Any]) -> End:
 
 
 def without_workers(made: Callable[[Any], None]) -> End:
-    """Make each new DataLoader read in its own process, and call `made` with it."""
+    """Make each new DataLoader read in its own process instead of in workers, and call `made(loader)` for it. Return a
+    function that undoes this."""
 
     def making(plain: Any) -> Any:
         signature = inspect.signature(plain)

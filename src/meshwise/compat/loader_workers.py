@@ -27,7 +27,8 @@ SPARED = (*WARNINGS, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Spared:
-    """A `worker_init_fn` that calls `spare`, then the user's `worker_init_fn` (`then`)."""
+    """A `worker_init_fn` of a DataLoader. It calls `spare`, and then the user's `worker_init_fn` (`then`), if there is
+    one."""
 
     then: Callable[[int], Any] | None
 
@@ -38,7 +39,8 @@ class Spared:
 
 
 def spare() -> None:
-    """Make this loader worker ignore signals, except SIGTERM of the rank that started it. Call in the main thread."""
+    """Make this DataLoader worker ignore SIGINT and the warning signals of schedulers. A SIGTERM from the rank that
+    started the worker still ends it. Call this function in the main thread."""
     if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, SPARED)
         threading.Thread(target=_wait, args=(os.getppid(),), name="meshwise-signals", daemon=True).start()
@@ -52,7 +54,7 @@ def _wait(rank: int) -> None:
 
 
 def spare_loader_workers() -> None:
-    """Make all DataLoaders of this process start workers that call `spare`."""
+    """Make every DataLoader of this process call `spare` in the workers that it starts."""
     kind: Any = dataloader._MultiProcessingDataLoaderIter
     if isinstance(getattr(kind.__init__, "__wrapped__", None), Callable):  # type: ignore[arg-type]
         return

@@ -24,12 +24,13 @@ from meshwise.compat.complex_numbers import as_real
 
 _before = WeakTensorKeyDictionary()
 SCALED: list[bool] = []
-"""Empty until a loss was scaled: until then `unscaled` need not be called."""
+"""Empty until a GradScaler has scaled a loss. Until then, `unscaled` need not be called."""
 
 
 @functools.cache
 def note_scaling() -> None:
-    """From now on, record the inputs of `scale` of every GradScaler in this process, for `unscaled`."""
+    """Make `scale` of every GradScaler in this process remember the tensor that it scales, so that `unscaled` can
+    return it."""
     scaler: Any = torch.amp.GradScaler
     real = scaler.scale
 
@@ -53,7 +54,8 @@ class Scaler(torch.amp.GradScaler):
 
 
 def _real_twin(p: Tensor) -> Tensor:
-    """Return the parameter; if it is complex and has a gradient, a view of both as real numbers."""
+    """Return the parameter. If the parameter is complex and has a gradient, return a view of it as real numbers, with
+    the gradient viewed the same way."""
     if not p.is_complex() or p.grad is None:
         return p
     p.grad, twin = p.grad.resolve_conj(), as_real(p.detach())
@@ -62,15 +64,16 @@ def _real_twin(p: Tensor) -> Tensor:
 
 
 def found_infinite(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Return one tensor for each device: above 0 if `scaler.unscale_(optimizer)` found gradients there that are not
-    finite. Writing to these tensors decides whether the step is taken and how the scale changes."""
+    """Return one tensor for each device. It is above 0 if `scaler.unscale_(optimizer)` has found gradients on the
+    device that are not finite. The scaler reads these tensors to decide whether to step and how to change the scale, so
+    the caller may write to them."""
     state: Any = scaler._per_optimizer_states[id(optimizer)]
     return list(state["found_inf_per_device"].values())
 
 
 @contextlib.contextmanager
 def always_steps() -> Iterator[None]:
-    """In the block, make every GradScaler take its step without reading whether the gradients are finite."""
+    """In the block, make every GradScaler run the optimizer's step without reading whether the gradients are finite."""
 
     def step(self: Any, optimizer: Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
@@ -80,6 +83,6 @@ def always_steps() -> Iterator[None]:
 
 
 def unscaled(loss: Tensor) -> Tensor:
-    """Return the loss from before a GradScaler scaled it; `loss` itself if none did."""
+    """Return the loss as it was before a GradScaler scaled it. If none did, return `loss` itself."""
     before: Tensor = _before.get(loss, loss)
     return before

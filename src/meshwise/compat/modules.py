@@ -18,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 T = TypeVar("T")
 Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
-"""Returns the context to run a method of a model in, the same as the model's forward has; None if it is entered
-already. The list gets the method's output when the method returns."""
+"""A function that returns a context manager, in which a method of a model runs as the model's forward does. It returns
+None if the context is entered already. Its argument is an empty list, to which the method's output is appended when the
+method returns."""
 _AROUND = "_meshwise_around_methods"
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The base class of all batch norms, which inherit its forward."""
@@ -36,26 +37,30 @@ def parameters_in(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def hooked_parameters(module: nn.Module) -> list[str]:
-    """Return the names of parameters with hooks on their gradient (`register_hook`, `register_post_accumulate_…`)."""
+    """Return the names of the parameters whose gradients have hooks (`register_hook` or
+    `register_post_accumulate_grad_hook`)."""
     named = module.named_parameters()
     return [name for name, p in named if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
 
 
 def renew_flat_weights(module: nn.Module) -> None:
-    """Update the list of parameters that a recurrent layer keeps, after its parameters were replaced."""
+    """Update the list of parameters that a recurrent layer keeps (`_flat_weights`), after its parameters were
+    replaced."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of this module, without submodules, that its `state_dict` has, by name."""
+    """Return a dict of the module's own parameters and persistent buffers by name. These are the tensors in its
+    `state_dict`, without those of submodules."""
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     left_out = module._non_persistent_buffers_set
     return {name: tensor for name, tensor in own.items() if tensor is not None and name not in left_out}
 
 
 def generates_together(model: nn.Module) -> None:
-    """Make `generate` of transformers go on until all ranks have finished, as each of its steps gathers parameters."""
+    """Make `generate` of transformers continue on every rank until all ranks have finished, because each of its steps
+    gathers parameters from all ranks."""
     for module in model.modules():
         if hasattr(module, "generate"):
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -69,8 +74,9 @@ def twin_with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 
 
 def hooks_at_forward(module: nn.Module) -> None:
-    """Make `module.forward(x)` run the module's hooks as `module(x)` does; some models call `forward` directly, such as
-    SqueezeBERT's encoder. A module whose forward is wrapped already (recompute) stays as it is."""
+    """Make `module.forward(x)` run the module's hooks, as `module(x)` does. Some models call `forward` directly, such
+    as the encoder of SqueezeBERT. If the forward of a module is wrapped already, as for activation recomputation, the
+    module is not changed."""
     if "forward" in vars(module):
         return
     entered: list[bool] = []
@@ -79,7 +85,7 @@ def hooks_at_forward(module: nn.Module) -> None:
 
 
 class _Entered:
-    """A forward pre-hook that records in a list that the module was called, rather than its `forward`."""
+    """A forward pre-hook that records that the module itself was called, rather than its method `forward`."""
 
     def __init__(self, entered: list[bool]) -> None:
         self._entered = entered
@@ -98,7 +104,8 @@ def _with_hooks(
 
 
 def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Yield the modules whose calls are on the stack of `frame`, innermost first. Read in torch 2.13: `nn/modules`."""
+    """Yield the modules that are being called in the stack of `frame`, innermost first. Read in torch 2.13:
+    `nn/modules`."""
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
             yield frame.f_locals["self"]
@@ -130,7 +137,8 @@ def has_pre_hooks(module: nn.Module) -> bool:
 
 
 def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable[[T], None]) -> None:
-    """Call `before()` before the module's forward pre-hooks run, and `after(result of before)` after they have run."""
+    """Call `before()` before the module's forward pre-hooks run, and `after(result)` after they have run, where
+    `result` is what `before()` returned."""
     found: list[T] = []
 
     def begin(*unused: Any) -> None:
@@ -144,8 +152,9 @@ def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Replace the module's forward by `around`, and give `around` the forward's signature. Programs inspect it, such as
-    `generate` of transformers, which passes `position_ids` only to a model that has such an argument."""
+    """Replace the module's forward by `around`, and give `around` the signature of the replaced forward. Programs
+    inspect the signature, such as `generate` of transformers, which passes `position_ids` only to a model that has such
+    an argument."""
     changed: Any = around
     with contextlib.suppress(ValueError, TypeError):  # TorchScript has none
         changed.__signature__ = inspect.signature(module.forward)
@@ -153,8 +162,9 @@ def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def put_around_methods(module: nn.Module, around: Around) -> None:
-    """Run public methods of the module other than its forward, such as `encode` or `log_prob`, inside `around`, which
-    is entered when the method calls its first submodule with parameters. The newest `around` is entered first."""
+    """Make public methods of the module other than its forward, such as `encode` or `log_prob`, run inside the context
+    of `around`. The context is entered when the method calls its first submodule that has parameters. If this function
+    is called again for a module, the newest `around` is entered first."""
     if _AROUND in vars(module):
         vars(module)[_AROUND].insert(0, around)
         return

@@ -34,8 +34,13 @@ WAIT_TENSOR = "wait_tensor"
 
 @dataclass(frozen=True)
 class Moved:
-    """What a collective operator moves. kind: the collective, or `wait`. tensors: as they are before a scatter or after
-    a gather. peer: rank in the group, of a send or receive. beside: asynchronous. work: its handle, if any."""
+    """What one operator of torch.distributed moves between ranks.
+
+    kind: the collective, such as `all-gather`, or `wait`.
+    tensors: the tensors before a scatter or after a gather.
+    peer: the rank in the group that a send goes to or a receive comes from; else None.
+    beside: whether the operator is asynchronous.
+    work: the handle of the operation; None if it has none."""
 
     kind: str
     tensors: tuple[Tensor, ...]
@@ -46,7 +51,7 @@ class Moved:
 
 
 def moved_by(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
-    """Return what an operator of torch.distributed moves; None if the operator is not one."""
+    """Return what an operator of torch.distributed moves. Return None for any other operator."""
     if operator.namespace == "c10d":
         return _of_group(operator, arguments, result)
     if operator.namespace == "_c10d_functional":
@@ -88,7 +93,7 @@ def _functional(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved
 
 @contextmanager
 def waiting(call: Callable[[Any], None]) -> Iterator[None]:
-    """In the block, call `call(work)` whenever the program calls `work.wait()` for a collective of torch's fake
+    """In the block, call `call(work)` before each `work.wait()` of the program for a collective of torch's fake
     backend."""
     kind: Any = torch._C._distributed_c10d.FakeWork
     real = kind.wait

@@ -25,7 +25,7 @@ def _hooks_beside(hook: RemovableHandle) -> Any:
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """Return the `step` function of the optimizer's class, without torch's wrapper, which runs hooks."""
+    """Return the `step` function of the optimizer's class without the wrapper in which torch calls hooks."""
     step: Any = type(optimizer).step
     unhooked: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
     return unhooked
@@ -47,10 +47,11 @@ def after_method(optimizer: Optimizer, name: str, then: Callable[[], None]) -> N
 
 
 def is_hooks(name: str) -> bool:
-    """Return whether this is the name of an optimizer's attribute that holds hooks."""
+    """Return whether `name` is an attribute of optimizers that holds hooks."""
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
-    """Return whether torch can add hooks to the optimizer: not if a wrapper has skipped `Optimizer.__init__`."""
+    """Return whether hooks can be added to the optimizer. This is not possible if its class does not call
+    `Optimizer.__init__`, as some wrappers do not."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -41,14 +41,16 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
     "irecv": (0, None),
     "barrier": (None, None),
 }
-"""For each function of torch.distributed: the index of the argument that it writes, and of the one that it sends."""
+"""For each function of torch.distributed: the index of the argument that it writes, and the index of the argument that
+it sends. None stands for no such argument."""
 OFTEN, LATE = 0.2, 0.002  # every fifth exchange begins or ends up to 2 ms late
 SELDOM, VERY_LATE = 0.04, 0.05
 BYTE = 0xFF  # of what is moved as bytes: NaN in every floating dtype
 
 
 class Perturbed:
-    """Delays exchanges of this process at random, and collects the races found. seed, rank: determine the delays."""
+    """Delays the communication of this process at random, and collects the races that this reveals. The delays are
+    determined by `seed` and `rank`."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self.races: list[str] = []
@@ -56,12 +58,12 @@ class Perturbed:
         self._random, self._open = random.Random(f"{seed}/{rank}"), list[_Exchange]()
 
     def note(self, what: str) -> None:
-        """Record a race, once."""
+        """Record a race, unless the same text was recorded before."""
         if what not in self.races:
             self.races.append(what)
 
     def delay(self) -> None:
-        """At random, delay this process and its current CUDA stream for a few milliseconds, or do nothing."""
+        """Delay this process and its current CUDA stream by up to 50 ms, at random. Most calls do nothing."""
         draw, share = self._random.random(), self._random.random()
         seconds = share * (VERY_LATE if draw < SELDOM else LATE if draw < OFTEN else 0.0)
         if seconds:
@@ -69,7 +71,8 @@ class Perturbed:
             hold_stream(seconds)
 
     def call(self, name: str, real: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a call of a function of torch.distributed with random delays; if it is asynchronous, on copies."""
+        """Call a function of torch.distributed with random delays. If the call is asynchronous, give it copies of its
+        tensors."""
         self.delay()
         if name in ("isend", "irecv") or kwargs.get("async_op"):
             writes, reads = (None if at is None else args[at] for at in WRITES_AND_READS[name])
@@ -79,7 +82,8 @@ class Perturbed:
         return found
 
     def held(self, name: str, writes: Any, reads: Any, begin: Callable[[Any, Any], Any]) -> Any:
-        """Begin an asynchronous exchange on copies of its tensors; return its handle, None if not in its group."""
+        """Begin an asynchronous exchange on copies of its tensors. Return the handle of the exchange. Return None if
+        this rank is not a member of the exchange's process group."""
         exchange = _Exchange(self, f"{name} at {user_place() or 'meshwise'}", writes, reads)
         work = begin(exchange.hidden, exchange.sent)
         if work is None:  # this rank is in no group of it
@@ -90,7 +94,7 @@ class Perturbed:
         return exchange
 
     def under_way(self) -> list[_Exchange]:
-        """Return the exchanges that the program has not waited for yet."""
+        """Return the asynchronous exchanges that the program has not waited for yet."""
         return [each for each in self._open if not each.settled]
 
     def end(self) -> None:
@@ -102,7 +106,7 @@ class Perturbed:
 
 
 class _Exchange:
-    """The handle of an exchange that the program gets instead of torch's."""
+    """The handle that the program gets for an asynchronous exchange, in place of torch's handle."""
 
     def __init__(self, owner: Perturbed, name: str, writes: Any, reads: Any) -> None:
         self._owner, self.name, self.work, self.settled = owner, name, None, False
@@ -131,7 +135,8 @@ class _Exchange:
         return getattr(self.__dict__["work"], name)
 
     def settle(self) -> None:
-        """Copy received data to the program's tensors after the exchange; record a race if a buffer had changed."""
+        """Copy the received data into the program's tensors, as the exchange has ended. Record a race if the program
+        has changed one of these tensors, or one that was being sent."""
         if self.settled:
             return
         self.settled = True
@@ -181,7 +186,8 @@ def _instead(args: Sequence[Any], name: str, writes: Any, reads: Any) -> list[An
 
 
 def open_exchanges() -> list[str]:
-    """Return the exchanges that this process has not waited for yet: the function and the source line of each."""
+    """Return a text for each exchange that this process has not waited for yet, with its function and source line.
+    Return an empty list if communication is not perturbed."""
     return [each.name for each in _now[-1].under_way()] if _now else []
 
 
@@ -190,7 +196,7 @@ _now: list[Perturbed] = []
 
 @contextlib.contextmanager
 def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
-    """Perturb the communication of this process in the block; yield the object that collects the races."""
+    """Perturb the communication of this process in the block. Yield the object that collects the races."""
     owner, kept = Perturbed(seed, rank), {n: getattr(dist, n) for n in (*WRITES_AND_READS, "P2POp") if hasattr(dist, n)}
 
     def surrounded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

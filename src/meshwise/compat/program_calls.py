@@ -22,12 +22,14 @@ End = Callable[[], None]
 
 
 def around_batches(around: Around) -> End:
-    """Enter `around()` around each fetch of a DataLoader's next batch, also the last, which raises StopIteration."""
+    """Run each fetch of a DataLoader's next batch inside the context manager that `around()` returns. This includes the
+    last fetch, which raises StopIteration. Return a function that undoes this."""
     return _replace([_BaseDataLoaderIter], "__next__", around)
 
 
 def after_batches(given: Callable[[Any, Any], None]) -> End:
-    """Call `given(iterator, batch)` for each batch that a DataLoader yields, before the program gets the batch."""
+    """Call `given(iterator, batch)` for each batch that a DataLoader yields, before the program gets the batch. Return
+    a function that undoes this."""
 
     def telling(plain: Any) -> Any:
         @functools.wraps(plain)
@@ -42,22 +44,26 @@ def after_batches(given: Callable[[Any, Any], None]) -> End:
 
 
 def around_backwards(around: Around) -> End:
-    """Enter `around()` around each `loss.backward()`."""
+    """Run each `loss.backward()` inside the context manager that `around()` returns. Return a function that undoes
+    this."""
     return _replace([torch.autograd], "backward", around)
 
 
 def around_process_groups(around: Around) -> End:
-    """Enter `around()` around the creation of the process group."""
+    """Run `init_process_group` inside the context manager that `around()` returns. Return a function that undoes
+    this."""
     return _replace([dist, dist.distributed_c10d, device_mesh], "init_process_group", around)
 
 
 def around_evals(around: Around) -> End:
-    """Enter `around()` around each `model.eval()`."""
+    """Run each `module.eval()` inside the context manager that `around()` returns. Return a function that undoes
+    this."""
     return _replace([nn.Module], "eval", around)
 
 
 def around_trains(around: Around) -> End:
-    """Enter `around()` around each `module.train()`, and once more for each submodule, as `train` calls itself."""
+    """Run each `module.train()` inside the context manager that `around()` returns. `train` calls itself for each
+    submodule, so the context is entered once for each of them too. Return a function that undoes this."""
     return _replace([nn.Module], "train", around)
 
 
@@ -74,7 +80,8 @@ def _replace(owners: list[Any], name: str, around: Around) -> End:
 
 
 def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
-    """Replace the function `name` by `made_of(function)` in all its owners. Return a function that puts it back."""
+    """Replace the function `name` of each owner by `made_of(function)`, where `function` is that of the first owner.
+    Return a function that restores the original."""
     plain: Any = getattr(owners[0], name)
     put = made_of(plain)
     for owner in owners:
@@ -89,5 +96,5 @@ def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """Return the hooks that receive the tensor's gradient before it is added to `.grad`."""
+    """Return the hooks that receive the tensor's gradient before the gradient is added to `.grad`."""
     return list((tensor._backward_hooks or {}).values())

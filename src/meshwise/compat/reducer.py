@@ -30,8 +30,9 @@ Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
 class PlainBucket:
-    """A bucket of gradients with the methods of a `GradBucket`. If all parameters fit one bucket, it replaces the
-    reducer: the bucket is full only when the backward ends, so no communication could overlap with it."""
+    """A bucket of gradients with the methods of torch's `GradBucket`. It replaces the reducer if one bucket holds all
+    parameters. Such a bucket is full only when the backward ends, so no communication could overlap with the
+    backward."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -51,14 +52,14 @@ class PlainBucket:
 
 
 class PlainReducer:
-    """DDP's reducer written in Python, for fake tensors, which the C++ reducer cannot handle. Its buckets, their order,
-    its copies and its collectives are the same.
+    """DDP's reducer written in Python, for fake tensors, which the C++ reducer cannot handle. It has the same buckets
+    in the same order, and makes the same copies and collectives.
 
-    Compared with DDP in tests/rehearsal/test_plain_reducer.py. Read in torch 2.13: `csrc/distributed/c10d/reducer.cpp`.
-    """
+    Compared with DDP in tests/rehearsal/test_plain_reducer.py. Read in torch 2.13:
+    `csrc/distributed/c10d/reducer.cpp`."""
 
     def __init__(self, ready: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> None:
-        """ready: the parameters in the order in which a backward reaches them."""
+        """ready: the parameters, in the order in which a backward computes their gradients."""
         self._hook = hook
         found = _assigned(ready, bucket_mb)
         self._buckets = [PlainBucket([ready[index] for index in bucket]) for bucket in found]
@@ -91,7 +92,8 @@ class PlainReducer:
 
 
 def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
-    """Return the indices of the parameters of each bucket. The first bucket has the same cap as the others."""
+    """Return, for each bucket, the indices of its parameters. The first bucket has the same size limit as the
+    others."""
     found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
     return found
 
@@ -99,10 +101,10 @@ def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
 def make_reducer(
     parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
 ) -> DistributedDataParallel | PlainReducer | PlainBucket:
-    """Make a reducer that calls `hook` with buckets of gradients of `parameters`, to reduce them over `group`.
+    """Make an object that puts the gradients of `parameters` into buckets, to be reduced over `group`. A reducer calls
+    `hook` with each full bucket. If one bucket holds all parameters, return that bucket, which is not a reducer.
 
-    Collective. Raises RuntimeError if this version of torch has no reducer to arm.
-    """
+    Collective. Raises RuntimeError if the reducer of this version of torch lacks a method that is needed."""
     if all(type(p.data) in (Tensor, FakeTensor) for p in parameters) and len(_assigned(parameters, bucket_mb)) == 1:
         if not rehearsing():
             _verify_param_shape_across_processes(group or dist.group.WORLD, list(parameters))  # type: ignore[arg-type]
@@ -121,7 +123,7 @@ def make_reducer(
 
 
 def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
-    """Make the next backward reduce gradients as they become ready. Without this call, gradients are not reduced."""
+    """Make the next backward reduce gradients as they become ready. A backward without this call reduces nothing."""
     if isinstance(ddp, PlainReducer):
         ddp.arm()
         return
@@ -147,11 +149,13 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def default_store() -> Store:
-    """Return the key-value store of the process group, through which ranks can agree on facts without a collective."""
+    """Return the key-value store of the default process group. Through the store, ranks can exchange facts without a
+    collective."""
     return dist.distributed_c10d._get_default_store()
 
 
 def own_connection_to_store() -> Store:
-    """Return a new connection to the default store, for another thread: a wait blocks all users of a connection."""
+    """Return a new connection to the default store, for use in another thread. A wait on a connection blocks all of its
+    users."""
     store: Store = default_store().clone()  # type: ignore[attr-defined]
     return store

@@ -22,7 +22,7 @@ _LOOK_AT_GRADIENTS = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.d
 
 @functools.cache
 def take_several_meshes() -> None:
-    """From now on, let `_foreach_` and fused operators take DTensors of several meshes in one call."""
+    """From now on, let `_foreach_` and fused operators accept DTensors of several device meshes in one call."""
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     for name in torch._C._dispatch_get_all_op_names():
@@ -36,7 +36,8 @@ def take_several_meshes() -> None:
 def _by_mesh(
     handlers: dict[Any, Any], before: Any, operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Run the operator once for each mesh. before: DTensor's special handler for the operator, if there is one."""
+    """Call the operator once for each device mesh among its tensors. before: DTensor's own handler for the operator, if
+    any."""
     first: Any = arguments[0]
     meshes = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in first]
     found: list[Any] = [None] * len(first)

@@ -22,7 +22,7 @@ Around = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 class _Surrounded:
-    """Wraps a collective that `fully_shard` calls, to enter a context around it."""
+    """Wraps a collective that `fully_shard` calls, so that it runs inside a context manager."""
 
     def __init__(self, real: Any, kind: str, of: str, around: Around) -> None:
         self._real, self._kind, self._of, self._around = real, kind, of, around
@@ -37,7 +37,7 @@ class _Surrounded:
 
 
 class Group:
-    """Parameters that `fully_shard` gathers and reduces together."""
+    """A group of parameters that `fully_shard` gathers and reduces together."""
 
     def __init__(self, group: Any) -> None:
         for name in ("fsdp_params", "post_backward", "finalize_backward", "reduce_grads"):
@@ -49,11 +49,11 @@ class Group:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's shards of the group's parameters, even while these are gathered."""
+        """This rank's shards of the group's parameters, even while the parameters are gathered."""
         return [part.sharded_param for part in self._group.fsdp_params]
 
     def made_from(self) -> dict[int, nn.Parameter]:
-        """Return a dict from `id(whole parameter)` to this rank's shard, for the parameters gathered at least once."""
+        """Return a dict from `id(whole parameter)` to this rank's shard, of each parameter gathered at least once."""
         return {id(whole): held for held, whole in self.wholes()}
 
     def wholes(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -62,8 +62,8 @@ class Group:
         return [(part.sharded_param, part._unsharded_param) for part in parts]
 
     def around_collectives(self, around: Around) -> None:
-        """Enter `around(kind, bytes, group, dtype=...)` around each all-gather and reduce-scatter of the group. bytes:
-        of the whole tensor, over all ranks."""
+        """Run each all-gather and reduce-scatter of the group inside `around(kind, bytes, group, dtype=...)`, a context
+        manager. bytes: the size of the whole tensor over all ranks."""
         for name, kind, of in (
             ("_all_gather_comm", "all-gather of parameters", "output_tensor"),
             ("_reduce_scatter_comm", "reduce-scatter of gradients", "input_tensor"),
@@ -84,7 +84,7 @@ class Group:
 
     @property
     def gathered(self) -> bool:
-        """Whether this rank has ever gathered the group's parameters, that is, whether a forward ran through them."""
+        """Whether this rank has ever gathered the group's parameters, as the first forward that uses them does."""
         return any(hasattr(part, "_unsharded_param") for part in self._group.fsdp_params)
 
     @property
@@ -93,16 +93,16 @@ class Group:
         return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
 
     def reached(self) -> list[bool]:
-        """Return, for each parameter of the group, whether it has a gradient that waits to be reduced."""
+        """Return for each parameter of the group whether it has a gradient that is not reduced yet."""
         return [_waiting(part) is not None for part in self._group.fsdp_params]
 
     def versions(self) -> int:
-        """Return a number that changes when a gathered parameter is written in place; not so through `p.data`."""
+        """Return a number that changes when a gathered parameter is written in place, except through `p.data`."""
         whole = [part._unsharded_param for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
         return sum(p._version for p in whole if not p.is_inference())
 
     def written(self) -> nn.Parameter | None:
-        """Return a gathered parameter whose values differ from this rank's shard; None if there is none."""
+        """Return a gathered parameter with values that differ from this rank's shard; None if there is none."""
         rank = getattr(self._group.mesh_info, "shard_mesh_rank", 0)
         for part in self._group.fsdp_params:
             own, wholes = part._sharded_param_data, part.all_gather_outputs
@@ -120,12 +120,13 @@ class Group:
         whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
 
     def gather_as_stored(self, indices: Collection[int]) -> None:
-        """Gather the parameters at `indices` in their stored dtype, the others as the mixed precision policy says."""
+        """Gather the parameters at `indices` in their stored dtype, the others in the mixed precision policy's
+        dtype."""
         for index, part in enumerate(self._group.fsdp_params):
             part.init_dtype_attrs = functools.partial(_mixed_dtypes, part, part.init_dtype_attrs, index in indices)
 
     def in_one_dtype(self) -> None:
-        """Cast the gradients that wait to be reduced to the dtype in which they are reduced."""
+        """Cast the gradients that are not reduced yet to the dtype in which they will be reduced."""
         if hasattr(self._group, "_set_unsharded_grad_dtypes"):  # torch 2.15
             self._group._set_unsharded_grad_dtypes(defer_upcast=False)
             return
@@ -134,13 +135,13 @@ class Group:
             part.to_accumulated_grad_if_needed()
 
     def waiting(self) -> list[Tensor]:
-        """Return this rank's gradients that wait to be reduced; writing them in place changes what is reduced."""
+        """Return this rank's gradients that are not reduced yet. Writing to one in place changes what is reduced."""
         found = [_waiting(part) for part in self._group.fsdp_params]
         return [g for g in found if g is not None]
 
     def let_go(self, places: Collection[int]) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]], nn.Parameter]]:
         """Stop gathering and reducing the parameters at the indices `places`. Return for each: this rank's shard, now
-        NaN without memory; the modules that have it, with its name there; and a NaN parameter of its whole shape."""
+        NaN without memory; a list of (module, name) where it is registered; and a NaN parameter of its whole shape."""
         found = []
         for part in [self._group.fsdp_params[place] for place in places]:
             info, held = part._module_info, part.sharded_param
@@ -156,7 +157,7 @@ class Group:
         return found
 
     def reduce_now(self) -> None:
-        """Reduce the gradients that wait, outside of a backward. Collective."""
+        """Reduce the gradients that are not reduced yet, outside of a backward. Collective."""
         group = self._group
         group.reduce_grads = group.all_reduce_grads = True
         group.post_backward()
@@ -174,7 +175,7 @@ def groups_of(module: FSDPModule) -> list[Group]:
 
 
 def leave_forward(module: FSDPModule) -> None:
-    """Reset the state of a sharded model, given its root, after an exception left its forward."""
+    """Reset the state of a sharded model after an exception has left its forward. module: the root of the model."""
     state: Any = module._get_fsdp_state()
     idle = type(state._training_state).IDLE
     state._training_state = idle
@@ -192,8 +193,9 @@ def leave_forward(module: FSDPModule) -> None:
 def around_method(
     root: FSDPModule, ran: Callable[[FSDPModule], None], output: list[Any]
 ) -> contextlib.AbstractContextManager[None] | None:
-    """Return a context that gathers parameters for another method of a sharded model, as its forward does, and then
-    calls `ran(root)`. Append the method's result to `output` inside. Return None while a forward or backward runs."""
+    """Return a context manager in which a method other than forward runs with gathered parameters, as forward does. The
+    caller appends the result to `output` in the block, after which `ran(root)` is called. Return None in a forward or
+    backward."""
     state: Any = root._get_fsdp_state()
     if state._training_state != type(state._training_state).IDLE:
         return None
@@ -213,13 +215,13 @@ def _gathered(root: FSDPModule, state: Any, ran: Callable[[FSDPModule], None], o
 
 
 def begin_backward_at(root: FSDPModule, loss: Tensor) -> None:
-    """Make the backward of `loss` reduce the gradients of `root`, even if `loss` was not returned by its forward."""
+    """Make the backward of `loss` reduce the gradients of `root`, even if no forward of `root` returned `loss`."""
     state: Any = root._get_fsdp_state()
     state._register_pre_backward_hook(loss)
 
 
 def without_empty_groups(module: FSDPModule) -> None:
-    """Drop the groups of the module that have no parameters left after `let_go`."""
+    """Remove the module's parameter groups that have no parameters left after `let_go`."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         state._fsdp_param_groups = [group for group in state._fsdp_param_groups if group.fsdp_params]
@@ -233,17 +235,17 @@ def place_in_memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, not a copy; return any other tensor unchanged."""
+    """Return this rank's local tensor of a DTensor, not a copy. Return any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return `local_of` each tensor."""
+    """Return a list of `local_of(tensor)` for each tensor."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the XOR of the bits of each tensor's elements; for a DTensor, of this rank's part. Skip empty tensors."""
+    """Return for each tensor that is not empty the XOR of its elements' bits. Of a DTensor, use the local tensor."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(t.detach() for t in tensors)]
     found = [torch.hash_tensor(t).view(torch.int64).cpu() for t in real if t.numel()]
     hashes: list[int] = torch.stack(found).tolist() if found else []
@@ -251,7 +253,7 @@ def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def empty(tensor: Tensor) -> None:
-    """Free a tensor's memory, or that of this rank's part of a DTensor: all elements become one NaN in memory."""
+    """Free the memory of a tensor, or of a DTensor's local tensor. All of its elements then share one NaN in memory."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = _empty_like(tensor._local_tensor)
     else:
@@ -259,7 +261,7 @@ def empty(tensor: Tensor) -> None:
 
 
 def refill(tensor: Tensor) -> None:
-    """Allocate memory again for a tensor that `empty` has freed, or for this rank's part of a DTensor."""
+    """Allocate uninitialized memory for a tensor that `empty` has freed, or for the local tensor of such a DTensor."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = torch.empty_like(tensor._local_tensor, memory_format=torch.contiguous_format)
     else:
@@ -280,8 +282,8 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 
 def mend_sharded_class(module: nn.Module) -> None:
-    """Fix the subclass that `fully_shard` gives a module: name it as the original class, and make `zero_grad` also zero
-    the gradients of its shards, even between a forward and its backward."""
+    """Fix the subclass that `fully_shard` gives a module. Give it the name of the original class, and make `zero_grad`
+    also zero the gradients of the module's shards, even between a forward and its backward."""
     kind: Any = type(module)
     of = kind.__mro__[2]
     kind.__name__, kind.__qualname__, kind.__module__ = of.__name__, of.__qualname__, of.__module__
@@ -289,7 +291,7 @@ def mend_sharded_class(module: nn.Module) -> None:
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """Zero gradients as the module does, and also those of its shards, which the module lacks while it is gathered."""
+    """Zero the module's gradients and those of its shards, which the module lacks while parameters are gathered."""
     parts = [p for _, sharded in sharded_modules(module) for group in groups_of(sharded) for p in group.parameters]
     for p in parts:
         p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
@@ -299,7 +301,7 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 def _mixed_dtypes(
     part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    """Set the dtypes of one parameter of a group in which some are gathered as stored. init: `init_dtype_attrs`."""
+    """Set one parameter's dtypes, as stored or as `policy` says. init: the parameter's own `init_dtype_attrs`."""
     init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
     part.reduce_dtype = policy.reduce_dtype
 
@@ -311,13 +313,13 @@ def _waiting(part: Any) -> Tensor | None:
 
 
 def packed(dim: int, sections: int) -> Placement:
-    """Return a placement that cuts a dim into this many equal sections, and divides each section over the ranks."""
+    """Return a placement that cuts a dimension into `sections` equal sections, and each section over the ranks."""
     strided: Placement = placement_types._StridedShard(dim, split_factor=sections) if sections > 1 else Shard(dim)
     return strided
 
 
 def division(placement: Placement) -> tuple[int, int] | None:
-    """Return (dim, sections) for a sharded placement; None for any other."""
+    """Return (dimension, number of sections) for a sharded placement; None for any other."""
     if isinstance(placement, placement_types._StridedShard):
         return placement.dim, int(placement.split_factor)
     return (placement.dim, 1) if isinstance(placement, Shard) else None
@@ -325,7 +327,8 @@ def division(placement: Placement) -> tuple[int, int] | None:
 
 def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
     """Return (mesh axis, dim, sections) of each sharded axis, in the order in which a whole tensor is cut. FSDP cuts
-    what an inner axis has already cut along the same dim; torch expresses both this and sections as strided shards."""
+    the parts of an inner axis again along the same dim. torch expresses this, like several sections, as a strided
+    shard."""
     found = [(axis, *divided) for axis, each in enumerate(placements) if (divided := division(each)) is not None]
     plain = [each for each in found if each[2] == 1]
     strided = []
@@ -336,10 +339,9 @@ def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> l
 
 
 def with_local(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return a DTensor like `tensor` with `local` as this rank's part; `local` itself if `tensor` is no DTensor.
+    """Return a DTensor like `tensor` with the local tensor `local`. Return `local` itself if `tensor` is no DTensor.
 
-    The part stays on its device. `DTensor.from_local` would move it to the device of the mesh.
-    """
+    `local` stays on its device. `DTensor.from_local` would move it to the device of the mesh."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor(local, tensor._spec, requires_grad=False)

@@ -18,13 +18,15 @@ from torch.utils import checkpoint
 
 
 def on_parts() -> AbstractContextManager[None]:
-    """Treat tensor subclasses in the block as the plain tensors that they are in memory."""
+    """Return a context manager that disables `__torch_function__` of tensor subclasses. Operators then run on the
+    tensors as they are in this rank's memory."""
     off: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return off
 
 
 def called(func: Callable[..., Any]) -> str:
-    """Return the name of a function that `__torch_function__` gets; `.shape` and the like if a property is read."""
+    """Return the name of a function that `__torch_function__` gets. For the read of a property, return its name after a
+    dot, such as `.shape`."""
     name: str = getattr(func, "__name__", "")
     if name != "__get__":
         return name
@@ -35,8 +37,8 @@ def called(func: Callable[..., Any]) -> str:
 
 @functools.cache
 def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch that does not pass itself to `__torch_function__` of subclasses: the
-    copy calls its operators on them."""
+    """Return a copy of a Python function of torch that never passes itself to `__torch_function__` of tensor
+    subclasses. Its body runs instead, and only the operators in it are passed."""
     body = types.FunctionType(
         func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
     )
@@ -45,8 +47,9 @@ def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def determinism_of_parts() -> str:
-    """Return a `determinism_check` for torch's checkpoint that compares parts of tensors as they are in memory, where
-    torch would compare wholes with parts; torch's own if it has no table of checks (read in 2.11 to 2.15)."""
+    """Return the name of a `determinism_check` for `torch.utils.checkpoint` that describes a tensor subclass as it is
+    in this rank's memory. torch's own check would compare whole shapes with shapes of parts. If torch has no table of
+    checks, return the name of torch's own check (read in torch 2.11 to 2.15)."""
     table = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" not in table:
         return "default"
@@ -61,8 +64,9 @@ def determinism_of_parts() -> str:
 
 
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
-    """Let `change(name, arguments)` return the arguments for the user's autograd functions. torch does not report these
-    to tensor subclasses: forward would get wholes and backward parts. torch's own functions are left alone."""
+    """Make the user's autograd functions get the arguments that `change(name, arguments)` returns. torch does not
+    report calls of these functions to tensor subclasses, so their forward would get whole tensors and their backward
+    parts. torch's own functions are not changed."""
     own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

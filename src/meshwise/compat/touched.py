@@ -26,7 +26,8 @@ SENDS = {"send", "reduce_"}
 
 
 def has_parts(args: Any, kwargs: Any) -> bool:
-    """Return whether an argument is a wrapper, such as a DTensor: the operator runs on its inner tensors later."""
+    """Return whether an argument is a wrapper subclass, such as a DTensor. torch then calls the operator again on the
+    tensors inside the wrapper."""
     return any(is_traceable_wrapper_subclass(tensor) for tensor in tensors_in((args, list(kwargs.values()))))
 
 
@@ -36,8 +37,8 @@ def is_collective(operator: Any) -> bool:
 
 
 def touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Iterator[tuple[Tensor, bool]]:
-    """Yield (tensor, written) for each tensor whose memory an operator reads (False) or writes (True). Skip tensors
-    without storage."""
+    """Yield (tensor, written) for each tensor in an operator call. `written` is True if the operator writes the
+    tensor's memory, and False if it only reads the memory. Tensors without storage are skipped."""
     yield from (each for each in _touched(operator, args, kwargs, result) if _storage(each[0]))
 
 
@@ -63,7 +64,8 @@ def _touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> I
 
 
 def _made(schema: Any, result: Any) -> Iterator[Tensor]:
-    """Yield the results of an operator that are neither arguments nor views of them, judging by its schema."""
+    """Yield those results of an operator that are new tensors by its schema, neither arguments nor views of
+    arguments."""
     for returned, value in zip(schema.returns, result if len(schema.returns) > 1 else (result,), strict=False):
         if returned.alias_info is None:
             yield from tensors_in(value)

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 T = TypeVar("T")
 Build = Callable[[list[Any]], Any]
-"""Makes a container of the same kind from new parts."""
+"""A function that makes a container of the same kind from new parts."""
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -32,7 +32,8 @@ def map_kind(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    """Return `tree` with `function(item)` in place of every item for which `is_leaf(item)`; the rest stays as it is."""
+    """Return `tree` with `function(item)` in place of every item for which `is_leaf(item)` is true. The rest stays as
+    it is."""
     if is_leaf(tree):
         return function(tree)
     parts, build = _opened(tree)
@@ -63,7 +64,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
-    """Return the parts of a container, and a function that makes such a container of new parts; else () and None."""
+    """Return the parts of a container, and a function that makes such a container from new parts. Return () and None
+    for anything that is no container."""
     if isinstance(tree, PackedSequence):  # its batch sizes have to stay on the CPU
         parts = [tree.data, tree.sorted_indices, tree.unsorted_indices]
         return parts, lambda new: PackedSequence(new[0], tree.batch_sizes, *new[1:])
@@ -79,7 +81,8 @@ def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
 
 
 def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
-    """Make a mapping of the same type and keys with new values: a dict, transformers' BatchEncoding and the like."""
+    """Make a mapping of the same type and with the same keys, but with new values, for dicts and classes such as
+    BatchEncoding of transformers."""
     copy: Any = tree.copy() if hasattr(tree, "copy") else dict(tree)
     for key, value in zip(tree, values, strict=True):
         copy[key] = value

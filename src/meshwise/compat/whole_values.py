@@ -28,7 +28,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
 
 Meet = Callable[[str], None]
-"""Called before an exchange, with a description of it. Returns when all ranks have come to the same one, or raises."""
+"""A function that is called before an exchange between ranks, with a description of the exchange. It returns when all
+ranks have reached the same exchange, and raises if they do not."""
 _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")
@@ -53,8 +54,8 @@ def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] |
 
 
 def whole(tensor: Any) -> Tensor:
-    """Return a DTensor as one whole plain tensor. Collective, and so is its backward, which averages the gradients of
-    all ranks, each scaled by the weight of the rank's loss."""
+    """Return a plain tensor with all elements of a DTensor. Collective. The backward is collective too: it averages the
+    gradients of all ranks, each scaled by the weight of the rank's loss."""
     kind = tensor.device_mesh.device_type  # shards that are offloaded to the host are gathered on the devices
     there = tensor if tensor.device.type == kind else tensor.to(kind)
     gathered: Tensor = there.full_tensor()
@@ -64,15 +65,15 @@ def whole(tensor: Any) -> Tensor:
 
 
 def _mean(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
-    """Average the gradients that the ranks computed from their own losses."""
+    """Average, over the ranks, the gradients that each rank has computed from its own loss."""
     weigh = _weighs[mesh]() if mesh in _weighs else None
     own = gradient if weigh is None else weigh(gradient)
     return DTensor.from_local(own, mesh, [Partial("avg")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
-    """Return a loss with terms that are DTensors, such as a parameter's norm, as a plain tensor; None if the loss has
-    no such terms. Collective, and so is the backward of the result: see `_separate`."""
+    """Return the loss as a plain tensor, if some of its terms are DTensors, such as the norm of a parameter. Return
+    None if it has no such terms. Collective, and so is the backward of the returned loss: see `_separate`."""
     if not isinstance(loss, DTensor) and not _mixed[0]:
         return None
     _mixed[0] = False
@@ -82,12 +83,12 @@ def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
 
 
 def _separate(root: Any, mesh: DeviceMesh) -> None:
-    """Prepare a backward from `root`: pass plain gradients to nodes that depend on no DTensor, and the mean over ranks
-    to nodes that depend on DTensors only.
+    """Add hooks to the autograd graph of a loss, given its root. The hooks pass plain gradients to nodes that depend on
+    no DTensor, and gradients averaged over the ranks to nodes that depend on DTensors only.
 
-    Terms of a rank's own samples take this rank's gradient. Terms of sharded parameters take the mean, which must be
-    the same on all ranks. Both kinds mix in single numbers only: DTensor mixes with no other plain tensors.
-    """
+    A term that is computed from a rank's own samples needs this rank's gradient. A term that is computed from sharded
+    parameters needs the mean, which must be the same on all ranks. The two kinds of terms can meet in single numbers
+    only, because DTensor refuses to mix with other plain tensors."""
     numbers, consumers = {root}, dict[Any, list[Any]]()
     open_nodes, sharded = [root], list[Any]()
     while open_nodes:
@@ -116,7 +117,8 @@ def _is_number(node: Any, index: int) -> bool:
 
 
 def _is_made_of_shards(node: Any) -> bool:
-    """Return whether the autograd node reduces a larger tensor to a single number, and that tensor is a DTensor."""
+    """Return whether the autograd node reduces a larger tensor to a single number, where the larger tensor is a
+    DTensor."""
     larger = [n for n, index in node.next_functions if n is not None and not _is_number(n, index)]
     while larger:
         node = larger[0]
@@ -130,7 +132,7 @@ def _is_made_of_shards(node: Any) -> bool:
 
 
 def _upstream(nodes: Iterable[Any], consumers: dict[Any, list[Any]]) -> set[Any]:
-    """Return `nodes`, their consumers, the consumers of these, and so on."""
+    """Return `nodes` and every node that uses their results, directly or through other nodes."""
     found, open_nodes = set(nodes), list(nodes)
     while open_nodes:
         fresh = [node for node in consumers.get(open_nodes.pop(), ()) if node not in found]
@@ -152,7 +154,7 @@ def _averaged(mesh: DeviceMesh, gradients: tuple[Tensor | None, ...]) -> tuple[T
 
 
 def _replicated(gradient: DTensor) -> DTensor:
-    """Return the gradient with the same whole value on each rank: partial sums are added up."""
+    """Return the gradient with its whole value on each rank. Partial sums are added up over the ranks."""
     if any(p.is_partial() for p in gradient.placements):
         return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
     return gradient
@@ -180,7 +182,7 @@ def _install() -> None:
 
 
 def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap the function that moves a tensor between placements, to call `meet` before ranks exchange anything."""
+    """Wrap torch's function that changes the placements of a tensor, to call `meet` before ranks exchange anything."""
 
     @functools.wraps(exchange)
     def exchanged(local: Tensor, now: Any, then: Any, **options: Any) -> Tensor:
@@ -198,7 +200,8 @@ def _text(spec: Any) -> str:
 
 
 def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Run an operator that returns a number on whole tensors: DTensor would read this rank's part, or fail."""
+    """Run an operator that returns a single number on whole tensors, where DTensor would read only this rank's part, or
+    fail."""
     first: Any = arguments[0]
     if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
         return operator(first._local_tensor)  # as torch has it
@@ -216,8 +219,8 @@ def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, 
 def _on_a_plain_number(
     handlers: dict[Any, Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Run an operator on a plain number and a DTensor. If the DTensor holds partial sums, add them up first: DTensor
-    would average the plain number over the ranks instead."""
+    """Run an operator on a DTensor and a plain number. If the DTensor holds partial sums, add them up first, because
+    DTensor would average the plain number over the ranks instead."""
     first, second = arguments[:2]
     either: Any = first if isinstance(first, DTensor) else second
     if isinstance(second, Tensor) and either.device_mesh in _meets and _placements(first) != _placements(second):
@@ -261,7 +264,7 @@ def _as_one_device_has_it(name: str, original: Callable[..., Any]) -> Callable[.
 
 
 def _apart(grouped: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `AveragedModel` group tensors by their mesh too, not only by device and dtype."""
+    """Make `AveragedModel` group tensors by device mesh too, not only by device and dtype."""
 
     @functools.wraps(grouped)
     def apart(lists: Any, *arguments: Any) -> dict[Any, Any]:
