@@ -14,11 +14,11 @@ from torch import Tensor
 from meshwise.data.order import BatchSlice
 
 Seen: TypeAlias = tuple[int, int, BatchSlice | None, Tensor]
-"""Facts about a backward: its number, its step, this rank's part of the batch, and this rank's loss."""
+"""Facts about one backward: its number, the number of its step, this rank's part of the batch, and this rank's loss."""
 
 
 class Batches(Protocol):
-    """The batches of `mw.split`, which all ranks must hold alike."""
+    """The batches that a program has passed to `mw.split`, which must be equal on all ranks."""
 
     def checksum(self, device: torch.device) -> Tensor:
         """Return a checksum of all batches so far: an int64 scalar on `device`."""
@@ -29,33 +29,38 @@ class Batches(Protocol):
         ...
 
     def told(self, taken: list[Any]) -> Any:
-        """Return what the other ranks need to know of the batches in `taken`."""
+        """Return a description of the batches in `taken`, to send to the other ranks."""
         ...
 
     def explain(self, ranks: list[Any]) -> str:
-        """Return a sentence on how the ranks' batches differ."""
+        """Return a sentence that says how the batches of the ranks differ. ranks: what `told` returned on each rank."""
         ...
 
 
 class Carried(Protocol):
-    """Compares values of the ranks that must be equal."""
+    """Compares values that must be equal on all ranks. A checksum of these values is sent along with each loss."""
 
     settings: Callable[[], tuple[Any, ...]]
-    """Returns settings of the program that must be the same on all ranks."""
+    """Returns those settings of the program that must be the same on all ranks, such as learning rates."""
     batches: Batches | None
     rehearses: bool
-    """Whether this is a rehearsal: tensors have no values, and other ranks are assumed to do what this one does."""
+    """Whether this is a rehearsal. Tensors then have no values, and the other ranks are assumed to do what this rank
+    does."""
 
     def signs(self, like: Tensor) -> Tensor:
-        """Return a checksum of this rank's values as numbers to send along with `like`: shape (n,)."""
+        """Return a checksum of this rank's values as a tensor of shape (n,), to send along with `like`."""
         ...
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """Compare the ranks by `means`: the means over ranks of the loss, or of its sum and weight, and then of the
-        numbers sent along. seen: facts about the loss's backward."""
+        """Compare the values of the ranks.
+
+        means: the means over the ranks of the loss (or of the weighted loss and its weight), followed by those of the
+        numbers that were sent along.
+        seen: facts about the backward of the loss."""
 
     def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
-        """Compare the batches of a job's first steps, whose losses carry no checksum. Collective."""
+        """Compare the batches of the first steps of a job, in which no checksum is sent along with the loss.
+        Collective."""
 
     def finish(self) -> None:
-        """Check what is left to compare: no further loss comes."""
+        """Compare what was sent along with the last loss, as no further loss follows."""

@@ -47,32 +47,34 @@ from meshwise.timeline.recorder import current
 from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
-"""A microbatch's data on this rank, and the slice of the global batch that it is."""
+"""The data of a microbatch on this rank, and the slice of the global batch that it holds."""
 NOTHING = contextlib.nullcontext()
 
 
 class Engine:
-    """Trains a program's models under a plan, until `close`. Refers weakly to models, optimizers and loaders."""
+    """Trains a program's models by a plan, until `close`. It holds models, optimizers and loaders by weak
+    references."""
 
     carried: Carried
     around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
-    """Returns a context for a backward whose loss has the given weight; set once the program splits batches itself."""
+    """Returns a context manager for a backward, given the weight of its loss. None until the program has called
+    `mw.split`."""
     recording: Recording | None = None
-    """The recording of the run, which ends with the engine."""
+    """The recording of the run, which is closed together with the engine."""
     watcher: Watcher | None = None
     part: BatchSlice | None = None
-    """The slice of the batch, or of the microbatch, that this rank works on; None outside of batches."""
+    """This rank's slice of the current batch or microbatch; None outside of batches."""
     draw_key: tuple[int, int] | None = None
-    """The key of the current batch's random draws; None before the first batch with keyed draws."""
+    """The key for the random draws of the current batch; None before the first batch with such a key."""
     reduce = True
     has_applied = False
-    """Whether a plan was applied to any model."""
+    """Whether the plan was applied to any model."""
     stopped = False
-    """Whether a loop over batches ended because the run was asked to stop."""
+    """Whether a loop over batches has ended because the run was asked to stop."""
     narrow: Dtypes | None = None
-    """The dtypes to compute in, if other than those of the stored tensors; else None."""
+    """The dtypes in which the models compute; None if these are the dtypes of the stored tensors."""
     stored: Dtypes | None = None
-    """The dtypes to which batches are cast, if the plan does not store float32; else None."""
+    """The dtypes to which batches are cast; None if the plan stores float32."""
 
     def __init__(
         self,
@@ -83,8 +85,10 @@ class Engine:
         draws: ExactDraws | None = None,
         script: bool = False,
     ) -> None:
-        """say: prints a line for the user. draws: the exact random draws, if requested. script: whether the loop is a
-        script's, which the engine knows only by the script's calls."""
+        """say: prints a line for the user.
+        draws: makes random draws exactly as one device does; None if the user did not request that.
+        script: whether the training loop is in a user's script, so that the engine knows of it only by the script's
+        calls."""
         self.world, self.gate, self.draws = world, gate, draws
         self.notify = Notices(say, untrue=OF_DRAWS if draws is not None else ())
         # A function, not a method: a copy of a model copies what its batch norms hold.
@@ -100,14 +104,14 @@ class Engine:
         self.ends.callback(self.program.close)
 
     def watch(self, watcher: Watcher) -> None:
-        """Let `watcher` observe this engine from now on."""
+        """From now on, report what this engine does to `watcher`."""
         self.watcher = watcher
         self.notify.untrue = OF_DRAWS  # draws are keyed in a check
         self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
         self.events.listen(watcher, When.WATCH, only=("backward_begins", "step_begins", "step_ends"))
 
     def close(self) -> None:
-        """End the engine; optimizers then step without it."""
+        """Close the engine. Optimizers then step without the engine."""
         self.given.close()
         self.ends.close()
         self.part, self.watcher = None, None
@@ -117,7 +121,7 @@ class Engine:
     # Models and optimizers.
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply `plan`, in place, to those of `models` that the engine does not have yet. Collective."""
+        """Apply `plan` in place to those of `models` that the engine does not hold yet. Collective."""
         self.program.add_models(models, plan)
         current().held = functools.partial(held_bytes, self.program)
         self.has_applied = self.has_applied or bool(models)
@@ -126,37 +130,37 @@ class Engine:
         self.narrow = dtypes if dtypes.computed != dtypes.stored or dtypes.computed not in ("fp32", "fp64") else None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the parameters that an optimizer holds by those that the plan made of them."""
+        """Replace the parameters in an optimizer by the parameters that the plan has made from them."""
         self.program.add_optimizer(optimizer)
         self.phases.optimizers = True
 
     @property
     def notes(self) -> list[str]:
-        """All notices about the plan and the program, kept on every rank."""
+        """All notices about the plan and the program. Every rank keeps them, although only rank 0 prints them."""
         return self.notify.all
 
     @property
     def plan(self) -> Plan:
-        """The plan of the models; a plan for one device as long as there are no models."""
+        """The plan of the models. Before any model is added, this is a plan for one device."""
         return self.program.plan or Plan()
 
     # Batches.
 
     @functools.cached_property
     def generator(self) -> ProgramGenerator:
-        """Manages torch's random generator, as the program sees it outside its loops."""
+        """Manages torch's random generator as the program sees it outside of its loops."""
         return ProgramGenerator()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that computes a forward in the dtypes of the plan."""
+        """Return a context manager in which a forward computes in the dtypes of the plan."""
         return computing(self.world.device, self.narrow) if self.narrow else NOTHING
 
     def cast(self, batch: Any) -> Any:
-        """Cast a batch to the dtypes that the plan stores."""
+        """Return the batch, cast to the dtypes in which the plan stores tensors."""
         return cast_batch(batch, self.stored) if self.stored else batch
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context for a backward that the watcher gives; an empty context without a watcher."""
+        """Return the watcher's context manager for a backward. It does nothing if there is no watcher."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING
 
 
@@ -165,4 +169,4 @@ def _samples(part: BatchSlice | None) -> int | None:
 
 
 IN_LOSS: list[Engine] = []
-"""Engines of the jobs whose loss functions run now, the innermost last."""
+"""Engines of the jobs whose loss functions are running now, the innermost job last."""

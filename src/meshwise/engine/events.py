@@ -36,7 +36,8 @@ Kind = TypeVar("Kind")
 
 
 class When(enum.IntEnum):
-    """The order in which listeners are told that something begins; they are told of the end in reverse order."""
+    """The order in which listeners are called at the events that begin something. At the other events the order is
+    reversed."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -45,10 +46,12 @@ class When(enum.IntEnum):
 
 @dataclass(eq=False)
 class Probation:
-    """How long a listener listens. backwards: how many backwards, over all loops; batches: how many of each loop.
+    """A listener of an engine's events, and how long it is called.
 
-    anew: called when the probation restarts, with a program or with a loop at another source line.
-    """
+    only: the names of the events at which it is called.
+    backwards: after how many backwards, counted over all loops, it is no longer called.
+    batches: after how many batches of a loop it is no longer called in that loop.
+    anew: called when the counts start again, because a new program or a loop at another source line begins."""
 
     listener: object
     when: When
@@ -60,7 +63,8 @@ class Probation:
 
 
 class OfLoop(NamedTuple):
-    """The listeners to a loop's next batches. due: the number of batches after which to look them up again."""
+    """The methods to call at the next batches of a loop. due: the number of batches after which they must be looked up
+    again."""
 
     state: object
     due: float
@@ -69,7 +73,7 @@ class OfLoop(NamedTuple):
 
 
 class Events:
-    """The listeners of an engine: a tuple of their methods for each event."""
+    """The listeners of an engine. For each event, a tuple holds the methods to call."""
 
     backward_begins: tuple[Hear, ...] = ()
     backward_ends: tuple[Hear, ...] = ()
@@ -77,12 +81,12 @@ class Events:
     step_ends: tuple[Hear, ...] = ()
     loop_ends: tuple[Hear, ...] = ()
     due: float = math.inf
-    """The number of backwards after which the next probation ends."""
+    """The number of backwards after which some listener is no longer called."""
     state: object = None
-    """A marker, replaced by a new object whenever a listener comes or leaves."""
+    """A marker, which is replaced by a new object whenever a listener is added or removed."""
 
     def __init__(self, backwards: Callable[[], int]) -> None:
-        """backwards: returns how many backwards there were so far."""
+        """backwards: returns the number of backwards so far."""
         self._all: list[Probation] = []
         self._backwards = backwards
 
@@ -96,7 +100,8 @@ class Events:
         batches: float = math.inf,
         anew: Callable[[], None] | None = None,
     ) -> None:
-        """Call those methods of `listener` that `only` names at their events. For the rest, see `Probation`."""
+        """Call the methods of `listener` that are named in `only` at the events of the same names. For the other
+        arguments, see `Probation`."""
         kept = tuple(name for name in only if hasattr(listener, name))
         probation = Probation(listener, when, kept, backwards, batches, anew, self._backwards() + backwards)
         self._all.append(probation)
@@ -113,7 +118,8 @@ class Events:
         return next((each.listener for each in self._all if isinstance(each.listener, kind)), None)
 
     def begins(self, listener: object = None) -> None:
-        """Restart all probations, as a program or a loop at another source line begins; or only that of `listener`."""
+        """Start the counts of all listeners again, because a new program or a loop at another source line begins. With
+        `listener`, start only the counts of that listener."""
         for each in self._all:
             if listener is None or each.listener is listener:
                 each.ends = self._backwards() + each.backwards
@@ -122,7 +128,7 @@ class Events:
         self.tell()
 
     def tell(self) -> None:
-        """Update the methods to call at each event, after a listener has come or left."""
+        """Update the tuples of methods to call at each event, after a listener was added or removed."""
         now = self._hearing()
         self.backward_begins, self.step_begins = _heard(now, "backward_begins"), _heard(now, "step_begins")
         now.reverse()
@@ -132,7 +138,8 @@ class Events:
         self.state = object()
 
     def of_loop(self, given: int) -> OfLoop:
-        """Return the listeners of a loop that has given `given` batches so far."""
+        """Return the methods to call at the next batches of a loop. given: how many batches the loop has yielded so
+        far."""
         now = [each for each in self._hearing() if each.batches > given]
         due = min((each.batches for each in now), default=math.inf)
         return OfLoop(self.state, due, _heard(now, "batch_asked"), _heard(now, "batch_given"))

@@ -16,13 +16,14 @@ from meshwise.engine.split_batch import Splits
 
 
 class CheckpointedLoop(Protocol):
-    """What `mw.checkpoint` returns, with the methods that the engine calls."""
+    """The object that `mw.checkpoint` returns, with the methods that the engine calls."""
 
     def step_ends(self, loader: Any) -> None:
-        """Record that the program asks for the next batch of `loader`: a step is over."""
+        """Record that the program asks for the next batch of `loader`, and so has finished a step."""
 
     def epoch_ends(self, loader: Any, *, early: bool) -> None:
-        """Record that `loader` has no further batch in this epoch, or (early) that the program left its loop."""
+        """Record that `loader` has no further batch in this epoch. early: the program has left the loop before its last
+        batch."""
 
     def epoch_begins(self, loader: Any) -> None:
         """Record that a loop over `loader` begins."""
@@ -31,24 +32,29 @@ class CheckpointedLoop(Protocol):
         """Return the program's objects that the checkpoint saves."""
 
     def finishes_epoch(self) -> bool:
-        """Return, once the run was asked to stop, whether the program should go on until its next epoch."""
+        """Return whether the program should continue until its next epoch, although the run was asked to stop."""
 
     def stops(self) -> None:
-        """React to the request that the run stops."""
+        """Save the state if possible, because the run was asked to stop."""
 
     def close(self) -> None:
-        """Finish, as the program ends."""
+        """Finish all saves, as the program ends."""
 
 
 @dataclass(eq=False)
 class Given:
-    """What the program gave to `mw.distribute`. schedulers: the schedulers. fed: weak references to those of them that
-    step by a metric. loaders: the distributed loaders. loop_states: what `mw.checkpoint` returned. earlier: objects
-    given by earlier programs in this process. splits: the batches of `mw.split`, once it is called.
+    """The objects that the program gave to `mw.distribute`, except its models and optimizers.
 
-    waits: whether batches of a step wait for their last one, in a loop whose state cannot hold their gradients.
-    saves, loads: how often each file was saved, and files were loaded; all ranks count alike, to synchronize.
-    """
+    splits: the batches passed to `mw.split`; None until its first call.
+    schedulers: the learning rate schedulers.
+    fed: weak references to those schedulers whose `step` takes a metric.
+    loaders: the distributed loaders.
+    loop_states: the objects that `mw.checkpoint` returned.
+    earlier: objects that were given by earlier programs in this process.
+    waits: whether the current batch's gradients wait for a later batch of the same step, in a loop that cannot save
+    them.
+    saves: how often each file was saved. All ranks count alike, so that they can synchronize.
+    loads: how often a file was loaded, counted like `saves`."""
 
     splits: Splits | None = None
     schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
@@ -67,10 +73,11 @@ class Given:
         self.schedulers.add(scheduler)
 
     def finishes_epoch(self) -> bool:
-        """Return, once the run was asked to stop, whether the program should go on until its next step or epoch."""
+        """Return whether the program should continue until its next step or epoch, although the run was asked to
+        stop."""
         return self.waits or any(state.finishes_epoch() for state in self.loop_states)
 
     def close(self) -> None:
-        """Close the saved states of loops, as the program ends."""
+        """Finish the saves of all objects that `mw.checkpoint` returned, as the program ends."""
         for state in self.loop_states:
             state.close()

@@ -22,11 +22,15 @@ from meshwise.spec.world import World
 class LoopRead:
     """One loop over batches, and what this rank has read in it.
 
-    loader: the loader's number in a script. place: the user's source line. step: the step that a job's batch is for.
-    given: batches so far. batch: the newest, until the loop ends. over: whether the loop came to its end. samples: this
-    rank's samples in each batch; 0 if it had only padding. padded: whether a batch had fewer samples than there are
-    ranks. part: this rank's part of the current batch.
-    """
+    loader: the number of the loader in a script.
+    place: the user's source line.
+    step: the number of the step that a job's batch is for.
+    given: how many batches the loop has yielded.
+    over: whether the loop has yielded its last batch.
+    samples: how many samples of each batch this rank had; 0 if it had only a padding sample.
+    padded: whether any batch had fewer samples than there are ranks.
+    part: this rank's slice of the current batch.
+    batch: the current batch; None after the loop."""
 
     loader: int = 0
     place: str = ""
@@ -38,17 +42,18 @@ class LoopRead:
     part: BatchSlice | None = None
     batch: Any = None
     uneven: bool = False
-    """Whether this rank's share of the global batch changed from one batch to the next."""
+    """Whether this rank's share of the global batch was larger in one batch than in another."""
     earlier: BatchSlice | None = None
-    """Another batch, of another size, that the loop also gave since the last backward: the program reads ahead."""
+    """This rank's slice of another batch of a different size, which the loop also yielded since the last backward."""
 
 
 @dataclass(eq=False)
 class WholeRead:
     """What this rank has read in a loop over a loader that is not distributed.
 
-    place: the user's source line. total: a sum of what was read. compared: how often ranks compared values of the loop.
-    """
+    place: the user's source line.
+    total: a sum of the values in all batches.
+    compared: how often the ranks have compared such sums for this loop."""
 
     place: str
     batches: int = 0
@@ -57,19 +62,21 @@ class WholeRead:
 
 
 class Loops:
-    """The loops of a script that have begun and not ended, nested or side by side."""
+    """The loops of a script that have begun and not ended, whether nested or read side by side."""
 
     def __init__(self, world: World) -> None:
         self._world, self.ranks = world, world.size
         self._open: list[LoopRead] = []
         self.round: list[LoopRead] = []
-        """The loops that have given a batch since the last backward, each with its newest batch."""
+        """The loops that have yielded a batch since the last backward."""
         self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
-        """The loop that ended after the last batch or backward, if any: later values cover that whole loop."""
+        """The loop that has ended since the last batch or backward, if any. Values that the program reduces now cover
+        that whole loop."""
         self.by_place: dict[str, LoopRead] = {}
-        """The newest program's finished loops by the user's source line; of several at one line, the last."""
+        """The newest program's finished loops by the user's source line. A later loop at the same line replaces an
+        earlier one."""
         self.over: Counter[tuple[str, int]] = Counter()
         """How many loops of the newest program have finished at each source line of the user."""
         self._places = Counter[object]()
@@ -77,14 +84,14 @@ class Loops:
         """The loop that gave the newest batch, if that loop's loader is not distributed."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Return whether this loop is new: at another source line, or over another loader, than those before. True also
-        the second, fourth, eighth … time, since a program may change what it does in later epochs."""
+        """Return whether no loop has begun at this source line over this loader before. Also return True the second,
+        fourth, eighth time and so on, because a program may change what it does in later epochs."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1
 
     def begin(self, part: BatchSlice, read: LoopRead) -> None:
-        """Record that a loop gives a batch, of which `part` is this rank's."""
+        """Record that the loop `read` yields a batch. part: this rank's slice of the batch."""
         read.samples.append(part.samples)
         read.padded |= part.total < self.ranks
         before = read.part or part
@@ -105,7 +112,8 @@ class Loops:
         self.ended = self.whole = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
-        """Record that a loop has ended; return this rank's part of the outer loop's batch, or of `mw.split`'s."""
+        """Record that the loop `read` has ended. Return this rank's slice of the batch that the program is in now: that
+        of the outer loop, or of an `mw.split` outside of loops; else None."""
         for reads in (self._open, self.round):
             if read in reads:
                 reads.remove(read)
@@ -116,8 +124,8 @@ class Loops:
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
         """Raise UsageError if a value may cover several batches of which this rank has different shares.
 
-        weighed: whether the value has a weight, so that only padding matters.
-        """
+        verb: the meshwise function that is called on the value.
+        weighed: whether the program gave a weight for the value. Then only different padding is an error."""
         backward = verb == "mw.backward"
         parts = [part for read in self.round for part in (read.earlier if backward else None, read.part) if part]
         padded = {min(part.total, self.ranks) for part in parts}
@@ -138,8 +146,8 @@ class Loops:
         )
 
     def backward(self, *, weighed: bool) -> None:
-        """Record that the script trains on the current batch: later values belong to that batch. weighed: whether the
-        script gave the loss's weight, so that it may continue with the batch of another loader."""
+        """Record a backward, so that later values belong to later batches. weighed: whether the program gave a weight
+        for the loss. It may then continue with the batch of another loader."""
         self._weighed, self.whole = weighed and len(self.round) > 1, None
         self.round = self.round if self._weighed else []
         self.ended = None if self._open or self._alone is not None else self.ended

@@ -28,10 +28,10 @@ from meshwise.transfer.splitmix import mixed
 
 
 class ModelStream:
-    """The random stream from which models draw in their forward, from the first `mw.split` on.
+    """The stream of random numbers from which models draw in their forward, from the first `mw.split` on.
 
-    draws: makes random draws as on one device, if requested. paused: returns whether other code keys the draws now.
-    """
+    draws: makes random draws exactly as one device does, if requested.
+    paused: returns whether other code sets the random state for each batch at the moment."""
 
     def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
         self._world, self._exact, self._paused = world, draws, paused
@@ -46,7 +46,8 @@ class ModelStream:
         self._ran: KeyedDraws | None = None  # of the forward that ran last: a batch may be read before its backward
 
     def begin(self, part: BatchSlice, models: Iterable[nn.Module]) -> int:
-        """Begin a batch for these models; return the key of the batch's draws, which is the same on every rank."""
+        """Begin a batch for these models. Return the key for random draws of the batch, which is the same on every
+        rank."""
         for model in models:
             if model not in self._known:
                 self._known.add(model)
@@ -62,7 +63,8 @@ class ModelStream:
         return mixed(*key)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context for the backward of the last forward, in which recomputed blocks draw the same numbers."""
+        """Return a context manager for the backward of the last forward. Blocks that are recomputed in it draw the same
+        random numbers again."""
         return contextlib.nullcontext() if self._ran is None else self._ran.backward()
 
     def close(self) -> None:
@@ -95,7 +97,8 @@ class ModelStream:
 
 
 class _Hook:
-    """A hook of a model for this process only: kept when the model is copied, without effect when it is pickled."""
+    """A hook on a model that works in this process only. A copy of the model keeps the hook. A pickled hook does
+    nothing."""
 
     def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call

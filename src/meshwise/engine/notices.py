@@ -11,16 +11,17 @@ from meshwise.transfer import collectives
 
 
 class Notices:
-    """Prints each notice for the user once. say: prints a line. untrue: notices that do not apply here."""
+    """Prints each notice for the user once, on rank 0. say: prints a line. untrue: notices that are not true here, and
+    are not printed."""
 
     def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
         self._say, self.untrue = say, untrue
         self._said = set[str]()  # to the newest program of the process
         self.all: list[str] = []
-        """All notices so far, kept on every rank."""
+        """All notices so far. Every rank keeps them."""
 
     def __call__(self, text: str) -> None:
-        """Print `text` for the user on rank 0, once; an empty text prints nothing."""
+        """Print `text` for the user on rank 0, unless it was printed before. An empty text is not printed."""
         if not text or text in self._said or text in self.untrue:
             return
         self._said.add(text)
@@ -29,5 +30,5 @@ class Notices:
             self._say(text)
 
     def program_begins(self) -> None:
-        """Forget what was printed, as another program begins in this process, and its user has seen no notices."""
+        """Allow every notice to be printed again, because another program begins in this process."""
         self._said.clear()

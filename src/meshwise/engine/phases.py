@@ -26,7 +26,7 @@ LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
 
 
 class Phases:
-    """Tracks which phase a training loop is in, and counts its steps."""
+    """Tracks in which phase a training loop is, such as forward or backward, and counts the steps of the loop."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -39,16 +39,16 @@ class Phases:
         self._stepped = False
         self._before = "idle"  # the phase around a backward
         self.optimizers = False
-        """Whether the program's optimizers are known; without any, each batch that had a backward counts as a step."""
+        """Whether the program's optimizers are known. If they are not, each batch with a backward counts as a step."""
         self._counted = 0.0
         self.number = 0
         """The number of the step that the newest backward belongs to."""
         self.look: Callable[[], None] = lambda: None
-        """Checks, from time to time, losses that nobody has read yet."""
+        """Checks the losses that have not been read yet. Called from time to time."""
 
     @property
     def step(self) -> int:
-        """The number of the current step; between loops, of the last one."""
+        """The number of the current step. Between two loops, the number of the last step."""
         return self.steps + (self._trained or self.step_done)
 
     @property
@@ -58,7 +58,8 @@ class Phases:
 
     @property
     def step_done(self) -> bool:
-        """Whether a step has ended that is not counted yet: a step is counted at the next request for a batch."""
+        """Whether a step has ended that is not in `steps` yet. Steps are added to `steps` when the next batch is
+        requested."""
         return self._open and (self._stepped or not self.optimizers)
 
     @property
@@ -68,15 +69,16 @@ class Phases:
 
     @property
     def half(self) -> bool:
-        """Whether there was a backward whose step has not ended."""
+        """Whether there was a backward in a step that has not ended yet."""
         return self._open and not self.step_done
 
     def go_on(self, steps: int) -> None:
-        """Begin with the number of steps that were recorded before this loop."""
+        """Continue counting from `steps`, the number of steps that earlier runs of the loop have recorded."""
         self.steps = steps
 
     def batch_asked(self, loop: LoopRead | None) -> None:
-        """Record that a loop asks for its next batch, which may not come. loop: None for `mw.split`."""
+        """Record that a loop requests its next batch, which may not exist. loop: None if the batch is one of
+        `mw.split`."""
         self._recorder = current()
         if self._open and (self._stepped or not self.optimizers):
             self.steps += 1
@@ -88,7 +90,7 @@ class Phases:
             self._range = open_range("data")
 
     def batch_given(self, loop: LoopRead | None, batch: object) -> None:
-        """Record that the loop has its next batch."""
+        """Record that the loop has received its next batch."""
         recorder, step = self._recorder, None if loop is None else loop.step
         recorder.begin_step(self.steps + 1 if step is None else step)
         since = recorder.turn("forward" if step is None else "idle", "data", self._since)
@@ -97,7 +99,8 @@ class Phases:
             self._close_range()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Record that no further batch comes. After an error, keep the phase, for the report to name it."""
+        """Record that a loop gets no further batch. After an error the phase is not changed, so that a report can name
+        it."""
         if current().phase == "data":
             self._since = None
             if sys.exc_info()[0] is None:
@@ -125,7 +128,8 @@ class Phases:
             self._range = open_range("backward")
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Record the end of a backward and, at times, the global loss. After an error, the phase stays to be named."""
+        """Record the end of a backward and, several times a second, the global loss. After an error the phase is not
+        changed, so that a report can name it."""
         if self._range is not None:
             self._close_range()
         assert self._since is not None

@@ -51,8 +51,13 @@ WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its
 
 @dataclass(frozen=True)
 class _Holds:
-    """How many parameters an optimizer holds; whether some are the program's; which are not; whether the plan replaced
-    some; and whether the optimizer has not stepped since."""
+    """The parameters that an optimizer holds.
+
+    count: how many there are.
+    ours: whether any of them belongs to the program's models.
+    foreign: those that belong to none of these models.
+    replaced: whether the plan has replaced any of them by a new parameter.
+    new: whether the optimizer has not stepped with them yet."""
 
     count: int
     ours: bool
@@ -62,56 +67,63 @@ class _Holds:
 
 
 class Program:
-    """The models and optimizers that were given to `mw.distribute`, or that a job made."""
+    """The models and optimizers that were given to `mw.distribute` or made by a job."""
 
     def __init__(
         self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
     ) -> None:
-        """samples: returns how many samples this rank works on now. notify: prints a line for the user. For samples and
-        piggyback_loss see `parallel.apply`."""
+        """samples: returns how many samples this rank works on now, see `parallel.apply`.
+        notify: prints a line for the user.
+        piggyback_loss: see `parallel.apply`."""
         self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
         """Averages gradients over the ranks; None if no averaging is needed, or if no model is left."""
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
         self.joined_at: int | None = None
-        """The number of backwards when the program last reduced a term of its loss over the ranks; None if never."""
+        """The number of backwards when the program last summed a term of its loss over the ranks by `mw.sum(grad=True)`
+        or `mw.mean(grad=True)`; None if it never did."""
         self.coupled_gradients = False
-        """Whether gradients of this rank depend on other ranks within the backward (see `Setup`)."""
+        """Whether ranks exchange gradients within the backward, so that this rank's gradients depend on other ranks
+        (see `Setup`)."""
         self.pipeline: Pipeline | None = None
         """Runs the stages of this rank, if the plan has a pipeline; else None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
-        """How many backwards this session or job had so far, and had before its newest program began."""
+        """How many backwards this session or job has run so far. `began` is that number when the newest program
+        began."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
-        """Modules that directly hold parameters, by model number and name: a program may keep parts of a model."""
+        """Modules that directly hold parameters, by model number and name. A program may keep only some modules of a
+        model."""
         self._alive = 0
         self._numbers = itertools.count()
         self._given = set[weakref.ref[Optimizer]]()
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
-        """Optimizers that were given or have stepped for the models, in that order, which is the same on every rank."""
+        """Optimizers that were given or that have stepped the models' parameters. All ranks have them in the same
+        order."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
-        """The optimizers that stepped between the last two backwards; others may be garbage on some ranks only."""
+        """The optimizers that stepped between the last two backwards. On some ranks, other optimizers may be deleted
+        already."""
         self.may_draw = False
-        """Whether some optimizer may draw random numbers in its step; those of torch draw none."""
+        """Whether any optimizer may draw random numbers in its step. The optimizers of torch draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
         self._holds: weakref.WeakKeyDictionary[Optimizer, _Holds] = weakref.WeakKeyDictionary()
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that are still alive, in the order in which they were given."""
+        """The models that still exist, in the order in which they were given."""
         return list(self.numbered_models().values())
 
     def numbered_models(self) -> dict[str, nn.Module]:
-        """Return the models that are still alive, by number."""
+        """Return the models that still exist, in a dict by number."""
         return {str(number): model for number, ref in self._roots.items() if (model := ref()) is not None}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of all modules that are still alive, by name, each once."""
+        """Return a dict of the parameters of all modules that still exist, by name. A shared parameter appears once."""
         names: dict[nn.Parameter, str] = {}
         for prefix, ref in self._modules.items():
             for name, p in module.named_parameters(recurse=False) if (module := ref()) is not None else ():
@@ -120,12 +132,13 @@ class Program:
 
     @property
     def device(self) -> str:
-        """The device of the models' parameters; "cpu" without parameters."""
+        """The device of the models' parameters; "cpu" if there are no parameters."""
         first = next(iter(self.named_parameters().values()), None)
         return "cpu" if first is None else str(first.device)
 
     def begins_with(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether another program begins with these models: some are new, and there were backwards before."""
+        """Return whether another program in this process begins with these models. This is so if any of them is new and
+        if backwards have been run before."""
         new = any(all(model is not known for known in self.models) for model in models)
         begins = new and self.backwards > self.began
         if begins:
@@ -133,7 +146,7 @@ class Program:
         return begins
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply the plan, in place, to those of `models` that this object does not have yet. Collective."""
+        """Apply the plan in place to those of `models` that are new to this object. Collective."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return
@@ -164,11 +177,11 @@ class Program:
             self.add_optimizer(optimizer)
 
     def forget_unused(self) -> None:
-        """Forget models that the program no longer uses, and the plan if no model is left. Collective if any existed.
+        """Forget models that the program no longer uses. If no model is left, forget the plan too. Collective if there
+        were any models.
 
-        All ranks collect garbage first, as one rank may not have collected yet what another has. A model that any rank
-        has dropped (such as a best model that only rank 0 keeps) is forgotten on all.
-        """
+        All ranks collect garbage first, because some ranks may not have deleted yet what others have. A model that any
+        rank has deleted (such as a best model that only rank 0 keeps) is forgotten on all ranks."""
         if not self._roots:
             return
         self.in_use = []
@@ -197,7 +210,7 @@ class Program:
             self._drop()
 
     def _drop(self) -> None:
-        """Drop the reduction of gradients, which holds references to parameters."""
+        """Close and forget the reduction of gradients, which holds references to parameters."""
         if self.reduction is not None:
             try:  # noqa: SIM105 -- at the end of Python this module has no names any more
                 self.reduction.close()
@@ -231,7 +244,7 @@ class Program:
         self.reduction, self.coupled_gradients, self._plain = reduction, coupled, setup.plain
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the parameters that `optimizer` holds by those that the plan made of them."""
+        """Replace the parameters in `optimizer` by the parameters that the plan has made from them."""
         self._given.add(weakref.ref(optimizer, self._given.discard))
         self.optimizers.setdefault(optimizer, None)
         if optimizer in self._bound:
@@ -250,12 +263,12 @@ class Program:
         self._holds.pop(optimizer, None)
 
     def close(self) -> None:
-        """Forget all models, and the reduction of their gradients."""
+        """Forget all models, and close the reduction of their gradients."""
         self._roots, self._modules, self._alive = {}, {}, 0
         self._drop()
 
     def check_has_models(self) -> None:
-        """Raise UsageError if several ranks run a backward, but no model is left whose gradients could be reduced."""
+        """Raise UsageError in a backward on several ranks if no model is left whose gradients could be reduced."""
         if self.world.size > 1 and (self.plan is None or not self._alive):
             gone = "is not referenced any more" if self._roots else "was never given"
             raise UsageError(
@@ -264,21 +277,22 @@ class Program:
             )
 
     def plain(self, result: Any) -> Any:
-        """Return what a loss function returned, with tensors made plain: see `Reduction.plain`."""
+        """Return the result of a loss function with its tensors converted to plain tensors, see `Reduction.plain`."""
         plain = self._plain if self.reduction is None else self.reduction.plain
         if plain is None:
             return result
         return plain(result) if isinstance(result, Tensor) else map_tensors(plain, result)
 
     def begin_backward(self) -> None:
-        """Count a backward, which is about to compute gradients, and record which optimizers are in use."""
+        """Count a backward that is about to begin, and record which optimizers have stepped since the last one."""
         self.backwards += 1
         if self._stepped and self._stepped != self.in_use:  # in an order that is the same on every rank
             self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 
     def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of a job's microbatch. last: whether it ends the step: `.grad` becomes `factor()` * mean."""
+        """Run the backward of a microbatch of a job. last: whether it is the last of its step. If it is, gradients are
+        averaged over the ranks, and multiplied by `factor()` if that is given."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
         else:
@@ -293,8 +307,8 @@ class Program:
                     p.grad.mul_(by.to(p.grad.dtype))
 
     def check_step(self, optimizer: Optimizer) -> bool:
-        """Reduce gradients that wait for this step; return whether the optimizer is the program's. Raise UsageError if
-        the ranks would silently diverge after the step."""
+        """Prepare a step of `optimizer`: reduce the gradients that are not reduced yet. Return whether the optimizer
+        belongs to the program. Raise UsageError if the ranks would silently diverge after the step."""
         reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
         ours = holds.ours
         if reduction is not None or self._replaced:
@@ -313,7 +327,7 @@ class Program:
         return ours or own in self._given
 
     def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
-        """Check, at an optimizer's first step, the parameters that the optimizer holds."""
+        """Check the parameters that an optimizer holds, at its first step."""
         plan = self.plan
         if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify(WHOLE_STATE)
@@ -322,7 +336,7 @@ class Program:
         self._holds[optimizer] = replace(holds, new=False)
 
     def _check_backward(self, optimizer: Optimizer) -> None:
-        """Raise UsageError for a second step since the last `mw.backward`, and for gradients that `mw.backward` did not
+        """Raise UsageError for a second step after the same `mw.backward`, and for gradients that `mw.backward` did not
         make."""
         none = self.backwards == self.began and optimizer not in self._older
         again = weakref.ref(optimizer) in self._stepped
@@ -330,7 +344,8 @@ class Program:
             raise UsageError(NOT_OURS if none else STEPPED_TWICE)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
-        """Return which parameters the optimizer holds; look it up again if the optimizer or the program has grown."""
+        """Return which parameters the optimizer holds. They are looked up again if the optimizer or the program has new
+        ones."""
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])

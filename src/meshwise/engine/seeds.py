@@ -23,9 +23,11 @@ from meshwise.transfer.splitmix import mixed
 
 
 def seed_alike(text: str) -> Callable[[], None]:
-    """Seed Python and NumPy from `text`, so that a program without seeds draws the same on every rank; torch's initial
-    seed is fixed already. text: shared by all ranks of this run, and by no other run. Return a function that undoes the
-    seeding unless the program has drawn or seeded since."""
+    """Seed Python and NumPy from `text`, so that a program that sets no seeds draws the same numbers on every rank.
+    (The initial seed of torch is the same on all ranks anyway.) Return a function that undoes the seeding, unless the
+    program has drawn or seeded since.
+
+    text: a text that all ranks of this run share with each other, and with no other run."""
     before = random.getstate(), numpy.random.get_state(legacy=False)
     seed = zlib.crc32(text.encode())
     random.seed(seed)
@@ -49,8 +51,8 @@ def seed_all(seed: int) -> None:
 
 
 def draw_alike() -> int:
-    """Give every rank the generator states of rank 0, for torch, NumPy and Python, so that all draw the same from here
-    on; return rank 0's seed modulo 2**31. Collective."""
+    """Copy the generator states of torch, NumPy and Python from rank 0 to every rank, so that all ranks draw the same
+    numbers from now on. Return torch's initial seed on rank 0, modulo 2**31. Collective."""
     mine = torch.initial_seed(), tuple(handle.state() for handle in GLOBAL)
     seed, states = collectives.broadcast_object(mine)
     if collectives.get_rank() != 0:
@@ -60,32 +62,33 @@ def draw_alike() -> int:
 
 
 def seed_draws(world: World, *key: int) -> None:
-    """Seed this rank's random draws (dropout) by `key`, such as (seed, step), and the rank: a resumed run draws the
-    same numbers, and ranks draw independently. Rank 0 draws what one device draws."""
+    """Seed this rank's random draws (dropout) by its rank and by `key`, such as (seed, step). A resumed run then draws
+    the same numbers, and different ranks draw independently. Rank 0 draws the same numbers as one device."""
     seed_generators(world.device, mixed(*key, world.rank))
 
 
 def seed_generators(device: str, seed: int) -> None:
-    """Seed torch's CPU generator and, if `device` is an accelerator, the accelerator's."""
+    """Seed torch's CPU generator and, if `device` is an accelerator, the generator of the accelerator."""
     torch.default_generator.manual_seed(seed)
     if has_streams(device):
         torch.get_device_module(device).manual_seed(seed)
 
 
 def states(device: str) -> list[Tensor]:
-    """Return the states of torch's CPU generator and the accelerator's, from which models draw."""
+    """Return the states of the generators from which models draw: torch's CPU generator and, if `device` is an
+    accelerator, the generator of the accelerator."""
     return [torch.get_rng_state(), *([torch.get_device_module(device).get_rng_state()] if has_streams(device) else [])]
 
 
 def set_states(device: str, kept: list[Tensor]) -> None:
-    """Set the generators to states that `states` returned."""
+    """Restore the generators to states that `states` returned."""
     torch.set_rng_state(kept[0])
     for state in kept[1:]:
         torch.get_device_module(device).set_rng_state(state)
 
 
 class StepDraws:
-    """Makes an optimizer's random draws the same on every rank, although other draws are keyed by rank."""
+    """Makes the random draws in an optimizer's step equal on all ranks, although other draws differ by rank."""
 
     def __init__(self, world: World) -> None:
         self._world = replace(world, rank=0)
@@ -94,8 +97,8 @@ class StepDraws:
         self._before: list[Tensor] = []
 
     def begins(self, key: tuple[int, int] | None) -> None:
-        """Begin an optimizer's step. key: that of the current batch; None before the first batch with keyed draws, as
-        until then all ranks draw the same."""
+        """Seed the generators for an optimizer's step. key: the key for the draws of the current batch. If it is None,
+        nothing is changed, because all ranks draw the same numbers before the first batch with a key."""
         if key is None:
             return
         self._last, self._steps = key, self._steps + 1 if key == self._last else 0
@@ -103,7 +106,7 @@ class StepDraws:
         seed_draws(self._world, *key, 2**20 + self._steps)
 
     def ends(self) -> None:
-        """End the optimizer's step: restore the generators."""
+        """Restore the generators after an optimizer's step."""
         if self._before:
             set_states(self._world.device, self._before)
             self._before = []

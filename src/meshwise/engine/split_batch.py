@@ -35,7 +35,8 @@ from meshwise.transfer.splitmix import mixed_bits
 
 @dataclass(frozen=True)
 class _Given:
-    """One call of `mw.split`: its source line, the shapes of its arguments, and their checksum, still on the device."""
+    """One call of `mw.split`: its source line, the shapes of its arguments, and their checksum as a tensor on the
+    device."""
 
     line: tuple[str, int]
     shapes: str
@@ -47,7 +48,8 @@ class _Given:
 
 
 class Splits:
-    """The batches that a program splits: gives this rank's rows, keys their draws, and compares batches over ranks."""
+    """Handles the batches of `mw.split`. It selects this rank's rows, sets the random state for them, and compares the
+    batches over the ranks."""
 
     def __init__(self, world: World, stream: ModelStream, notify: Callable[[str], None], agreed: Carried) -> None:
         """notify: prints a line for the user. agreed: compares the batches of the ranks."""
@@ -59,7 +61,8 @@ class Splits:
         self._used = False
 
     def begin(self, batch: tuple[Any, ...], before: BatchSlice | None, *, whole: bool, dim: int) -> BatchSlice:
-        """Return which rows of a batch are this rank's. before: the part of a batch it works on so far, if any."""
+        """Return which rows of a batch belong to this rank. before: this rank's slice of the batch that it has worked
+        on until now, if any."""
         rows = _rows(batch, dim, whole)
         if before is not (self._parts[-1] if self._parts else None):
             self._parts = [] if before is None else [before]
@@ -73,7 +76,7 @@ class Splits:
         return mine
 
     def cut(self, batch: tuple[Any, ...], mine: BatchSlice, dim: int, models: Iterable[nn.Module]) -> tuple[Any, ...]:
-        """Return this rank's rows of a batch. From now on `models` draw random numbers for these rows."""
+        """Return this rank's rows of a batch. Random draws of `models` are those for these rows from now on."""
         key = self.stream.begin(mine, models)
         if self._world.size == 1:
             return batch
@@ -92,7 +95,8 @@ class Splits:
         return tuple(map_leaves(lambda leaf: _cut(leaf, dim, first, count), tree, _is_array) for tree in batch)
 
     def backward(self, weight: object) -> AbstractContextManager[None]:
-        """Return a context for a backward. Raise UsageError if the loss may be a mean over more than one batch."""
+        """Return a context manager for a backward. Raise UsageError if it is unclear over which of several batches the
+        loss is a mean."""
         shares = {None if p.whole or divides_evenly(p.total, self._world) else p.total for p in self._parts}
         self._used = True
         if weight is None and len(shares) > 1:
@@ -105,12 +109,13 @@ class Splits:
         return self.stream.backward()
 
     def is_at(self, part: BatchSlice | None) -> bool:
-        """Return whether `part` belongs to the batch that was split last."""
+        """Return whether `part` is this rank's slice of the batch that was split last."""
         return bool(self._parts) and part is self._parts[-1]
 
     def check_sum(self) -> bool:
-        """Return whether each rank's value is that of the whole batch already. Raise UsageError if it is for some
-        batches of a sum and not for others. Collective if batches were split that no backward has compared."""
+        """Return whether each rank's value covers the whole batch already, so that nothing must be summed. Raise
+        UsageError if the value covers several batches that need different treatment. Collective if batches were split
+        that no backward has compared."""
         parts, self._used = self._parts, True
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):
@@ -131,16 +136,16 @@ class Splits:
         return total
 
     def take(self) -> list[_Given]:
-        """Return the batches split since the last call."""
+        """Return the calls of `mw.split` since `take` was last called."""
         given, self._unchecked = self._unchecked, []
         return given
 
     def told(self, taken: list[_Given]) -> list[tuple[str, str, int]]:
-        """Return the source line, shapes and checksum of each batch."""
+        """Return the source line, shapes and checksum of each call in `taken`."""
         return [(g.place, g.shapes, int(g.checksum)) for g in taken]
 
     def explain(self, ranks: list[list[tuple[str, str, int]]]) -> str:
-        """Return a sentence on how the ranks' batches differ."""
+        """Return a sentence that says how the batches of the ranks differ. ranks: what `told` returned on each rank."""
         mine = ranks[self._world.rank]
         shortest = min(map(len, ranks))
         number = next((n for n in range(shortest) if len({tuple(rank[n]) for rank in ranks}) > 1), None)
@@ -166,7 +171,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
-    """Return how many rows the batch has. Raise UsageError if the batch has none, or if its tensors disagree."""
+    """Return how many rows the batch has. Raise UsageError if it has none, or if its tensors have different numbers of
+    rows."""
     if not batch:
         raise UsageError("mw.split() was given nothing. Write x, y = mw.split(x, y).")
     arrays = [leaf for leaf in all_leaves(batch) if _is_array(leaf)]
@@ -202,7 +208,8 @@ def _shape(array: Any) -> str:
 
 
 def _checksum(tree: Any) -> Tensor:
-    """Return a checksum of the tensors, arrays, numbers and texts in a tree, on the device of the last one."""
+    """Return a checksum of the tensors, arrays, numbers and strings in a tree, as a scalar on the device of the last of
+    them."""
     total = torch.zeros((), dtype=torch.int64)
     for leaf in all_leaves(tree):
         own = _sum_of(leaf)

@@ -52,7 +52,7 @@ AS_WRITTEN = [
         *("injection", "transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
     )
 ]
-"""Modules that torch.compile does not trace into, if the program compiles a function that contains a step."""
+"""Modules that torch.compile does not trace. A program may compile a function that contains a whole step."""
 
 
 def batches(
@@ -64,11 +64,12 @@ def batches(
     limited: Callable[[int], Iterator[Batch]] | None = None,
     loop: LoopRead | None = None,
 ) -> Generator[Batch, None, None]:
-    """Yield batches from `source` while all ranks continue; set `engine.stopped` if the run was asked to stop.
+    """Yield batches from `source` while all ranks continue. Set `engine.stopped` if the run was asked to stop.
 
-    name: what a rank is in the middle of, in reports. size: samples of a batch. limited: returns another source whose
-    next batch has at most the given number of samples. loop: a script's loop, or a job's, which has step numbers.
-    """
+    name: what the loop is called in reports.
+    size: the number of samples in a batch.
+    limited: returns another source, whose next batch has at most the given number of samples.
+    loop: the record of a script's loop, or of a job's, which has step numbers."""
     watcher, now = engine.watcher, loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
     if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):
@@ -110,7 +111,7 @@ def batches(
 def _limited(
     watcher: Watcher, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
 ) -> Iterator[Batch]:
-    """Return the source of the next batch, perhaps with fewer samples, as the watcher shortens loops."""
+    """Return the source for the next batch. The batch may have fewer samples if the watcher shortens the loop."""
     watcher.batch_asked()
     limit = watcher.batch_limit(size) if limited is not None else None
     return source if limit is None or limited is None else limited(limit)
@@ -119,7 +120,7 @@ def _limited(
 def backward(
     engine: Engine, loss: Tensor, weight: Tensor | float | None = None, reduction: str | None = None
 ) -> Tensor:
-    """Add to `.grad` what one device would add for the whole batch; return the global loss. See `mw.backward`."""
+    """Add to `.grad` what one device would add for the whole batch, and return the global loss. See `mw.backward`."""
     if reduction is not None:
         check_said(reduction, weight)
     part, before, events = engine.part, unscaled(loss) if SCALED else loss, engine.events
@@ -147,7 +148,7 @@ def backward(
 def _run_backward(
     engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None, part: BatchSlice | None, summed: bool
 ) -> Tensor:
-    """Run the backward, and return the global loss. before: the loss before a loss scaler scaled it."""
+    """Run the backward, and return the global loss. before: the loss without the scale of a loss scaler."""
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
         return _alone(engine, loss, before, weight)
@@ -172,7 +173,8 @@ def _run_backward(
 
 
 def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
-    """Run the backward of a mean over items other than samples, whose total over the ranks is summed meanwhile."""
+    """Run the backward of a loss that is a mean over items other than samples. The number of items is summed over the
+    ranks at the same time."""
     program, weights = engine.program, StepWeights(engine.world.size, engine.program.coupled_gradients)
     assert program.reduction is not None
     value, _ = unpadded(before.reshape(()), weight, part.samples)
@@ -190,7 +192,7 @@ def _means_of_sums(engine: Engine, own: Tensor, before: Tensor, part: BatchSlice
 
 
 def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None) -> Tensor:
-    """Run the backward without a reduction, on one device; raise UsageError if there are several ranks."""
+    """Run the backward on one device, without reducing gradients. Raise UsageError if there are several ranks."""
     if weight is not None:
         as_weight(weight, before)  # refuses what counts nothing
     program = engine.program
@@ -210,7 +212,8 @@ def _around(engine: Engine, weight: Tensor | float | None) -> contextlib.Abstrac
 
 
 def follow_optimizers(engine: Engine) -> None:
-    """Tell listeners of the steps of the program's optimizers, until the engine ends."""
+    """Check each step of the program's optimizers, and call the listeners before and after it, until the engine is
+    closed."""
     program, events, stepping = engine.program, engine.events, set[int]()  # by id
 
     def begins(optimizer: Optimizer, *_: object) -> None:

@@ -28,8 +28,10 @@ ALONE = (
 
 @contextlib.contextmanager
 def keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Wrap a backward that leaves gradients unreduced (not `reduce`), or that runs while some are. Code that reads or
-    sets a gradient before the next backward has all of them reduced first. watched: a context for any backward."""
+    """Return a context manager for a backward that leaves its gradients unreduced (`reduce` is False), or that adds to
+    unreduced gradients. All gradients are reduced as soon as code outside of a backward reads or sets one of them.
+
+    watched: another context manager for the backward, which is entered inside."""
     gradient_reads.end()
     with watched:
         yield

@@ -14,10 +14,11 @@ from meshwise.spec.world import World
 
 
 class Watcher(Protocol):
-    """Observes an engine from outside, as `meshwise check` does. Called on every rank, in the same order."""
+    """Observes an engine from outside, as `meshwise check` does. Its methods are called in the same order on every
+    rank."""
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
-        """Return the plan to apply in place of `plan`."""
+        """Return the plan to apply instead of `plan`."""
 
     def loop_begins(self) -> None:
         """Record that a loop over batches begins."""
@@ -26,29 +27,33 @@ class Watcher(Protocol):
         """Record that the loop asks for its next batch."""
 
     def batch_limit(self, batch_size: int) -> int | None:
-        """Return the largest size that the next batch may have; 0 ends the loop, None sets no limit."""
+        """Return the largest number of samples that the next batch may have. 0 ends the loop, and None sets no
+        limit."""
 
     def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
-        """Record that a microbatch begins with its forward. loader: a script's loader. split: whether by `mw.split`."""
+        """Record that the forward of a microbatch begins. loader: the script's loader. split: whether `mw.split` made
+        the batch."""
 
     def in_stage(self, stage: int, microbatch: int) -> None:
-        """Record which stage and microbatch of a pipeline the next forward or backward belongs to."""
+        """Record which stage and microbatch of a pipeline the next forward or backward is for."""
 
     def forward_ends(self) -> None:
-        """Record that the forward of a microbatch in a stage has ended; the microbatch's backward comes later."""
+        """Record that one stage has finished its forward of a microbatch. The backward of the microbatch comes
+        later."""
 
     def loop_ends(self) -> None:
-        """Record that the loop has ended, or that the program left it."""
+        """Record that a loop has ended, or that the program has left it."""
 
     def backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the backward of a microbatch. reduce: whether gradients are reduced after it."""
+        """Return a context manager for the backward of a microbatch. reduce: whether gradients are reduced after the
+        backward."""
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """Record the global loss of the backwards since the last reduction. scale: the factor of a job's loss scaler,
-        which the gradients still contain."""
+        """Record the global loss of all backwards since gradients were last reduced. scale: the factor of a job's loss
+        scaler, by which the gradients are still multiplied."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer begins its step; its gradients are reduced."""
+        """Record that an optimizer begins a step, with reduced gradients."""
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """Record that an optimizer's step has ended."""
@@ -57,4 +62,4 @@ class Watcher(Protocol):
         """Record the result of `mw.sum`."""
 
     def shown(self, where: str, text: str) -> None:
-        """Record what the program shows by `mw.print` or `mw.log` at the source line `where`."""
+        """Record a text that the program prints by `mw.print` or logs by `mw.log`. where: the user's source line."""

@@ -20,17 +20,17 @@ from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives
 
 Losses = list[tuple[Tensor, Tensor | float]]
-"""The loss and its loss weight of each microbatch of a step, still on the device."""
+"""For each microbatch of a step, the loss and its weight. Tensors stay on their device."""
 
 
 class StepWeights:
     """Scales this rank's losses so that gradients become those of the mean over the global batch.
 
-    Loss weights known in advance (numbers of samples) scale each loss before its backward, without communication. Loss
-    weights that only the loss function knows (numbers of tokens) are summed over the ranks during the backward, and
-    gradients are divided by the sum before they are averaged. Until then, gradients are divided by the first weight, to
-    be neither huge nor tiny; not if coupled: ranks exchange gradients inside the backward.
-    """
+    Weights that are known in advance (numbers of samples) scale each loss before its backward, without communication.
+    Weights that only the loss function knows (numbers of tokens) are summed over the ranks during the backward, and
+    gradients are divided by the sum before they are averaged. Until then, gradients are divided by the first weight, so
+    that they are neither huge nor tiny. They are not divided if `coupled`, when ranks exchange gradients inside the
+    backward."""
 
     def __init__(self, ranks: int, coupled: bool) -> None:
         self._ranks, self.coupled = ranks, coupled
@@ -41,8 +41,10 @@ class StepWeights:
     def scale(
         self, mean: Tensor, weight: Tensor | float | None, part: BatchSlice, before: Tensor | None = None
     ) -> Tensor:
-        """Return the scalar on which to call backward. weight: the loss weight; None if it is the number of samples in
-        `part`. before: `mean` before a loss scaler scaled it."""
+        """Return the scalar on which to call backward.
+
+        weight: the weight of the loss; None if this is the number of samples in `part`.
+        before: `mean` without the scale of a loss scaler."""
         seen = mean.detach() if before is None else before.detach()
         if weight is not None:
             return self._scale(mean, weight, seen)
@@ -58,10 +60,10 @@ class StepWeights:
         return mean * (weight / self.unit).to(mean.dtype)
 
     def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to sum losses and their weights over the ranks; return a function that returns the gradients' factor.
+        """Begin to sum losses and their weights over the ranks. Return a function that waits for the sum, and returns
+        the factor by which the gradients must be multiplied.
 
-        more: numbers of this rank to send along, shape (n,).
-        """
+        more: further numbers of this rank to sum at the same time, shape (n,)."""
         assert self.unit is not None
         unit, sums = self.unit, total_of(self.losses)
         sent = sums if more is None else torch.cat([sums, more.to(sums)])
@@ -69,24 +71,26 @@ class StepWeights:
         return lambda: unit * self._ranks / wait()[1]
 
     def global_mean(self) -> Tensor:
-        """Return the weighted mean of the losses over all ranks; `begin_sum` must have been called."""
+        """Return the weighted mean of the losses over all ranks. Call `begin_sum` first."""
         assert self._wait is not None
         total, weight = self._wait()[:2].unbind()
         return total / weight
 
     def means(self) -> Tensor:
-        """Return the means over the ranks of: the weighted losses, their weights, and the numbers sent along."""
+        """Return the means over the ranks: of the sum of weighted losses, of the sum of weights, and of the numbers in
+        `more`."""
         assert self._wait is not None
         return self._wait() / self._ranks
 
 
 def total_of(losses: Losses) -> Tensor:
-    """Return the weighted sum of losses, and the sum of their weights: shape (2,)."""
+    """Return the weighted sum of the losses and the sum of their weights, as a tensor of shape (2,)."""
     return totals_of([losses])[0]
 
 
 def totals_of(steps: Sequence[Losses]) -> Tensor:
-    """Return `total_of` each step: shape (steps, 2). Uses few operators, however many steps there are."""
+    """Return `total_of` for each step, as a tensor of shape (steps, 2). It uses few operators, however many steps there
+    are."""
     losses, weights = zip(*(pair for step in steps for pair in step), strict=True)
     like = losses[0]
     if any(isinstance(weight, Tensor) for weight in weights):
@@ -100,19 +104,21 @@ def totals_of(steps: Sequence[Losses]) -> Tensor:
 
 
 def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
-    """Convert a sum over this rank's samples of `part` to `over` times their mean. over: the samples of the whole
-    batch, so that the ranks' weighted mean is the sum over the batch; or 1."""
+    """Convert a sum over this rank's samples of `part` to their mean times `over`.
+
+    over: the number of samples in the whole batch, so that the weighted mean over the ranks is the sum over the batch;
+    or 1."""
     return total * (over / max(part.samples, 1))
 
 
 def split_weight(
     result: Any, part: BatchSlice, where: str, *, summed: int | None = None
 ) -> tuple[Tensor, Tensor | float | None]:
-    """Return the loss and the loss weight in what a job's function returned; weight None for the number of samples.
+    """Return the loss and its weight, given the result of a job's loss function. The weight is None if it is the number
+    of samples.
 
-    A padding sample has weight 0. summed: the factor `over` of `mean_of_sum`, if the loss is a sum over samples. Raises
-    UsageError if the loss or its weight is not one number.
-    """
+    A padding sample has weight 0. Raises UsageError if the loss or its weight is not a single number.
+    summed: the argument `over` of `mean_of_sum`, if the loss is a sum over samples; else None."""
     if isinstance(result, Tensor) and summed is None and result.numel() == 1:
         return result.reshape(()), None
     return _split_weight(result, part, where, summed)
@@ -140,7 +146,7 @@ def _split_weight(
 
 
 def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
-    """Raise UsageError for a script's loss that is not one number, or whose batch is unknown (`part` is None)."""
+    """Raise UsageError for a script's loss that has several elements or belongs to no known batch (`part` is None)."""
     if part is None:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
@@ -154,19 +160,21 @@ def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
 
 
 def check_said(reduction: str | None, weight: object) -> None:
-    """Raise UsageError for an unknown reduction, or for a loss weight given with reduction="sum"."""
+    """Raise UsageError for an unknown reduction, or for a weight that is given together with reduction="sum"."""
     check_known("reduction", "mean" if reduction is None else reduction, REDUCTIONS)
     if reduction == "sum":
         check_sum_alone(weight, "mw.backward")
 
 
 def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
-    """Return a note on a sum over samples with a penalty, or on a mean over other items; empty for other losses.
+    """Return a note for the user if the loss is a sum over samples with a penalty, or a mean over items other than
+    samples. Return an empty string for other losses.
 
-    found: a loss, maybe with its loss weight. reduction: what the program says; if it says nothing (None), a loss that
-    is known to be a sum raises UsageError. where, verb: the program's line and call, for the error. samples: the number
-    of this rank's samples, if the loss has no weight.
-    """
+    found: a loss, or a tuple of a loss and its weight.
+    reduction: the reduction that the program gave. If it is None, a loss that is known to be a sum raises UsageError.
+    where: the source line of the program's call, for the message.
+    verb: the text of the program's call, for the message.
+    samples: how many samples this rank has, if the loss has no weight."""
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):
         return ""
@@ -203,7 +211,8 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
 
 
 def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
-    """Return a note on a mean over items other than samples that needs a loss weight; empty for other losses."""
+    """Return a note for the user if the loss is a mean over items other than samples, so that the program must give its
+    weight. Return an empty string for other losses."""
     weight = uneven_mean(loss, samples)
     return weight and (
         f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
@@ -213,7 +222,8 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
 
 
 def refuse_joined_sum() -> None:
-    """Raise UsageError for a sum over this rank's samples that has a term covering the whole batch already."""
+    """Raise UsageError for a loss that is a sum over this rank's samples, but has a term that covers the whole batch
+    already."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): the term of mw.sum "
         "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and leave "
@@ -222,7 +232,7 @@ def refuse_joined_sum() -> None:
 
 
 def check_sum_alone(weight: object, where: str) -> None:
-    """Raise UsageError if a sum over samples is given a loss weight."""
+    """Raise UsageError if a weight is given for a loss that is a sum over samples."""
     if weight is not None:
         raise UsageError(
             f"{where}: a sum over samples takes no weight. Leave weight out, or give the mean over `weight` items and "
@@ -231,8 +241,8 @@ def check_sum_alone(weight: object, where: str) -> None:
 
 
 def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple[Tensor, Tensor | float | None]:
-    """Return a loss and its loss weight; for a batch of padding, set both to 0, as the mean of nothing is NaN, which a
-    weight of 0 would not remove from a sum."""
+    """Return a loss and its weight. If this rank's batch is only padding, return 0 for both, because the mean of
+    nothing is NaN, and a weight of 0 would not remove a NaN from a sum."""
     if weight is None:
         return mean, None
     weight = weight if samples else weight * 0
@@ -240,8 +250,8 @@ def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple
 
 
 def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
-    """Return `weight` as a detached float64 scalar on the device of `like` (float32 where the device has no float64).
-    Raises UsageError for a number that is no count, such as a negative one; a tensor's value is not read."""
+    """Return `weight` as a detached float64 scalar on the device of `like` (float32 if the device has no float64).
+    Raise UsageError for a number that cannot be a count, such as a negative one. The value of a tensor is not read."""
     dtype = _dtype_of_weights(like)
     try:
         if isinstance(weight, Tensor):
