@@ -35,17 +35,20 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed_bits
 
 SIGNS = CARRIED - 1
-"""How many signs are sent along with the loss: differing values pass as equal with probability 2**-32."""
+"""How many numbers of 1 or -1 are sent along with the loss. Different values pass as equal with probability 2**-32."""
 _Held = tuple[list[Any], Settings, Seen | None]
 PLAIN = frozenset((int, float))
 STEPS_OF_A_JOB = 8
-"""In how many first steps a job's batches are compared, each with a collective."""
+"""In how many of a job's first steps the batches of the ranks are compared. Each of these steps has one collective
+more."""
 
 
 class Agreed:
-    """Compares values of the ranks. settings: returns the settings of optimizers and schedulers in use, and sums of
-    parameters. notify: prints a line for the user; an empty line prints nothing. losses: is told of losses that are not
-    finite."""
+    """Compares values that must be equal on all ranks, by a checksum that is sent along with each loss.
+
+    settings: returns the values of this rank to compare, such as learning rates and sums of parameters.
+    notify: prints a line for the user; an empty line prints nothing.
+    losses: the guard that is told of losses that are not finite."""
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Agreed:
         self.rehearses = False
         self.shapes = BatchShapes()
         self.made: list[Made] = []
-        """Parameters that were made inside a forward since the last loss."""
+        """Parameters that a forward has created since the last loss."""
         self._now: Settings = ()
         self._crc = 0
         self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
@@ -90,9 +93,13 @@ class Agreed:
         return (every * 2 - 1).to(dtype)
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """Compare the ranks by the means of their signs, which follow the mean loss, or its sum and weight, in `means`.
-        Raise UsageError on every rank if they differ; on an accelerator, only at the next call, to avoid waiting. seen:
-        facts about the loss's backward."""
+        """Compare the ranks by the means over ranks of the numbers that `signs` returned. Raise UsageError on every
+        rank if the ranks differ. On an accelerator this is raised only at the next call, because reading the means at
+        once would have to wait for the device.
+
+        means: the mean loss (or the means of the weighted loss and its weight), followed by the means of the 32
+        numbers.
+        seen: facts about the backward of the loss."""
         if self.rehearses:
             return
         held = ([] if self.batches is None else self.batches.take()), self._now, seen
@@ -110,7 +117,7 @@ class Agreed:
         self._check_earlier(earlier)
 
     def finish(self) -> None:
-        """Check the means of the last loss: no further loss comes."""
+        """Check the means that came with the last loss, as no further loss follows."""
         earlier, self._on_its_way = self._on_its_way, None
         self._check_earlier(earlier)
 
@@ -120,7 +127,8 @@ class Agreed:
             self._check(earlier[0].tolist(), earlier[2])
 
     def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
-        """Compare the batches of a job's first steps, whose losses carry no signs. Collective."""
+        """Compare the batches of one of a job's first steps, in which no checksum is sent along with the loss.
+        Collective."""
         if self.world.size > 1:
             for number, (batch, part) in enumerate(parts):
                 self.shapes.note(number, batch, part, place)
@@ -137,7 +145,7 @@ class Agreed:
             self._explain(held)
 
     def _explain(self, held: _Held) -> None:
-        """Report, or raise as UsageError, how the ranks differ. Collective."""
+        """Find out how the ranks differ, and print a notice or raise UsageError. Collective."""
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))
         held_by = [settings for _, settings in ranks]
@@ -151,8 +159,8 @@ class Agreed:
 
 
 def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
-    """Return values that must be equal on all ranks: settings of the optimizers in use and of the schedulers in `fed`
-    (weak references), and, at backward 2, 4, 8 and so on, sums of parameters and buffers."""
+    """Return values that must be equal on all ranks: the settings of the optimizers in use and of the schedulers in
+    `fed` (weak references). At backward 2, 4, 8 and so on, sums of parameters and buffers are included."""
     found, count = settings_of(program.in_use, fed), program.backwards - program.began
     return found if count < 2 or count & (count - 1) else found + sums_of(program)
 
@@ -160,8 +168,8 @@ def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
 def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
     """Return the settings of each parameter group of the optimizers, and the best metric of each scheduler in `fed`.
 
-    optimizers, fed: weak references. A tensor on an accelerator counts as None, as reading it would wait.
-    """
+    optimizers, fed: weak references.
+    A tensor on an accelerator counts as None, because reading its value would have to wait for the device."""
     found: list[tuple[str, str, Any]] = []
     number = 0
     for ref in optimizers:
@@ -189,7 +197,8 @@ def _plain(value: Any) -> Any:
 
 
 def watch(engine: Engine) -> None:
-    """Compare values of the ranks by checksums: sent with the losses of a script, with the first batches of a job."""
+    """Compare values of the ranks by checksums, which are sent along with the losses of a script. For a job, compare
+    its first batches."""
     program, losses = engine.program, engine.events.find(FiniteLosses)
     settings = functools.partial(held_alike, program, engine.given.fed)
     agreed = engine.carried = Agreed(engine.world, settings, engine.notify, losses)

@@ -29,34 +29,36 @@ OTHER = (
 
 
 class BatchShapes:
-    """Compares, for `Agreed`, the shapes of the batches given since the last backward."""
+    """Compares, on behalf of `Agreed`, the shapes of the ranks' batches since the last backward."""
 
     def __init__(self) -> None:
         self.given: dict[object, tuple[str, str, Any]] = {}
-        """The shapes of the newest batch of each loader."""
+        """For each loader, the shapes of its newest batch."""
         self._told = False
 
     def begins(self) -> None:
-        """Allow a new warning, when another program or a loop at another source line begins."""
+        """Allow another warning, because a new program or a loop at another source line begins."""
         self._told = False
 
     def batch_given(self, loop: LoopRead, given: tuple[Any, BatchSlice]) -> None:
-        """Record the shapes of a batch that a loader has given, of which this rank has a part."""
+        """Record the shapes of a batch that a loader has yielded. given: the batch, and this rank's slice of the global
+        batch."""
         self.note(loop.loader, *given, user_place())
 
     def note(self, loader: object, batch: Any, part: BatchSlice, place: str) -> None:
-        """Record the shapes of a batch that the loader gives to the source line at `place`."""
+        """Record the shapes of this rank's part of a batch. place: the user's source line that receives the batch."""
         if not self._told and not part.whole:
             self.given[loader] = SHAPES, place, shapes_beside_samples(batch, len(part.indices))
 
     def take(self) -> Settings:
-        """Return the recorded shapes, to send along with this backward, and forget them."""
+        """Return the recorded shapes, which are sent along with this backward, and forget them."""
         given = tuple(self.given.values())
         self.given.clear()
         return given
 
     def differ(self, ranks: Sequence[Settings]) -> str:
-        """Return, the first time the ranks' batches differ in shape, a sentence that says how; else an empty text."""
+        """Return a sentence that says how the ranks' batches differ in shape, the first time that they do; else an
+        empty string."""
         for settings in ranks:
             for (name, place, mine), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
                 if name == SHAPES and not self._told and None not in (mine, of_rank_0):
@@ -68,11 +70,11 @@ class BatchShapes:
 
 
 def shapes_beside_samples(batch: Any, samples: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return the shape of each tensor of a batch without the dimension of samples, which is the first or second.
+    """Return the shape of each tensor of a batch without the dimension of samples, which is the first or second
+    dimension. Tensors of fewer than two dimensions are skipped.
 
-    Return None if a tensor has no such dimension, as when rows are nodes of graphs or boxes in pictures, and for lists
-    with one tensor for each sample.
-    """
+    Return None if a tensor has no such dimension, as when rows are nodes of graphs or boxes in pictures. Also return
+    None for lists with one tensor per sample."""
     tensors: list[Tensor] = [tensor for tensor in tensors_in(batch) if tensor.dim() > 1]
     if any(samples not in tensor.shape[:2] for tensor in tensors):
         return None

@@ -33,7 +33,7 @@ DRAWS = (
 
 
 class BehindLoop:
-    """Checks calls of a model between the loops of a program."""
+    """Checks whether a model is called after a loop on the last batch of that loop, and draws random numbers."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
@@ -42,12 +42,12 @@ class BehindLoop:
         self._before: Tensor | None = None
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """Stop checking, as a loop begins."""
+        """Stop checking if a new loop begins."""
         if loop.given == 0:
             self.ends()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Begin to check, as a loop has ended or the program left it in a batch."""
+        """Begin to check, because a loop has ended or the program has left it."""
         batch = loop.batch
         if batch is None or self._engine.generator.nested or self._engine.stopped:
             return
@@ -60,7 +60,7 @@ class BehindLoop:
             ]
 
     def ends(self) -> None:
-        """Stop checking: a loop begins, or nothing is left to check."""
+        """Stop checking, because a new loop begins or because there is nothing left to check."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -86,7 +86,7 @@ def _told(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if the engine runs a script on several ranks."""
+    """Add this check to the engine, if it runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         behind = BehindLoop(engine)
         engine.events.listen(behind, batches=1)

@@ -32,7 +32,7 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 class HandUpdates:
-    """Checks, between a program's batches, whether the ranks' parameters have diverged."""
+    """Checks between batches whether the ranks' parameters have diverged."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._key = program, f"meshwise/by-hand/{next(_made)}"
@@ -43,11 +43,12 @@ class HandUpdates:
         self._compared = self._compared_in_it = 0
 
     def begins(self) -> None:
-        """Count comparisons from zero again, when another program or a loop at another source line begins."""
+        """Allow as many comparisons as at first, because a new program or a loop at another source line begins."""
         self._compared_in_it = 0
 
     def batch_given(self, loop: LoopRead, batch: object) -> None:
-        """Raise UsageError if parameters have diverged; compared only if the last iteration was suspicious."""
+        """Raise UsageError if the ranks' parameters have diverged. They are compared only if the last iteration has
+        written parameters, or run a backward, without `mw.backward`."""
         program = self._program
         if program.backwards != self._backwards:
             self._backwards, self._written = program.backwards, []
@@ -72,7 +73,7 @@ class HandUpdates:
             self.loop_ends(loop)
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Stop checking: the loop has ended, or was checked long enough."""
+        """Stop checking, because the loop has ended or was checked long enough."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -92,7 +93,7 @@ def _count(backwards: list[int], p: Tensor) -> None:
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if the engine runs a script on several ranks."""
+    """Add this check to the engine, if it runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         updates = HandUpdates(engine.program)
         engine.events.listen(updates, batches=BATCHES, anew=updates.begins)

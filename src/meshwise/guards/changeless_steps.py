@@ -13,13 +13,14 @@ from meshwise.spec.user_code import user_place
 
 
 class ChangelessSteps:
-    """Checks a program's optimizer steps until its first `mw.backward`."""
+    """Checks the optimizer steps of a program until its first `mw.backward`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Warn of a step without gradients, if inside a loop: before a loop, some programs prepare state that way."""
+        """Warn if an optimizer has made a step without any gradients inside a loop. Before a loop such a step is
+        allowed, because some programs use it to create the optimizer's state."""
         program = self._engine.program
         if program.backwards > program.began or self._engine.part is None:
             return
@@ -30,6 +31,6 @@ class ChangelessSteps:
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if the engine runs a script."""
+    """Add this check to the engine, if it runs a script."""
     if engine.script:
         engine.events.listen(ChangelessSteps(engine), backwards=1)

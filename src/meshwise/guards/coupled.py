@@ -32,7 +32,8 @@ COUPLED = (
 
 
 class CoupledLosses:
-    """Checks the first losses of a program, and of each of its loops, for terms that couple samples."""
+    """Checks the first losses of a program, and of each of its loops, for terms that depend on several samples at
+    once."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._looks = program, 0
@@ -41,18 +42,21 @@ class CoupledLosses:
         notice_hooks()
 
     def begins(self) -> None:
-        """Start over with the first losses, when another program or a loop at another source line begins."""
+        """Check the next losses again, because a new program or a loop at another source line begins."""
         self._looks, self._program.joined_at = 0, None
         self._found.clear()
         self.close()
 
     @property
     def apart(self) -> bool:
-        """Whether each checked loss is a mean or a sum of terms that each depend on one sample."""
+        """Whether every loss checked so far is a mean or a sum of terms, each of which depends on one sample only."""
         return self._program.joined_at is None and bool(self._found) and all(found is False for found in self._found)
 
     def look(self, found: Any, part: BatchSlice, plan: Plan, where: str) -> str:
-        """Return a note on a loss that couples samples; empty if it does not. where: the job's loss; "" in a script."""
+        """Return a warning if the loss has terms that depend on several samples at once; else an empty string.
+
+        found: the loss, or a tuple of the loss and its weight.
+        where: the name of a job's loss function, for the warning; empty in a script."""
         if self._looks == LOOKED_AT or self._program.joined_at is not None:
             return ""
         self._looks += 1
@@ -67,6 +71,7 @@ class CoupledLosses:
         return COUPLED.format(place=where or user_place(), ranks=plan.devices)
 
     def close(self) -> bool:
-        """Stop watching for collectives; return whether the program itself has called one since the last check."""
+        """Stop watching for collectives. Return whether the program itself has called a collective since the last
+        check."""
         foreign, self._foreign = self._foreign, None
         return foreign is not None and foreign.close()

@@ -11,18 +11,19 @@ from meshwise.engine.engine import Engine
 
 
 class DrawsNote:
-    """Checks after each backward, with `--exact-random`, for draws that could not be made as on one device."""
+    """Checks after each backward whether the random draws of the forward could be made as on one device
+    (`--exact-random`)."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Report draws of the forward that were not exact."""
+        """Print a notice if some draws of the forward differ from those of one device."""
         if mean is not None and self._engine.draws is not None:
             self._engine.notify(self._engine.draws.note())
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if the engine runs a script with exact draws."""
+    """Add this check to the engine, if it runs a script with exact random draws."""
     if engine.script and engine.draws is not None:
         engine.events.listen(DrawsNote(engine))

@@ -37,7 +37,7 @@ FIRST = (
 
 
 class FiniteLosses:
-    """Checks that the losses of a program's backwards, and its parameters after loops, are finite."""
+    """Checks whether the losses of a program are finite, and whether its parameters are finite after loops."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
@@ -50,12 +50,13 @@ class FiniteLosses:
         self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
 
     def models_added(self) -> None:
-        """Exempt parameters that were not finite already when the model was given to `mw.distribute`."""
+        """Exclude parameters from the check that are not finite when their model is given to `mw.distribute`."""
         if not rehearsing():
             self._never |= not_finite_names(self._program.numbered_models())
 
     def look(self) -> None:
-        """Check the waiting losses; on an accelerator, to avoid waiting, those that waited at the call before."""
+        """Check the losses that have not been checked yet. On an accelerator, check those of the previous call instead,
+        because reading the newest losses would have to wait for the device."""
         waiting, self._waiting = self._waiting, []
         earlier, self._on_its_way = self._on_its_way, None
         if waiting and not rehearsing():
@@ -75,7 +76,8 @@ class FiniteLosses:
                 self.found(seen)
 
     def found(self, seen: Seen) -> None:
-        """Report on every rank that the mean loss of a backward is not finite; count it. Collective the first time."""
+        """Count a mean loss that is not finite, and report the first one on every rank. Collective for the first one.
+        seen: facts about the backward of the loss."""
         number, step, part, own = seen
         self._count, self._last = self._count + 1, number
         if self._count > 1:
@@ -89,17 +91,20 @@ class FiniteLosses:
         self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Keep the loss for the next check, on one device; on several ranks, agreed.py reports losses instead."""
+        """Keep the loss of a backward for the next check. This is used on one device. On several ranks, `Agreed` checks
+        losses."""
         if mean is not None:
             self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Check parameters after a loop over batches, if it had enough backwards since the last check."""
+        """Check the parameters after a loop over batches, if at least BACKWARDS backwards have run since the last
+        check."""
         if self._program.backwards - self._looked_at >= BACKWARDS:
             self._look_at_parameters()
 
     def spoiled_in(self, thing: Any) -> str:
-        """Return the name of a non-finite parameter of the models in the saved `thing`; empty if there is none."""
+        """Return the name of a parameter of the models that is not finite in `thing`, which is about to be saved.
+        Return an empty string if all are finite."""
         return not_finite_in_tree(thing, self._program.numbered_models(), self._never)
 
     def _look_at_parameters(self) -> None:
@@ -111,12 +116,13 @@ class FiniteLosses:
         self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
 
     def program_begins(self) -> None:
-        """Report how the previous program ended, as another one begins in this process."""
+        """Report how the previous program ended, because another program begins in this process."""
         self._wrong = self._conclude() or self._wrong
         self._began, self._count, self._spoiled = self._program.backwards, 0, ""
 
     def program_ends(self) -> None:
-        """Raise LossError, once, if the last loss or a parameter is not finite at the end of the program."""
+        """Raise LossError if the last loss or a parameter is not finite at the end of the program. Further calls do
+        nothing."""
         if self._ended:
             return
         self._ended = True
@@ -124,7 +130,7 @@ class FiniteLosses:
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """Return a sentence on what is not finite at the end of a program; empty if nothing is."""
+        """Return a sentence that says what is not finite at the end of a program; empty if everything is."""
         backwards = self._program.backwards
         self.look()
         self.look()
@@ -140,14 +146,14 @@ class FiniteLosses:
 
 
 def _samples(part: BatchSlice | None) -> str:
-    """Return a text that names the samples of a batch, such as ` (samples 3, 9, 12, 40 and 4 more)`."""
+    """Return a text that names the samples in a batch, such as ` (samples 3, 9, 12, 40 and 4 more)`."""
     if part is None or not part.samples:
         return ""
     return f" (samples {some(list(map(str, part.indices[: part.samples].tolist())), SHOWN)})"
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if the engine runs a script."""
+    """Add this check to the engine, if it runs a script."""
     if engine.script:
         losses = FiniteLosses(engine)
         alone = engine.world.size == 1

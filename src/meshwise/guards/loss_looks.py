@@ -25,13 +25,13 @@ BACKWARDS = 9  # a program may have several, and none becomes another one later
 
 
 class LossLooks:
-    """Checks the losses of a program's first backwards on several ranks."""
+    """Checks the losses of a program's first backwards on several ranks for mistakes in how they are reduced."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.coupled = engine, CoupledLosses(engine.program)
 
     def begins(self) -> None:
-        """Start over with the first losses, when another program or a loop at another source line begins."""
+        """Check the next losses again, because a new program or a loop at another source line begins."""
         self.coupled.begins()
 
     def close(self) -> None:
@@ -41,7 +41,10 @@ class LossLooks:
     def backward_begins(
         self, loss: Any, part: BatchSlice | None, weight: Tensor | float | None, reduction: str | None, where: str
     ) -> None:
-        """Check a loss before its backward. loss: a script's loss, or what a job's loss function `where` returned."""
+        """Check a loss before its backward.
+
+        loss: a script's loss, or the result of a job's loss function.
+        where: the name of the job's loss function; empty in a script."""
         engine = self._engine
         if engine.watcher is not None or part is None or part.whole or rehearsing():
             return
@@ -53,7 +56,7 @@ class LossLooks:
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if there are several ranks."""
+    """Add this check to the engine, if there are several ranks."""
     if engine.world.size > 1:
         looks = LossLooks(engine)
         engine.events.listen(looks, backwards=BACKWARDS, anew=looks.begins)
@@ -61,6 +64,6 @@ def watch(engine: Engine) -> None:
 
 
 def losses_apart(engine: Engine) -> bool:
-    """Return whether each loss checked so far is a mean or a sum of terms that each depend on one sample."""
+    """Return whether each loss checked so far is a mean or a sum of terms, each of which depends on one sample only."""
     looks = engine.events.find(LossLooks)
     return looks is not None and looks.coupled.apart

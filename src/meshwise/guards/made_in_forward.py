@@ -34,11 +34,12 @@ OTHERS = (
 )
 
 Made = tuple[str, str, str, Tensor]
-"""The user's source line, the class of the module, the parameter's name, and the parameter."""
+"""The user's source line, the name of the module's class, the name of the parameter, and the parameter."""
 
 
 def note_made(program: Program, made: list[Made]) -> RemovableHandle:
-    """Append to `made` each parameter that is made, from now on, inside a forward of the program's models."""
+    """From now on, append to `made` each parameter that is created inside a forward of the program's models. Return the
+    handle of the hook that does this."""
     return register_module_parameter_registration_hook(functools.partial(_registered, program, made, [0]))
 
 
@@ -55,13 +56,14 @@ def _registered(
 
 
 def _is_in_forward(program: Program, frame: FrameType | None) -> bool:
-    """Return whether a module of the program's models is being called, judging by the stack from `frame`."""
+    """Return whether a module of the program's models is being called in the stack of `frame`."""
     called = list(modules_called_around(frame))
     return any(module is other for other in called for model in program.models for module in model.modules())
 
 
 def sums_of_made(made: list[Made]) -> Settings:
-    """Return sums of the parameters in `made`, to send along with the next loss, and clear `made`."""
+    """Return the sum of the absolute values of each parameter in `made`, to send along with the next loss. Clear
+    `made`."""
     held = [] if rehearsing() else made  # tensors without values
     sums = [(f"{place}|{kind}|{name}", float(p.detach().abs().double().sum())) for place, kind, name, p in held]
     made.clear()
@@ -69,7 +71,9 @@ def sums_of_made(made: list[Made]) -> Settings:
 
 
 def made_differ(ranks: Sequence[Settings]) -> str:
-    """Return a sentence on a parameter that differs between ranks because each made it in a forward; empty for none."""
+    """Return a sentence about a parameter that differs between ranks, because each rank has created it in a forward.
+    Return an empty string if there is none. ranks: the values of each rank, which include the results of
+    `sums_of_made`."""
     for settings in ranks:
         for mine, other in zip(_made(settings), _made(ranks[0]), strict=False):
             if mine != other and mine[1] == other[1]:

@@ -41,7 +41,7 @@ WATCH = (
 
 
 def attach(engine: Engine) -> Engine:
-    """Make a new engine follow the steps of the program's optimizers, and attach every guard; return the engine."""
+    """Add all guards to a new engine, and make it follow the steps of the program's optimizers. Return the engine."""
     follow_optimizers(engine)
     for watch in WATCH:
         watch(engine)

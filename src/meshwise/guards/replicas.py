@@ -32,14 +32,15 @@ from meshwise.spec.user_code import user_place
 from meshwise.transfer.agreement import wait_for_all
 
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
-"""(name of the setting, description of what has it, value)."""
+"""Tuples of (name of the value, description of the object that has it, value)."""
 NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "weight decay"}
 PLATEAU = "best value"
 NAMED = {*NAMES.values(), PLATEAU}
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:
-    """Return a sentence on how a rank's settings differ from rank 0's; empty if they do not."""
+    """Return a sentence that says how the settings of a rank differ from those of rank 0. Return an empty string if
+    they do not."""
     for rank, settings in enumerate(ranks):
         if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
             continue
@@ -72,7 +73,8 @@ NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def sums_of(program: Program) -> Settings:
-    """Return sums of the parameters, unless they are divided, and of each buffer that replicas must hold alike."""
+    """Return a sum of all parameters, and a sum of each buffer that must be equal on all ranks. The sum of parameters
+    is left out if the plan shards them."""
     if program.plan is None or rehearsing():
         return ()
     named = [
@@ -99,7 +101,8 @@ def _alike(one: float, other: float) -> bool:
 
 
 def diverged(ranks: Sequence[Settings], kind: str) -> str:
-    """Return a sentence on how the ranks' parameters, or one of their buffers, differ; empty if they do not."""
+    """Return a sentence that says how the ranks' parameters, or one of their buffers, differ. Return an empty string if
+    they do not. kind: PARAMETERS or BUFFER."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):
@@ -121,21 +124,22 @@ _BUFFER = (
 
 
 class LastLook:
-    """Compares the ranks' parameters at the end of a program, unless a rank has written its parameters after the last
-    training loop: rank 0 may load others, to save or evaluate them."""
+    """Compares the ranks' parameters at the end of a program. They are not compared if a rank has written its
+    parameters after the last training loop, because rank 0 may load other values to save or evaluate them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._key = engine, f"meshwise/replicas/{next(_made)}"
         self._backwards, self._versions = 0, list[int]()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Record the versions of the parameters after a loop, which may be the last training loop."""
+        """Record how often the parameters were written until the end of a loop, which may be the last training loop."""
         program = self._engine.program
         if program.backwards != self._backwards:
             self._backwards, self._versions = program.backwards, versions(program.named_parameters().values())
 
     def program_ends(self) -> None:
-        """Compare parameters at the end of the program, on rank 0, which hosts the store; other ranks do not wait."""
+        """Compare the parameters of all ranks at the end of the program. Rank 0, which hosts the store, waits for the
+        other ranks, and prints a notice if they differ. The other ranks do not wait."""
         program, world = self._engine.program, self._engine.world
         trained, self._backwards = self._backwards, 0
         if not (trained and program.plan and dist.is_initialized()) or program.plan.parameters_divided:
@@ -154,6 +158,6 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if the engine runs a script on several ranks."""
+    """Add this check to the engine, if it runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         engine.events.listen(LastLook(engine), only=("loop_ends",))

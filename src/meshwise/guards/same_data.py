@@ -35,7 +35,8 @@ from meshwise.transfer import collectives
 MOST_BYTES, MOST_SECONDS, MOST_THINGS = 1 << 20, 0.05, 256
 STRETCHES, STRETCH = 16, 512  # of the numbers of a tensor, and how many each has
 ITEMS, FILES, DEPTH = 256, 32, 6
-"""The most items of a list to compare, the most files to compare by size, and how deep to look into nested things."""
+"""The largest number of items to compare in a list, of files to compare by size, and of levels of nested objects to
+read."""
 FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's own: a range, a device
 MOST_SENT = 4  # things whose numbers travel, where their bits are others
 ROUNDING = 1e-3  # of a stretch's largest number: what the ranks' machines may compute otherwise
@@ -54,8 +55,12 @@ _Array = numpy.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Held:
-    """What is compared of one attribute of a data set: its number of rows, facts that must be equal, and some of its
-    numbers, which may differ by rounding. row: whether there is one row for each sample."""
+    """The facts to compare about one attribute of a data set.
+
+    size: how many rows it has.
+    told: facts that must be equal on all ranks.
+    numbers: some of its numbers, which may differ by rounding.
+    row: whether it has one row for each sample."""
 
     size: int
     told: tuple[Any, ...] = ()
@@ -64,19 +69,21 @@ class Held:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """The number of rows and a checksum; equal if all that is compared is equal bit for bit."""
+        """The number of rows and a checksum. They are equal if all compared facts are equal bit for bit."""
         return self.size, zlib.crc32(b"".join(map(_Array.tobytes, self.numbers)), zlib.crc32(repr(self.told).encode()))
 
 
 class SameData:
-    """Compares the data sets and samplers that the ranks are given."""
+    """Compares the data sets and samplers that the ranks were given."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def check(self, data: Any, samples: int | None, say: Callable[[str], object], samplers: Sequence[Any] = ()) -> None:
-        """Raise DataError if the ranks have different data sets or samplers. Collective. samples: the size of the data
-        set. say: takes notes on differing attributes that do not have one row for each sample."""
+        """Raise DataError if the ranks have different data sets or samplers. Collective.
+
+        samples: the size of the data set; None if it has none.
+        say: prints a note about an attribute that differs, but that does not have one row for each sample."""
         everyone = collectives.everyone()  # those too that work on the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
@@ -105,23 +112,25 @@ class SameData:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Return the samplers that choose a DataLoader's samples, except those that meshwise replaces."""
+    """Return the samplers that choose the samples of a DataLoader, without samplers that meshwise replaces by its
+    own."""
     both = [each for each in (loader.sampler, loader.batch_sampler) if type(each) is not BatchSampler]
     return [each for each in both if each is not None and not isinstance(each, DistributedSampler)]
 
 
 class Reading:
-    """Reads the values that objects hold, up to limits on bytes and time."""
+    """Reads the values that data sets and samplers hold, up to limits on bytes and time."""
 
     def __init__(self, known: weakref.WeakValueDictionary[int, Any], samples: int | None) -> None:
-        """known: objects already read, by id; objects read now are added. samples: the size of the data set."""
+        """known: objects that were already read, by id, to which the objects read now are added.
+        samples: the size of the data set; None if it has none."""
         self._known, self._before, self._seen = known, set(known), set[int]()
         self._end, self._left = time.monotonic() + MOST_SECONDS, MOST_BYTES
         self._sizes = {samples}
         self._found: dict[str, Held] = {}
 
     def read(self, things: dict[str, Any]) -> dict[str, Held]:
-        """Return what to compare of the objects and of their parts, by name."""
+        """Return the facts to compare about the objects in `things` and their attributes, by name."""
         for name, thing in things.items():
             self._walk(name, thing, 0)
         return self._found
@@ -150,8 +159,8 @@ class Reading:
 
 
 def _parts(name: str, thing: Any) -> list[tuple[str, Any]] | None:
-    """Return, by name, the parts of a data set, a sampler, or a short list or dict of such objects or tensors; None for
-    things that are compared as a whole."""
+    """Return the parts of a data set, a sampler, or a short list or dict of such objects or tensors, as (name, part).
+    Return None for an object that is compared as a whole."""
     if isinstance(thing, Tensor | numpy.ndarray | nn.Module | type) or _is_table(thing):
         return None
     if type(thing) in (list, tuple) and len(thing) <= FEW and not any(isinstance(each, _NUMBERS) for each in thing):
@@ -168,7 +177,7 @@ def _is_table(thing: Any) -> bool:
 
 
 def held(thing: Any) -> Held | None:
-    """Return what to compare of a tensor, an array, a table or a list; None if there is nothing to compare."""
+    """Return the facts to compare about a tensor, an array, a table or a list. Return None if it cannot be compared."""
     if _is_table(thing):
         return _held_items(thing.iloc[_places(len(thing), ITEMS)].to_numpy().tolist(), len(thing))
     if isinstance(thing, numpy.ndarray) and thing.ndim and thing.dtype.kind not in "biufc":
@@ -189,7 +198,8 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _held_items(items: list[Any], size: int) -> Held | None:
-    """Return what to compare of some items of a list of `size` items; None if any item cannot be compared."""
+    """Return the facts to compare about a list of `size` items, given some of its items. None if any of them cannot be
+    compared."""
     found = _Items()
     if not items or not all(map(found.add, items)):
         return None
@@ -197,7 +207,7 @@ def _held_items(items: list[Any], size: int) -> Held | None:
 
 
 class _Items:
-    """Collects what to compare of the items of a list."""
+    """Collects the facts to compare about the items of a list."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -206,7 +216,7 @@ class _Items:
         self._files = self._texts = 0
 
     def add(self, item: Any, depth: int = 0) -> bool:
-        """Add an item; return False if items of its kind cannot be compared."""
+        """Add the facts about an item. Return False if an item of its type cannot be compared."""
         if isinstance(item, str | os.PathLike):
             self._add_text(str(item))
         elif isinstance(item, bytes):
@@ -225,7 +235,8 @@ class _Items:
         return True
 
     def _add_text(self, text: str) -> None:
-        """Add the size of the file that `text` names, as folders may differ between machines, or the text itself."""
+        """Add the size of the file that `text` names, because folders may differ between machines. If there is no such
+        file, add the text itself."""
         looks = self._files < FILES and self._texts < FILES
         if looks and (size := _size_of_file(text)) is not None:
             self.told.append(size)
@@ -244,7 +255,8 @@ def _size_of_file(name: str) -> int | None:
 
 
 def _places(size: int, most: int) -> list[int]:
-    """Return at most `most` indices below `size`: all of them, or evenly spaced runs."""
+    """Return at most `most` indices below `size`: all indices if there are so few, else evenly spaced runs of
+    indices."""
     if size <= most:
         return list(range(size))
     length = most // STRETCHES
@@ -253,7 +265,7 @@ def _places(size: int, most: int) -> list[int]:
 
 
 def _stretches(array: Any) -> Iterator[Any]:
-    """Yield runs of the elements of a tensor or an array, without copying the rest."""
+    """Yield some runs of the elements of a tensor or an array, without copying the rest."""
     size = math.prod(array.shape)
     if size <= STRETCHES * STRETCH:
         flat = array.reshape(-1)
@@ -272,8 +284,8 @@ def _as_array(tensor: Tensor) -> _Array:
 
 
 def _differ(one: Held, other: Held) -> bool:
-    """Return whether two ranks hold different values. A run that is zero on one rank may be rows not filled yet: such
-    runs count only if they are most of all runs."""
+    """Return whether two ranks hold different values. A run of numbers that is all zero on one rank may consist of rows
+    that are not filled yet. Such runs count only if they are more than half of all runs."""
     if (one.size, one.told) != (other.size, other.told) or len(one.numbers) != len(other.numbers):
         return True
     apart = [pair for pair in zip(one.numbers, other.numbers, strict=True) if not _close(*pair)]
@@ -290,11 +302,11 @@ def _close(one: _Array, other: _Array) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, for a job as well as a script."""
+    """Add this check to the engine, for a job as well as for a script."""
     engine.events.listen(SameData())  # no event: `check_data` is called where data is given
 
 
 def check_data(engine: Engine, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
-    """Run `SameData.check` on data that the engine's program was given."""
+    """Run `SameData.check` on a data set and samplers that were given to the engine's program."""
     if (known := engine.events.find(SameData)) is not None:
         known.check(data, samples, engine.notify, samplers)

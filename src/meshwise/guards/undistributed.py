@@ -43,7 +43,10 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 class UndistributedLoops:
-    """Watches loops over undistributed loaders until `close`. reads: knows the newest batch. say: prints a text."""
+    """Watches loops over DataLoaders that are not distributed, until `close()`.
+
+    reads: what this rank has read in loops; the newest batch is recorded there.
+    say: prints a text for the user."""
 
     def __init__(self, reads: Loops, world: World, say: Callable[[str], None]) -> None:
         self._reads, self.world, self._say = reads, world, say
@@ -67,7 +70,8 @@ class UndistributedLoops:
 
     @contextlib.contextmanager
     def adding(self, verb: str, value: Any) -> Iterator[None]:
-        """Wrap a collective that sums `value` over the ranks: warn if every rank sums the same whole loader."""
+        """Return a context manager for a collective that sums `value` over the ranks. Warn after it if every rank has
+        read the same whole loader and sums the same value."""
         loop, ranks = self._reads.whole, self.world.size
         if loop is None or loop.compared == MOST:
             yield
@@ -85,7 +89,7 @@ class UndistributedLoops:
 
 
 def _total(leaf: Any) -> float:
-    """Return a sum of some numbers of each sample, which does not depend on the order of the samples."""
+    """Return a sum over some numbers of each sample. The sum does not depend on the order of the samples."""
     if isinstance(leaf, Tensor) or (isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf"):
         rows = torch.as_tensor(leaf).detach()
         rows = rows.reshape(len(rows) if rows.dim() else 1, -1) if rows.numel() else rows.reshape(1, 0)
@@ -94,7 +98,7 @@ def _total(leaf: Any) -> float:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the absolute values of some numbers in a value, or in each tensor of a tree."""
+    """Return the absolute values of some of the numbers in a value or in each tensor of a tree."""
     flat = [torch.as_tensor(leaf).detach().reshape(-1) for leaf in all_leaves(value)]
     return [float(abs(number)) for t in flat for number in t[:: len(t) // LOOKED_AT + 1].tolist()]
 
@@ -110,7 +114,7 @@ def _are_same(ranks: list[tuple[str, list[float]]]) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if the engine runs a script on several ranks."""
+    """Add this check to the engine, if it runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         loops = UndistributedLoops(engine.reads, engine.world, engine.notify)
         engine.events.listen(loops)  # no event: batches come from torch's loaders

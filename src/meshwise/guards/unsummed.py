@@ -58,29 +58,34 @@ _MODULE_CALL = nn.Module.__call__.__code__.co_filename
 
 @dataclass(eq=False)
 class Loop:
-    """A loop over a distributed loader. several: whether the loop continued after its first batch."""
+    """A loop over a distributed loader.
+
+    place: the user's source line.
+    several: whether the loop has continued after its first batch.
+    trained: whether there was a backward in it.
+    reduced: whether values were reduced over the ranks in it."""
 
     place: str
     loader: int = 0
     models: Sequence[nn.Module] = ()
     prepares: bool = False
-    """Whether the program had not trained yet when the loop began."""
+    """Whether the program had not run any backward when the loop began."""
     several: bool = False
     trained: bool = False
     reduced: bool = False
     ran: bool = False
-    """Whether a submodule of a model ran, though perhaps not the whole model."""
+    """Whether a submodule of a model has run, even if the whole model has not."""
     used: bool | None = None
-    """Whether the program uses the output of the first run of a whole model; None if no whole model ran."""
+    """Whether the program uses the output of the first call of a whole model. None if no whole model was called."""
     output: StorageWeakRef | None = None
     norm: str = ""
-    """The class of a batch norm that ran in training mode in a model that is not distributed; empty if none."""
+    """The class name of a batch norm that ran in training mode in a model that is not distributed; else empty."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     norms: RemovableHandle | None = None
     foreign: Foreign | None = None
 
     def watch(self) -> None:
-        """Watch the loop's first batch, which begins now."""
+        """Register hooks to watch the loop's first batch, which begins now."""
         self.foreign = Foreign()
         if compiling.is_used():
             return
@@ -92,12 +97,12 @@ class Loop:
                 self.hooks.append(module.register_forward_hook(hook))
 
     def first_batch_ends(self) -> None:
-        """Stop watching, as the first batch is finished."""
+        """Stop watching, because the program has finished the first batch."""
         self.several = True
         self.end_watch()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the models, which the program may copy or save."""
+        """Remove the hooks from the models, because the program may copy or save the models."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -122,8 +127,11 @@ class Loop:
 
 
 class UnsummedLoops:
-    """Watches the loops of a program for evaluations without a sum. models: returns the models in training. say: prints
-    a sentence. expects: called when the next backward will tell more."""
+    """Watches the loops of a program for evaluations with results that are not summed over the ranks.
+
+    models: returns the models that were given to `mw.distribute`.
+    say: prints a sentence for the user.
+    expects: called with this object when a loop begins, so that its methods are called at the next backward too."""
 
     def __init__(
         self,
@@ -137,11 +145,11 @@ class UnsummedLoops:
         self._training: set[tuple[str, int]] = set()
         self._told: set[str] = set()
         self.places: list[str] = []
-        """The source lines of the loops that were reported."""
+        """The source lines of the loops that the user was warned about."""
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """Record that a loop over a distributed loader begins, at the user's running line, or has finished its first
-        batch."""
+        """Record that a loop over a distributed loader begins at the user's running line, or that it has finished its
+        first batch."""
         if loop.given == 0:
             self._begin(loop)
         elif loop.given == 1 and loop in self._open:
@@ -169,7 +177,7 @@ class UnsummedLoops:
             self._waiting.append(loop)
 
     def backward_begins(self, *_: object) -> None:
-        """Report finished evaluations whose results were not summed: training continues, so no sum will come."""
+        """Warn of finished evaluations with results that were not summed. Training continues, so no sum will follow."""
         self._say_waiting(lambda loop: not self._is_kept(loop))
         self._forget_waiting()  # what is kept is used in training
         for loop in self._open.values():
@@ -177,7 +185,8 @@ class UnsummedLoops:
             self._training.add((loop.place, loop.loader))
 
     def reduced(self) -> None:
-        """Record that values were summed over the ranks, perhaps of finished loops, perhaps of those still running."""
+        """Record that values were reduced over the ranks. They may belong to loops that have finished or that are still
+        running."""
         for loop in self._open.values():
             loop.reduced = True
         self._forget_waiting()
@@ -189,18 +198,19 @@ class UnsummedLoops:
         self._waiting.clear()
 
     def program_begins(self) -> None:
-        """Forget which loops trained and which were reported, when another program begins."""
+        """Forget which loops have trained and which were warned about, because another program begins."""
         self._training.clear()
         self._told.clear()
         for loop in self._waiting:
             loop.prepares = False
 
     def finish(self) -> None:
-        """Report the evaluations left at the end of the program."""
+        """Warn, at the end of the program, of evaluations with results that were not summed."""
         self._say_waiting(lambda loop: True)
 
     def _is_kept(self, loop: Loop) -> bool:
-        """Return whether a loop before any training seems to prepare it: the program still holds the loop's output."""
+        """Return whether the program still holds the output of a loop that ran before any training. Such a loop
+        probably prepares the training, rather than evaluates a model."""
         return loop.prepares and loop.output is not None and not loop.output.expired()
 
     def _say_waiting(self, which: Callable[[Loop], bool]) -> None:
@@ -214,7 +224,7 @@ class UnsummedLoops:
 
 
 def _ran(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> None:
-    """Record that a whole model has run, and whether the program uses its output; then remove the hooks."""
+    """Record that a whole model was called, and whether the program uses its output. Then remove the hooks."""
     loop.remove_hooks()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == _MODULE_CALL:
@@ -236,7 +246,8 @@ def _ran_inside(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> N
 
 @functools.cache
 def drops(code: CodeType, at: int) -> bool:
-    """Return whether the result of the call at instruction `at` is dropped, or bound to a name that is never read."""
+    """Return whether the result of the call at instruction `at` is unused: dropped, or assigned to a name that is never
+    read."""
     instructions = list(dis.get_instructions(code))
     after = next((i for i in instructions if i.offset > at), None)
     if after is None or after.opname == "POP_TOP":
@@ -249,7 +260,7 @@ def drops(code: CodeType, at: int) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Attach this guard, if the engine runs a script on several ranks."""
+    """Add this check to the engine, if it runs a script on several ranks."""
     if engine.script and engine.world.size > 1:
         loops = UnsummedLoops(lambda: engine.program.models, engine.notify, engine.events.begins)
         engine.events.listen(loops, only=("batch_asked", "loop_ends"), batches=2)
