@@ -39,9 +39,11 @@ LETS_GO = ("pop", "popleft", "clear")
 
 
 def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iterator[str]:
-    """Yield warnings about the user's loop over a distributed loader that just ended. ended: counts the loops of this
-    program by their source line; only the 1st, 2nd, 4th, 8th … is checked, as buffers fill up later. uneven: whether
-    this rank's share varied between batches."""
+    """Yield warnings about the user's loop over a distributed loader that has just ended.
+
+    ended: how many loops of this program have ended at each source line; this loop is added. Only the first, second,
+    fourth, eighth time and so on is checked, because a buffer may fill up in later loops.
+    uneven: whether this rank's share of the global batch varied between batches."""
     frame = user_frame()
     if frame is None:
         return
@@ -60,7 +62,7 @@ def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iter
 
 
 def _of_batch(loop: ast.For) -> set[str]:
-    """Return the names of the loop's targets, and of what these are unpacked into."""
+    """Return the names of the loop variables, and the names to which the loop assigns them or parts of them."""
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in inside(loop):
         for name, value in given(node):
@@ -100,7 +102,7 @@ def _factors(value: ast.expr) -> list[ast.expr]:
 
 
 def _counts(node: ast.expr, rows: set[str]) -> bool:
-    """Return whether an expression is `len(x)`, `x.size(0)` or `x.shape[0]` of a batch."""
+    """Return whether an expression is `len(x)`, `x.size(0)` or `x.shape[0]`, where `x` is a part of the batch."""
     of: ast.expr | None = None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args:
         of = node.args[0]
@@ -113,7 +115,7 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
 
 
 def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
-    """Return whether a sum is divided by the length of something, such as a data set, that all ranks share."""
+    """Return whether a sum is divided by the `len` of something, such as a data set, which is equal on all ranks."""
     for node in inside(source.scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _uses(node.left, kept):
             right = node.right
@@ -123,13 +125,15 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
-    """Return whether the function reads, after the loop, a sum in a dict or an attribute; other code may, too."""
+    """Return whether the function reads a sum after the loop. `kept` is an entry of a dict or an attribute, which other
+    functions could read too."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 
 
 def _uses(node: ast.AST, kept: ast.expr) -> bool:
-    """Return whether code reads a name, `stats["loss"]` or `self.total`, or the whole object that holds it."""
+    """Return whether code reads a name, an entry such as `stats["loss"]`, or an attribute such as `self.total`, given
+    as `kept`. Also return True if it reads the whole object that holds the entry or attribute."""
     if isinstance(kept, ast.Name):
         return reads(node, kept.id)
     if not isinstance(kept, ast.Subscript | ast.Attribute):
@@ -150,8 +154,8 @@ def _uses(node: ast.AST, kept: ast.expr) -> bool:
 
 
 def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether a value, its container, or something computed from it may be reduced over the ranks, or may be
-    used elsewhere."""
+    """Return whether code of the function may reduce a value over the ranks, or may pass the value to code elsewhere.
+    This includes the container of the value, and values computed from it."""
     name = kept.id if isinstance(kept, ast.Name) else ""
     functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
@@ -180,14 +184,14 @@ def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) 
 
 
 def _is_method_of(call: ast.Call, kept: ast.expr) -> bool:
-    """Return whether a method is called on the object that holds `kept`, such as `self` for `self.total`."""
+    """Return whether the call is a method call on the object that holds `kept`, such as `self` for `self.total`."""
     if not isinstance(kept, ast.Subscript | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return False
     return ast.unparse(whole_of(kept)) == ast.unparse(whole_of(call.func))
 
 
 def _joins(part: ast.AST) -> bool:
-    """Return whether code calls a function that may reduce over the ranks, judging by its name."""
+    """Return whether code calls a function that may reduce values over the ranks, judged by the function's name."""
     calls = [node for node in ast.walk(part) if isinstance(node, ast.Call)]
     return any(word in name_of(call).lower() for call in calls for word in JOINS)
 
@@ -207,7 +211,7 @@ def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[in
 
 
 def _extended(node: ast.AST, rows: set[str]) -> str:
-    """Return the name of the list to which a statement appends the samples of a batch; empty if none."""
+    """Return the name of the list to which a statement appends the samples of a batch; empty if there is none."""
     if isinstance(node, ast.For) and any(reads(node.iter, name) for name in rows):
         appends = [n for n in ast.walk(node) if _is_call_of(n, "append")]
         return next((n.func.value.id for n in appends if n.args), "")  # type: ignore[attr-defined]
@@ -217,7 +221,8 @@ def _extended(node: ast.AST, rows: set[str]) -> str:
 
 
 def _pushed(node: ast.AST, rows: set[str]) -> str:
-    """Return the name of the object to whose method a call passes a batch, as in `memory.push(x, y)`; empty if none."""
+    """Return the name of the object with a method that is called on a batch, as in `memory.push(x, y)`; empty if there
+    is none."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return ""
     holder, gives = node.func.value, any(reads(each, name) for each in node.args for name in rows)
@@ -225,7 +230,8 @@ def _pushed(node: ast.AST, rows: set[str]) -> str:
 
 
 def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
-    """Return whether an object of a user's class has a full deque of single samples of such a batch."""
+    """Return whether an object has a full deque of single samples from batches like `batch`. A module of PyTorch or of
+    Python does not count."""
     if isinstance(thing, nn.Module | ModuleType):
         return False
     dims = {tensor.dim() for tensor in tensors_in(batch)}
@@ -237,7 +243,7 @@ def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
 
 
 def _is_called(loop: ast.For, name: str, word: str) -> bool:
-    """Return whether the loop calls a method of the object `name` that has `word` in its name."""
+    """Return whether the loop calls a method of the object `name`, and `word` is part of the method's name."""
     calls = [n.func for n in inside(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     return any(word in f.attr and isinstance(f.value, ast.Name) and f.value.id == name for f in calls)
 
@@ -252,7 +258,8 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 
 def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
-    """Return whether the loop removes old entries of a collection; for a bounded deque, whether it is full."""
+    """Return whether the loop removes old entries of a collection. If the collection is a bounded deque, return whether
+    it is full."""
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) == value.maxlen
     for node in inside(loop):
@@ -266,7 +273,7 @@ def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
 
 
 def _is_drawn_from(loop: ast.For, name: str) -> bool:
-    """Return whether the loop draws entries of a collection at random."""
+    """Return whether the loop draws random entries of a collection."""
     for node in inside(loop):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             draws = node.func.attr in ("sample", "choice", "choices", "randint", "randperm", "randrange", "permutation")

@@ -24,7 +24,10 @@ DEEP = 3  # names behind names
 
 
 def says_divided(size: int | None, ranks: int) -> str:
-    """Return a warning if `mw.distribute` is given a loader of batch size `size` that was divided by ranks; else ""."""
+    """Return a warning if a loader that is given to `mw.distribute` has a batch size that was divided by the number of
+    ranks; else an empty string.
+
+    size: the batch size of the loader."""
     frame = user_frame()
     if frame is None or size is None:
         return ""
@@ -42,7 +45,8 @@ def says_divided(size: int | None, ranks: int) -> str:
 
 
 def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Call, Source]]:
-    """Yield the calls that may make the loaders of an expression, each with the source around it."""
+    """Yield each call of a DataLoader class that may have made the value of an expression, with the source around the
+    call."""
     if isinstance(node, ast.Name) and deep:
         for value in source.given_to(node.id):
             yield from _loaders(source, value, deep - 1) if value is not None else ()
@@ -58,7 +62,7 @@ def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Ca
 
 
 def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
-    """Yield the dividends of an expression's divisions by the number of ranks."""
+    """Yield each dividend that an expression divides by the number of ranks."""
     if (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.FloorDiv | ast.Div)
@@ -75,7 +79,7 @@ def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
 
 
 def _counts(source: Source, node: ast.expr, deep: int) -> bool:
-    """Return whether an expression is the number of ranks."""
+    """Return whether an expression stands for the number of ranks."""
     if isinstance(node, ast.Name) and deep:
         values = source.given_to(node.id)
         return len(values) == 1 and values[0] is not None and _counts(source, values[0], deep - 1)

@@ -26,14 +26,15 @@ DIVIDED = (
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A loop without a backward, and the source around it."""
+    """A loop of the user without a backward, and the source around it."""
 
     source: Source
     loop: ast.For
 
 
 def evaluated_here() -> Evaluated | None:
-    """Return the user's loop that ends at the running line; None if the source does not show it."""
+    """Return the user's loop that ends at the running line. Return None if the source code does not show such a
+    loop."""
     frame = user_frame()
     if frame is None:
         return None
@@ -43,7 +44,7 @@ def evaluated_here() -> Evaluated | None:
 
 
 def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
-    """Yield a warning if an evaluation divides by `count`, the number of backwards in a step."""
+    """Yield a warning if an evaluation divides its figures by `count`, which is the number of backwards in a step."""
     source = evaluated.source
     if count < 2:
         return
@@ -55,7 +56,7 @@ def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
 
 
 def _of_training(source: Source) -> Iterator[ast.expr]:
-    """Yield the divisors in losses whose backward runs."""
+    """Yield the divisors of the losses that are passed to `mw.backward`."""
     scopes: list[Scope] = [source.tree, *(n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef))]
     for scope in scopes:
         nodes = list(inside(scope))
@@ -74,7 +75,7 @@ def _of_training(source: Source) -> Iterator[ast.expr]:
 
 
 def _divisions(loop: ast.For, source: Source) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
-    """Yield divisions in the loop, and in functions of the same file that it calls, each with the divisor."""
+    """Yield (node, divisor) for each division in the loop, and in functions of the same file that the loop calls."""
     for node in inside(loop):
         yield from _divided(node, deep=False)
         if isinstance(node, ast.Call):

@@ -19,20 +19,23 @@ _ONLY_SHOWN = re.compile(r"^\s*(\w+\.)*(print|info|log)\(")
 
 
 class Asked:
-    """Records whether the program has read the epoch or step at which it resumes."""
+    """Records whether a resumed program has read the epoch or step at which it resumes."""
 
     def __init__(self) -> None:
         self._read = self._told = False
 
     def note(self) -> None:
-        """Record that the program reads the epoch or step. A line that only prints or logs it does not count."""
+        """Record that the program reads the epoch or step. A source line that only prints or logs does not count."""
         if self._read or (frame := user_frame(sys._getframe(1))) is None:
             return
         self._read = not _ONLY_SHOWN.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
 
     def unread(self, epochs: int, extra: Any) -> str:
-        """Return a warning, once, if an epoch begins after a resume that the program ignores. epochs: how many had
-        finished. extra: other restored values, which may be the program's epoch count."""
+        """Return a warning if the program has not read the epoch at which it resumes. Return an empty string otherwise,
+        and after the first warning.
+
+        epochs: how many epochs were finished in the restored state.
+        extra: other restored values. If they include a count of epochs or steps, there is no warning."""
         counts = isinstance(extra, dict) and any(re.search("epoch|step", str(name).lower()) for name in extra)
         if self._told or self._read or not epochs or counts:
             return ""

@@ -23,7 +23,8 @@ OWN = (
 
 
 def says_own_loss() -> str:
-    """Return a warning about the `mw.backward` call that the user's code runs now; empty if there is no mistake."""
+    """Return a warning if the user's code shows the loss of this rank alone, after the `mw.backward` call that runs
+    now. Return an empty string if it does not."""
     return asked(_said, "")
 
 
@@ -40,7 +41,8 @@ def _said(source: Source, call: ast.Call) -> str:
 
 
 def _loss(node: ast.expr) -> str:
-    """Return `loss` for the expressions `loss`, `scaler.scale(loss)` and `loss / 4`; empty for others."""
+    """Return `loss` for the expressions `loss`, `scaler.scale(loss)` and `loss / 4`. Return an empty string for
+    others."""
     if isinstance(node, ast.BinOp):
         node = node.left
     if isinstance(node, ast.Call) and name_of(node) == "scale" and node.args:
@@ -49,7 +51,7 @@ def _loss(node: ast.expr) -> str:
 
 
 def _shows(source: Source, name: str) -> Iterator[int]:
-    """Yield the lines that print, log or compare the value of a loss, or that show a sum of its values."""
+    """Yield the lines that print, log or compare the value of a loss, or that print or log a sum of its values."""
     sums = {
         node.target.id
         for node in inside(source.scope)
@@ -67,7 +69,8 @@ def _shows(source: Source, name: str) -> Iterator[int]:
 
 
 def _is_number(node: ast.expr, name: str) -> bool:
-    """Return whether an expression is a tensor's value: `loss.item()`, `float(loss)`, `loss.detach()` or `loss`."""
+    """Return whether an expression is the value of the tensor `name`, such as `loss.item()`, `float(loss)` or `loss`
+    itself."""
     node = bare(node)
     return isinstance(node, ast.Name) and node.id == name
 
@@ -83,7 +86,8 @@ def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _may_join(source: Source, call: ast.Call) -> bool:
-    """Return whether a call, or one inside it, may reduce over ranks, keep the value, or run on one rank only."""
+    """Return whether a call, or a call in its arguments, may reduce a value over the ranks, may keep the value, or may
+    run on one rank only."""
     functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     called = [name_of(each) for each in ast.walk(call) if isinstance(each, ast.Call)]
     names = [each.id for each in ast.walk(call) if isinstance(each, ast.Name)]

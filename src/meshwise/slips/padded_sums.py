@@ -29,11 +29,14 @@ PADDED = (
 DEEP = 3  # functions within functions
 EACH = "each batch"
 WHOLE = ("enumerate", "tqdm", "track")
-"""Calls around a loader that read all of its batches."""
+"""Functions that wrap a loader in a `for` statement, and yield all of its batches."""
 
 
 def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
-    """Raise UsageError if the program sums over a loader with too small batches among `objects` of `mw.distribute`."""
+    """Raise UsageError if the program's code sums values over a loader with batches of fewer samples than there are
+    ranks.
+
+    objects: the objects given to `mw.distribute`, among them the loaders."""
     fewest = {number: _fewest(each, ranks) for number, each in enumerate(objects)}
     short = {number: each for number, each in fewest.items() if each is not None}
     frame = user_frame() if short else None
@@ -51,7 +54,8 @@ def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
 
 
 def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
-    """Return which batch of a loader has fewer samples than there are ranks, and how many; None for none or unknown."""
+    """Return which batch of a loader has fewer samples than there are ranks, and how many samples it has. Return None
+    if there is no such batch or if it is unknown."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return None
     if loader.batch_size < ranks:
@@ -67,8 +71,8 @@ def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
 
 
 def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
-    """Return the source lines of the loops that sum up the argument of an `mw.sum` or `mw.mean` call after them: in the
-    calling function, or in a function that returned the value."""
+    """Return the source lines of the loops that have computed the argument of an `mw.sum` or `mw.mean` call as a sum
+    over batches. Such a loop is in the function that makes the call, or in a function that returned the value to it."""
     nodes = list(inside(source.scope))
     loops = [n for n in nodes if isinstance(n, ast.For) and _joined(source, call, n, _added(n))]
     given_by = [value for node in nodes for name, value in given(node) if call.args and reads(call.args[0], name)]
@@ -80,7 +84,7 @@ def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
 
 
 def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
-    """Return whether a function returns, unchanged, the sum that its loop computed."""
+    """Return whether a function returns a sum that its loop has computed, without changing it."""
     behind = [node for node in inside(function) if getattr(node, "lineno", 0) > (loop.end_lineno or 0)]
     anew = {name for node in behind for name, _ in given(node)}
     returned = [node.value for node in behind if isinstance(node, ast.Return) and node.value is not None]
@@ -89,7 +93,8 @@ def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
 
 
 def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[int, str]:
-    """Return the names that are assigned the results of a call, by the position of the argument."""
+    """Return the names to which the results of a call are assigned, by the index of the argument that each result
+    belongs to."""
     if call is None or len(call.args) != count or any(isinstance(each, ast.Starred) for each in call.args):
         return {}
     for node in inside(source.scope):
@@ -101,8 +106,12 @@ def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[
 
 
 def _sums(source: Source, loader: str, deep: int, *, every: bool) -> Iterator[tuple[ast.For, ast.Call, str]]:
-    """Yield loops over the loader of this name, with the later calls that reduce their sums, and each sum's name.
-    every: whether all batches are too small, so that loops that may end early count too."""
+    """Yield (loop, call, name): a loop over the loader, a later call that reduces a sum of the loop over the ranks, and
+    the name of the sum.
+
+    loader: the name of the loader.
+    deep: how many levels of called functions to search.
+    every: whether all batches are too small. If so, loops that may end early are included."""
     nodes = list(inside(source.scope))
     for loop in nodes:
         if isinstance(loop, ast.For) and _reads_all(loop.iter, loader) and (every or not _is_left(loop)):
@@ -126,14 +135,15 @@ def _is_left(loop: ast.For) -> bool:
 
 
 def _added(loop: ast.For) -> set[str]:
-    """Return the names that a loop adds to, by `a += b` or `a = a + b`."""
+    """Return the names to which a loop adds values, by `a += b` or `a = a + b`."""
     names = {n.target.id for n in inside(loop) if adds(n) and isinstance(n.target, ast.Name)}
     every = (pair for node in inside(loop) for pair in given(node))
     return names | {name for name, value in every if isinstance(value, ast.BinOp) and reads(value, name)}
 
 
 def _joined(source: Source, call: ast.Call, loop: ast.For, added: set[str]) -> str:
-    """Return the name among `added` that a later `call` reduces over the ranks, unchanged in between; else ""."""
+    """Return the name among `added` that `call` reduces over the ranks after the loop. Return an empty string if there
+    is none, or if the name gets another value in between."""
     if call.lineno <= (loop.end_lineno or 0):
         return ""
     if source.verb(call) not in ("sum", "mean") or not call.args or any(each.arg == "grad" for each in call.keywords):
@@ -146,7 +156,8 @@ def _joined(source: Source, call: ast.Call, loop: ast.For, added: set[str]) -> s
 
 
 def _parameters(tree: ast.Module, call: ast.Call, name: str) -> Iterator[tuple[ast.FunctionDef, str]]:
-    """Yield the functions of the file to which a call passes the name, each with the parameter that gets it."""
+    """Yield (function, parameter) for each function of the file to which a call passes `name`, with the parameter that
+    receives it."""
     given_at = {at for at, each in enumerate(call.args) if isinstance(each, ast.Name) and each.id == name}
     by_name = {k.arg for k in call.keywords if isinstance(k.value, ast.Name) and k.value.id == name}
     if not name or not isinstance(call.func, ast.Name) or not (given_at or by_name):

@@ -23,8 +23,10 @@ from meshwise.spec.words import some
 
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
-    """Yield warnings about the user's loop that begins inside an epoch, after `start` batches (at least one). kept:
-    objects that were restored."""
+    """Yield warnings about the user's loop, which begins inside an epoch after `start` batches (at least one), but
+    counts from 0.
+
+    kept: the objects that were restored."""
     if (frame := user_frame()) is None:
         return
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -46,7 +48,8 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
-    """Return whether a value that a loop adds to was not restored, and is empty or of an unknown kind."""
+    """Return whether a variable that a loop adds to was not restored, and is empty or 0. A value of an unknown type
+    counts as empty."""
     if any(value is each for each in kept) or isinstance(value, ModuleType) or "tqdm" in str(type(value)):
         return False
     if isinstance(value, list | tuple | set):
@@ -59,7 +62,8 @@ def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
 
 
 def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
-    """Yield `tqdm(loader)` and `loader` for each `enumerate(tqdm(loader))` without a start on this line."""
+    """Yield two texts for each call on this line such as `enumerate(tqdm(loader))`, without a start: `tqdm(loader)` and
+    `loader`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
     for call in calls:
         here = call.lineno <= line <= (call.end_lineno or 0)
@@ -72,14 +76,15 @@ def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
 
 
 def _loops(tree: ast.Module, line: int) -> Iterator[ast.For]:
-    """Yield the loops whose head includes this line."""
+    """Yield the `for` loops with a head that includes this line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
             yield node
 
 
 def _sums(loop: ast.For) -> list[str]:
-    """Return names that the body adds to, but does not reset for each batch: `t += x`, `t = 0.9 * t + x`."""
+    """Return the names that the body of a loop adds to, by `t += x` or `t = 0.9 * t + x`, and does not reset for each
+    batch."""
     nodes = [node for node in ast.walk(loop) if adds(node)]
     added = dict.fromkeys(node.target.id for node in nodes if isinstance(node.target, ast.Name))
     added |= dict.fromkeys(name for node in ast.walk(loop) for name, value in given(node) if reads(value, name))
@@ -88,7 +93,8 @@ def _sums(loop: ast.For) -> list[str]:
 
 
 def _gathered(loop: ast.For) -> list[str]:
-    """Return names of objects that the body adds to: `losses.append(x)`, `d["loss"] += x`, `meter.update(x)`."""
+    """Return the names of objects that the body of a loop adds to, by `losses.append(x)`, `d["loss"] += x` or
+    `meter.update(x)`."""
     found: dict[str, None] = {}
     begun = {name for node in loop.body for name, _ in given(node)}
     for node in ast.walk(loop):

@@ -25,22 +25,25 @@ RATIO = (
 
 
 def is_summed() -> bool:
-    """Return whether the argument of the user's running call is known to be reduced over the ranks already."""
+    """Return whether the source code shows that the argument of the user's running call was already reduced over the
+    ranks."""
     return _asked(lambda source, value: _joined(source, value, ()) is True)
 
 
 def is_ratio() -> bool:
-    """Return whether the running call's argument is one sum divided by another, each over a whole tensor."""
+    """Return whether the argument of the user's running call is one sum divided by another, each over a whole
+    tensor."""
     return _asked(_ratio)
 
 
 def _asked(question: Callable[[Source, ast.expr], bool]) -> bool:
-    """Answer a yes-or-no question about the first argument of the running call; False if there is no source."""
+    """Return the answer of `question` for the first argument of the running call; False if there is no source code."""
     return asked(lambda source, call: bool(call.args) and question(source, call.args[0]), False)
 
 
 def _joined(source: Source, node: ast.expr, behind: tuple[str, ...]) -> bool | None:
-    """Return whether a value comes from `mw.sum` or `mw.mean`; False for plain numbers only, None for anything else."""
+    """Return whether a value was computed from results of `mw.sum` or `mw.mean`. False means that it was computed from
+    plain numbers only, and None that anything else is included."""
     node = bare(node)
     if isinstance(node, ast.Constant):
         return False
@@ -83,7 +86,7 @@ def _ratio(source: Source, node: ast.expr) -> bool:
 
 
 def _has_sum(node: ast.expr) -> bool:
-    """Return whether an expression consists of sums over whole tensors and of plain numbers."""
+    """Return whether an expression is made of sums over whole tensors, and possibly of plain numbers."""
     node = bare(node)
     if isinstance(node, ast.BinOp):
         sides = [each for each in (node.left, node.right) if not isinstance(each, ast.Constant)]

@@ -21,14 +21,19 @@ _Answer = TypeVar("_Answer")
 _answers: dict[tuple[Any, ...], Any] = {}
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
-"""Calls that return the value that they are called on, or that they are given."""
+"""Functions and methods that return the value of their argument, or of the object that they are called on."""
 
 ROOMS_OF_VERBS = ("meshwise.script.", "meshwise.process.", "meshwise.tracking.", "meshwise.job.")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The source around a user's frame: the file's tree, the function that runs, the values of names, and the line."""
+    """The source code around a user's stack frame.
+
+    tree: the syntax tree of the file.
+    scope: the function that is running, or the whole module.
+    values: the variables that the frame can see, by name.
+    line: the line that is running."""
 
     file: str
     tree: ast.Module
@@ -37,11 +42,12 @@ class Source:
     line: int
 
     def place(self, line: int) -> str:
-        """Return a source line as text, such as `train.py:31`."""
+        """Return the file and the given line as a text, such as `train.py:31`."""
         return place(self.file, line)
 
     def verb(self, node: ast.AST) -> str:
-        """Return the meshwise verb that is called, such as `sum` for `mw.sum(x)`; empty for any other node."""
+        """Return the name of the meshwise function that a node calls, such as `sum` for `mw.sum(x)`; empty for any
+        other node."""
         if not isinstance(node, ast.Call):
             return ""
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
@@ -52,7 +58,8 @@ class Source:
         return str(getattr(function, "__name__", "")) if ours else ""
 
     def given_to(self, name: str) -> list[ast.expr | None]:
-        """Return what the function, or else the file, assigns to a name; None for unknown values, as of arguments."""
+        """Return the expressions that the function assigns to a name, or if there are none, those that the file assigns
+        to it. An unknown value is None, such as that of an argument."""
         for scope in dict.fromkeys([self.scope, self.tree]):
             found = [value for each, value in values_of(scope) if each == name]
             if found:
@@ -60,7 +67,7 @@ class Source:
         return []
 
     def number(self, node: ast.expr) -> int | None:
-        """Return the integer that a constant, a name or an attribute holds here; None if it is unknown."""
+        """Return the integer value of a constant, a name or an attribute in this frame; None if it is unknown."""
         if isinstance(node, ast.Constant):
             value = node.value
         elif isinstance(node, ast.Name):
@@ -75,14 +82,14 @@ class Source:
 
 
 def source_of(frame: FrameType) -> Source:
-    """Return the source around the line that a user's frame runs."""
+    """Return the source code around the line that a stack frame is running."""
     tree = parsed(frame)
     scope = _scope_of(tree, frame.f_code.co_name, frame.f_lineno)
     return Source(frame.f_code.co_filename, tree, scope, {**frame.f_globals, **frame.f_locals}, frame.f_lineno)
 
 
 def parsed(frame: FrameType) -> ast.Module:
-    """Parse the file of a frame; return an empty module if there is no source."""
+    """Return the syntax tree of the file of a stack frame. It is empty if there is no source code."""
     return _parsed("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
 
 
@@ -107,15 +114,15 @@ def _scope_of(tree: ast.Module, name: str, line: int) -> Scope:
 
 
 def call_in(frame: FrameType, tree: ast.Module) -> ast.Call | None:
-    """Return the call that a frame is running; None if it is not found."""
+    """Return the call that a stack frame is running. Return None if the call is not in `tree`."""
     where = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return next((n for n in calls if (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset) == where), None)
 
 
 def asked(question: Callable[[Source, ast.Call], _Answer], unknown: _Answer) -> _Answer:
-    """Answer a question about the meshwise call that the user's code runs now, once for each call in the source.
-    unknown: the answer if there is no source."""
+    """Return the answer of `question` for the meshwise call that the user's code is running. Each call in the source is
+    asked about only once, and the answer is remembered. unknown: the answer if there is no source code."""
     frame = user_frame()
     if frame is None:
         return unknown
@@ -135,7 +142,7 @@ def loop_at(source: Source) -> ast.For | None:
 
 
 def inside(scope: Scope | ast.For) -> Iterator[ast.AST]:
-    """Yield all nodes in a function or a loop, except those inside nested functions and classes."""
+    """Yield all nodes in a function or a loop, but not the contents of nested functions and classes."""
     waiting: list[ast.AST] = list(ast.iter_child_nodes(scope))
     while waiting:
         node = waiting.pop()
@@ -145,7 +152,7 @@ def inside(scope: Scope | ast.For) -> Iterator[ast.AST]:
 
 
 def values_of(scope: Scope) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield each name that a function assigns, with the value; None for unknown values."""
+    """Yield (name, value) for each assignment in a function or module. The value is None if it is unknown."""
     if not isinstance(scope, ast.Module):
         every = scope.args
         for argument in (*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg):
@@ -167,7 +174,7 @@ def adds(node: ast.AST) -> TypeGuard[ast.AugAssign]:
 
 
 def given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that a statement assigns, each with its value, as in `a = b = 0` or `a, b = 0, 0.0`."""
+    """Yield (name, value) for each name that an assignment sets, as in `a = b = 0` or `a, b = 0, 0.0`."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return
     value = node.value
@@ -182,24 +189,25 @@ def given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def reads(node: ast.AST, name: str) -> bool:
-    """Return whether a name occurs in code."""
+    """Return whether a name occurs in the code of a node."""
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
 def name_of(call: ast.Call) -> str:
-    """Return `f` for `f(x)` and `a.f(x)`; empty if what is called has no name."""
+    """Return the name of the called function or method: `f` for `f(x)` and `a.f(x)`. Return an empty string if it has
+    no name."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def whole_of(node: ast.expr) -> ast.expr:
-    """Return `x` for `x[0]`, `x.shape` and `x[0].shape[1]`."""
+    """Return the object of which an expression is a part: `x` for `x[0]`, `x.shape` and `x[0].shape[1]`."""
     while isinstance(node, ast.Subscript | ast.Attribute):
         node = node.value
     return node
 
 
 def bare(node: ast.expr) -> ast.expr:
-    """Return `x` for `float(x)`, `x.item()` and `torch.tensor(x)`."""
+    """Return an expression without conversions of its value: `x` for `float(x)`, `x.item()` and `torch.tensor(x)`."""
     while isinstance(node, ast.Call):
         function = node.func
         if isinstance(function, ast.Attribute) and function.attr in PLAIN:
