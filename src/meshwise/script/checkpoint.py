@@ -55,21 +55,27 @@ def checkpoint(
 ) -> LoopState:
     """Restore the state saved in `folder`, if there is one, and from now on save the state there at the ends of steps.
 
-        saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
-        for epoch in range(saved.epoch, 10):
-            for x, y in loader: ...
+            saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
+            for epoch in range(saved.epoch, 10):
+                for x, y in loader: ...
 
-    Call it after `mw.distribute`, on every rank. A resumed loop continues in the middle of its epoch, with the numbers
-    of a run that never stopped (bitwise on one and two devices, and between two epochs on any), under any plan and
-    number of devices. A loop without such a loader calls `saved.step_done()` after each step; its dropout differs.
+    Call it after `mw.distribute`, on every rank. A resumed loop continues in the middle of its epoch, under any plan
+    and number of devices. It computes the numbers of a run that never stopped: bitwise on one and two devices, and on
+    any number of devices if it resumes between two epochs. A loop without a loader of `mw.distribute` calls
+    `saved.step_done()` after each step. If it resumes, its dropout masks differ from those of a run that never stopped.
 
-    model, optimizer, scheduler: one, or a list or dict of them. loader: that of the training loop, as `mw.distribute`
-    returned it; or a list of it and further loaders read in the same loop, as by `zip`. extra: a dict that the loop
-    uses (`state["best"]`), updated in place when restored, of plain values, tensors and objects with a state_dict (a
-    GradScaler), or one such object. every: a number of steps, or "10min"; default: each epoch of the loader. `meshwise
-    run --save-every` overrides every, `--keep` overrides keep. A stopped run saves, too. CheckpointError: the state is
-    of another model, or no state is complete. UsageError: another program saves in `folder`.
-    """
+    model, optimizer, scheduler: one object, or a list or dict of objects.
+    loader: the loader of the training loop, as `mw.distribute` returned it. If the same loop reads further loaders, as
+    by `zip`, a list of all of them, the loader of the training loop first.
+    extra: other values of the loop: a dict of plain values, tensors and objects with a state_dict (such as a
+    GradScaler), or one such object. A dict is updated in place when the state is restored, so use its entries in the
+    loop (`state["best"]`).
+    every: how often to save: a number of steps, or a time such as "10min". By default, the state is saved after each
+    epoch of the loader. `meshwise run --save-every` overrides it. A run that is asked to stop saves its state, too.
+    keep: how many saved states to keep, by default 2. `meshwise run --keep` overrides it.
+
+    Raises CheckpointError if the state is that of another model, or if no saved state is complete. Raises UsageError if
+    another program saves in `folder`."""
     came_to("mw.checkpoint")
     engine = default_engine()
     asked = json.loads(os.environ.get(SAVES, "{}"))
@@ -85,10 +91,9 @@ def checkpoint(
 
 
 class LoopState:
-    """What `mw.checkpoint` returns: where the loop resumes.
+    """The object that `mw.checkpoint` returns. It says where the loop resumes.
 
-    restored: whether a saved state was found and restored.
-    """
+    restored: whether a saved state was found and restored."""
 
     def __init__(self, parts: LoopParts, folder: Path, saves: Saves) -> None:
         self.restored, self._epoch, self._step, self._asked = False, 0, 0, Asked()
@@ -106,18 +111,18 @@ class LoopState:
 
     @property
     def epoch(self) -> int:
-        """How many epochs of the loader were finished in the restored state; 0 if none was restored."""
+        """How many epochs of the loader were finished in the restored state. 0 if no state was restored."""
         self._asked.note()
         return self._epoch
 
     @property
     def step(self) -> int:
-        """How many optimizer steps were made so far, over all restarts."""
+        """How many optimizer steps have been made so far, over all restarts."""
         self._asked.note()
         return self._step
 
     def begin(self) -> None:
-        """Restore the saved state, if any, and begin to follow the loop. Collective."""
+        """Restore the saved state, if there is one, and begin to save the state of the loop. Collective."""
         world = rank_context().world
         self._never_finite = not_finite_names(self._parts.things["model"])
         held = self._held = hold(self._folder)
@@ -134,7 +139,7 @@ class LoopState:
             channel.send("restores", folder=str(self._folder.resolve()))
 
     def _find(self, held: HeldFolder) -> Checkpoint | None:
-        """Restore the newest saved state and return it; None if there is none."""
+        """Restore the newest saved state, and return it. Return None if there is none."""
         if not has_checkpoint(self._folder):
             return None
         world = rank_context().world
@@ -152,8 +157,9 @@ class LoopState:
         return not_finite_in(things["model"], things["optimizer"], self._never_finite)
 
     def step_done(self) -> None:
-        """Mark the end of a step. Call it after each step, in a loop without a loader of `mw.distribute`. Collective
-        when it saves."""
+        """Mark the end of a step, in a loop without a loader of `mw.distribute`. Call it after each step.
+
+        Collective if the state is due to be saved."""
         if self._loader is not None:
             raise UsageError("saved.step_done() is only for a loop without a loader. Leave it out here.")
         self._look_at_program(None)
@@ -163,7 +169,7 @@ class LoopState:
             self.save()
 
     def save(self) -> None:
-        """Save now, between two steps. Collective. Raise LossError, and save nothing, if the state is not finite."""
+        """Save the state now, between two steps. Collective. Raise LossError, and save nothing, if it is not finite."""
         if self._saver is None:
             return
         self._due = False
@@ -198,7 +204,9 @@ class LoopState:
         return [*given, extra, *(extra.values() if isinstance(extra, dict) else ())]
 
     def step_ends(self, loader: DistributedLoader) -> None:
-        """Save, if due, as the next batch of `loader` is requested; after the last one, wait for `epoch_begins`."""
+        """Save the state, if it is due, when the program asks `loader` for its next batch.
+
+        After the last batch of an epoch, nothing is saved until `epoch_begins`."""
         if loader is not self._loader:
             self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
             return
@@ -207,7 +215,7 @@ class LoopState:
             self.save()
 
     def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
-        """Record that `loader` has no further batch in this epoch, or (early) that the program left its loop."""
+        """Record that `loader` has no further batch in this epoch. early: the program has left the loop before."""
         if loader is not self._loader:
             return
         if early:  # the next batch was not asked for
@@ -216,7 +224,8 @@ class LoopState:
         self._between, self._due = True, self._due or self._by_epochs
 
     def _count(self) -> bool:
-        """Count steps that ended since the last count, also by batches of other loaders; return whether one did."""
+        """Count the steps that have ended since the last count, including steps on batches of other loaders. Return
+        whether any has ended."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done
@@ -224,8 +233,10 @@ class LoopState:
         return ended
 
     def epoch_begins(self, loader: DistributedLoader) -> None:
-        """Save, if due, as a loop over `loader` begins: what the program did between two epochs belongs to the first,
-        so a resumed loop begins with the second."""
+        """Save the state, if it is due, when a loop over `loader` begins.
+
+        What the program does between two epochs belongs to the first of them, so a resumed loop begins with the second
+        one."""
         self._look_at_program(loader)
         if loader is self._loader and self._between:
             self._between = False
@@ -234,7 +245,7 @@ class LoopState:
                 self.save()
 
     def _look_at_program(self, loader: DistributedLoader | None) -> None:
-        """Warn once, when a loop begins, of mistakes that the saved objects reveal."""
+        """Warn of mistakes that the saved objects reveal. This is done once, when a loop begins."""
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
@@ -246,16 +257,17 @@ class LoopState:
             say(self._asked.unread(self._epoch, self._parts.extra))
 
     def finishes_epoch(self) -> bool:
-        """Return whether the program, when asked to stop, should first reach its next epoch or its end (or, inside a
-        batch of another loader's loop, the end of that loop). A state saved in between would not record how much of a
-        validation or a scheduler's step was done."""
+        """Return whether the program should continue until its next epoch or its end, before it stops on request.
+
+        Inside a batch of another loader's loop, it should continue until the end of that loop. A state that is saved in
+        between would not record how much of a validation or of a scheduler's step was done."""
         finishes = self._between or (self._loader is not None and self._loader.in_batch)
         if finishes and (channel := rank_context().channel) is not None:
             channel.send("finishes_epoch")
         return finishes
 
     def stops(self) -> None:
-        """Save if possible, as the run was asked to stop: all ranks are before the same batch."""
+        """Save the state if possible, because the run was asked to stop. All ranks are before the same batch."""
         if self._saver is None:
             return
         self._saver.settle()
@@ -272,7 +284,8 @@ class LoopState:
             self._saver.settle()
 
     def close(self) -> None:
-        """Wait, at the end of the program, until all is written. Raise SaveError if that failed."""
+        """Wait until all states are written, as the program ends. Raise SaveError if the last one could not be
+        written."""
         if self._saver is None:
             return
         if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long

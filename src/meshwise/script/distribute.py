@@ -64,21 +64,24 @@ def distribute(
 def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
     *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole"
 ) -> Any:
-    """Put models, optimizers and loaders on all devices; return them in the same order (a single one not as a tuple).
+    """Distribute models, optimizers and loaders over all devices, and return them in the same order.
 
-    Models and optimizers are changed in place: class, hooks and state_dict keys stay; all ranks start with rank 0's
-    values. Loaders are new, with the same `len`; their `batch_size` is global, their order that of torch's loaders. A
-    loader that wraps a DataLoader and may read ahead (timm's PrefetchLoader) stays, and reads the new one. Schedulers
-    are returned unchanged. On one device, only loaders are replaced, so that a resumed loop may use any number of
-    devices. The Trainers of transformers and Lightning are changed in place as a whole: write
-    `trainer = mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
+    A single object is returned by itself, not in a tuple. Models and optimizers are changed in place, and keep their
+    class, hooks and state_dict keys. All ranks start with the values of rank 0. Optimizers that were made before
+    continue with the parameters that the plan makes. Loaders are replaced by new ones with the same `len`. Their
+    `batch_size` is that of all devices together, and their order is that of torch's loaders. A loader that wraps a
+    DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the new DataLoader. Schedulers are
+    returned unchanged. On one device, only loaders are replaced, so that a resumed loop may use any number of devices.
 
-    plan: a Plan or a plan file; default: that of `meshwise run --plan`, or the file that MESHWISE_PLAN names, else
-    replicas. Optimizers that were made before continue with the parameters that the plan makes.
-    streams: how an iterable data set is split: `whole` (every rank reads all of it and keeps its slice) or `per-rank`
-    (the data set splits itself by `mw.rank()`). Raises UsageError for objects of any other kind, PlanError for a plan
-    that cannot be applied.
-    """
+    The Trainers of transformers and Lightning are changed in place as a whole: write `trainer =
+    mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
+
+    plan: a Plan or a plan file. By default, this is the plan of `meshwise run --plan`, or the file that MESHWISE_PLAN
+    names. If there is neither, each device holds a replica of the model.
+    streams: how an iterable data set is divided. With `whole`, every rank reads all of it and keeps its slice. With
+    `per-rank`, the data set divides itself by `mw.rank()`.
+
+    Raises UsageError for objects of any other kind, and PlanError for a plan that cannot be applied."""
     came_to("mw.distribute")
     trainers = [thing for thing in objects if is_trainer(thing)]
     lightning = [thing for thing in objects if is_lightning(thing)]
@@ -152,18 +155,21 @@ Tree = TypeVar("Tree")
 def backward(
     loss: Tensor, weight: Tensor | float | None = None, reduction: Literal["mean", "sum"] | None = None
 ) -> Tensor:
-    """Add to `.grad` what one device would add for the loader's whole batch; return the loss of that batch, detached.
+    """Add to `.grad` what one device would add for the whole batch, and return the loss of that batch, detached.
 
-    loss: a scalar mean over `weight` items in this rank's slice of the batch. weight: by default the number of samples,
-    which the loader knows; for a token mean the number of tokens, for a class-weighted mean the sum of the targets'
-    class weights (`weight=class_weights[y].sum()`). Collective: every rank calls it once per batch.
-    reduction: `sum` for a loss that is a sum over this rank's samples; gradients are then those of the sum over the
-    whole batch. By default the loss counts as a mean, and a loss known to be a sum raises UsageError on several
-    devices; `mean` overrides that check.
+    Collective: every rank calls it once for each batch.
 
-    The returned loss is divided like the given one (such as by the number of accumulation steps), but has no GradScaler
-    scale: `loss = mw.backward(scaler.scale(loss))` is a number for people to read.
-    """
+    loss: a scalar for this rank's slice of the batch. By default, it is a mean over `weight` items.
+    weight: how many items the loss is a mean over. By default, this is the number of samples, which the loader knows.
+    For a mean over tokens, give the number of tokens. For a class-weighted mean, give the sum of the class weights of
+    the targets (`weight=class_weights[y].sum()`).
+    reduction: `sum` for a loss that is a sum over this rank's samples. Gradients are then those of the sum over the
+    whole batch. By default the loss counts as a mean, and a loss that is known to be a sum raises UsageError on several
+    devices. `mean` disables that check.
+
+    If the given loss is divided, such as by the number of accumulation steps, the returned loss is divided too. The
+    returned loss is never multiplied by the scale of a GradScaler, so that `loss = mw.backward(scaler.scale(loss))` can
+    be printed."""
     came_to("mw.backward")
     return steps.backward(engines[-1] if engines else default_engine(), loss, weight, reduction)
 
@@ -171,15 +177,19 @@ def backward(
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     """Return this rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
 
-    batch: tensors, NumPy arrays, or trees of them, with equally many rows. Returned are views of this rank's rows, a
-    single one not as a tuple. dim: the dim of the samples. `mw.backward` and `mw.sum` then know the batch, as in a loop
-    over a distributed loader. A rank without rows gets one that does not count. On one device, nothing is split.
-    whole: if True, the batch is returned whole, and every rank runs all of it, as for a graph or an episode.
+    The returned tensors and arrays are views. A single one is returned by itself, not in a tuple. `mw.backward` and
+    `mw.sum` then know the batch, as in a loop over a distributed loader. A rank without rows gets one as padding, which
+    does not count. On one device, nothing is split.
 
-    Every rank must give the same batch: a checksum is sent along with the loss. So random draws outside the models'
-    forward are the same on every rank, for the whole batch; a model draws dropout masks for this rank's rows.
-    UsageError: the batch has no rows, or differs between ranks.
-    """
+    batch: tensors, NumPy arrays, or trees of them, with equally many rows.
+    whole: if True, the batch is returned whole, and every rank runs all of it, as for a graph or an episode.
+    dim: the dimension of the samples.
+
+    Every rank must give the same batch. This is checked by a checksum that is sent along with the loss. For this
+    reason, random draws outside the models' forward are the same on every rank, for the whole batch. In its forward, a
+    model draws dropout masks for this rank's rows only.
+
+    Raises UsageError if the batch has no rows, or if it differs between ranks."""
     came_to("mw.split")
     engine = default_engine()
     if engine.given.splits is None:
@@ -194,7 +204,8 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
 
 
 def _program_begins(engine: Engine) -> None:
-    """Reset for another program in this process, which is checked like the first one, and gets the same notices."""
+    """Prepare for another program in this process. The new program is checked like the first one, and gets the same
+    notices."""
     program, given = engine.program, engine.given
     engine.notify.program_begins()
     given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
@@ -208,7 +219,8 @@ def _program_begins(engine: Engine) -> None:
 
 
 def _begin_split(engine: Engine, part: BatchSlice) -> None:
-    """Record that the program has split a batch by `mw.split`; outside a loop over batches, a step may begin here."""
+    """Record that the program has split a batch by `mw.split`. Outside of a loop over batches, a step may begin
+    here."""
     engine.part = part
     engine.reads.split(part)
     if engine.generator.in_loop:
@@ -226,15 +238,17 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
 
 
 def sum(value: Number, *, grad: bool = False) -> Number:
-    """Sum `value` over all ranks, without padding samples. Collective.
+    """Return the sum of `value` over all ranks, without padding samples. Collective.
 
-    value: in the loop over the loader, that of this rank's part of the batch; after it, of all that this rank read. A
-    number is returned as a number, a tensor as a tensor, detached. UsageError after a loop whose values count padding.
-    grad: whether the sum keeps its gradient, for a loss over the whole batch that is no mean over samples, such as
-    `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, then `mw.backward(1 - dice)`. The
-    sum is on this worker's device; every rank's loss must depend on it. UsageError with pipeline or accumulate, outside
-    a loop, and in a loss given to mw.backward with reduction="sum".
-    """
+    value: in the loop over the loader, the value for this rank's part of the batch. After the loop, the value for all
+    batches that this rank has read. A number is returned as a number, and a tensor as a detached tensor.
+    grad: whether the sum keeps its gradient. This is for a loss over the whole batch that is not a mean over samples,
+    such as `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, followed by `mw.backward(1
+    - dice)`. The sum is then on this worker's device, and every rank's loss must depend on it.
+
+    Raises UsageError after a loop in which a value counts a padding sample. With `grad=True`, also raises UsageError
+    under a plan with pipeline or accumulate, outside of a loop, and in a loss given to mw.backward with
+    reduction="sum"."""
     came_to("mw.sum")
     return sum_in_loss(_engine(), value) if grad else sum_over_ranks(_engine(), value)  # type: ignore[arg-type,return-value]
 
@@ -242,11 +256,12 @@ def sum(value: Number, *, grad: bool = False) -> Number:
 def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = False) -> Real:
     """Return the mean of `value` over all ranks, as one device would compute it. Collective.
 
-    value: in the loop over the loader, a mean over this rank's part of the batch; after it, over all that this rank
-    read. A number is returned as a float, a tensor of any shape as a tensor. weight: how many items `value` is a mean
-    over, such as tokens; by default samples. UsageError after a loop whose values count a padding sample.
+    value: in the loop over the loader, a mean over this rank's part of the batch. After the loop, a mean over all
+    batches that this rank has read. A number is returned as a float, and a tensor of any shape as a tensor.
+    weight: how many items `value` is a mean over, such as tokens. By default, this is the number of samples.
     grad: whether the mean keeps its gradient, for use inside a loss, as with `mw.sum`.
-    """
+
+    Raises UsageError after a loop in which a value counts a padding sample."""
     came_to("mw.mean")
     if grad:
         return mean_in_loss(_engine(), value, weight)  # type: ignore[arg-type,return-value]
@@ -254,16 +269,20 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
 
 
 def _engine() -> Engine:
-    """Return the engine of the job whose loss function runs now, else that of the program."""
+    """Return the engine of the job with a loss function that is running now. Outside of such functions, return the
+    program's engine."""
     return IN_LOSS[-1] if IN_LOSS else default_engine()
 
 
 def gather_samples(values: Tree) -> Tree:
-    """Gather the rows of all ranks on every rank, in the loader's order, such as predictions of a data set. Collective.
+    """Gather the rows of all ranks on every rank, in the loader's order, such as predictions for a data set.
+    Collective.
 
-    values: a tensor, or a tree of them, with a row for each sample: in the loop over the loader, of this rank's part of
-    the batch; after it, of all its batches, concatenated. Padding is left out. UsageError unless all ranks give the
-    same dtypes and further dimensions. (`mw.gather` is another function, for parts of an array in one process.)
-    """
+    Padding is left out. (`mw.gather` is another function, for parts of an array in one process.)
+
+    values: a tensor, or a tree of tensors, with one row for each sample. In the loop over the loader, these are the
+    samples of this rank's part of the batch. After the loop, they are those of all its batches, concatenated.
+
+    Raises UsageError unless all ranks give tensors with the same dtypes and the same further dimensions."""
     came_to("mw.gather_samples")
     return cast(Tree, gather_over_ranks(default_engine(), values))

@@ -33,18 +33,19 @@ _loaders = itertools.count(1)  # every rank makes its loaders in the same order
 
 
 class DistributedLoader:
-    """Gives this rank its slice of every batch of the user's loader; `len` and other attributes are the user's.
+    """Yields this rank's slice of every batch of the user's DataLoader. Its `len` and other attributes are those of the
+    DataLoader.
 
-    The order is the one that torch's loader would draw at this point of the program on rank 0.
-    """
+    The order of the samples is the one that torch's DataLoader would draw at this point of the program on rank 0."""
 
     def __init__(self, loader: DataLoader[Any], spec: LoaderSpec, seed: int, engine: Engine) -> None:
         self.dataset, self.batch_size = loader.dataset, spec.batch_size
         self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
         self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
         self.start = 0
-        """How many batches of this epoch were done before this process began, as for `enumerate(loader, loader.start)`:
-        only above 0 in the first epoch of a resumed loop. `len(loader)` is still that of the whole epoch."""
+        """How many batches of this epoch were done before this process began, as for `enumerate(loader, loader.start)`.
+        It is above 0 only in the first epoch of a resumed loop. `len(loader)` is still the length of the whole
+        epoch."""
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
         self._keyed = False
@@ -52,9 +53,9 @@ class DistributedLoader:
         own_batches = type(loader.batch_sampler) is not BatchSampler
         self._whole_batches = loader.drop_last or own_batches  # what the program relies on
         self.in_batch = False
-        """Whether the program works on a batch of this loader now."""
+        """Whether the program is working on a batch of this loader now."""
         self.given_at = -1
-        """How many steps had ended when the current batch was given."""
+        """How many steps had ended when the loader yielded the current batch."""
         self._before = (0, 0)  # samples and batches of this epoch that were given out before that one
         engine.given.loaders.add(self)
         self.wrapper: Wrapper | None = None
@@ -72,20 +73,19 @@ class DistributedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """How many epochs are finished, and how many samples of the current one were given out."""
+        """How many epochs are finished, and how many samples of the current epoch were read by all ranks together."""
         return self._epoch, self._index
 
     @property
     def at_end(self) -> bool:
-        """Whether all batches of this epoch were given out; False if the length is unknown."""
+        """Whether all batches of this epoch were yielded. False if the number of batches is unknown."""
         return self._spec.length == self._batches_given
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position: the epoch, how many samples of it were given out, and the states of the random
-        generators when this epoch's order was drawn, and now.
+        """Return the loader's position: the epoch, how many of its samples and batches were yielded, and two states of
+        the random generators. One is the state when the order of this epoch was drawn, the other is the state now.
 
-        Any number of devices can resume from this state.
-        """
+        A run on any number of devices can resume from it."""
         state: dict[str, Any] = {"epoch": self._epoch, "index": self._index, "batches": self._batches_given}
         if self._keyed:
             return state
@@ -93,13 +93,14 @@ class DistributedLoader:
         return state | order | {"generators": packed(self._generators.states())}
 
     def go_to(self, epoch: int, batches: int = 0) -> None:
-        """Begin the next loop in epoch `epoch` after `batches` batches, in a newly drawn order."""
+        """Make the next loop begin in epoch `epoch`, after `batches` batches, with a newly drawn order."""
         self._running, self._order = False, None
         self._epoch, self._index, self._batches_given = epoch, batches * (self.batch_size or 1), batches
 
     def state_beside(self) -> dict[str, Any]:
-        """Return the `state_dict` to save when the loop over another loader saves while this one is read in it: a batch
-        given since the last step is read again, and an epoch that the program left counts as finished."""
+        """Return the `state_dict` to save while the loop over another loader also reads this loader. A batch that was
+        yielded since the last step will be read again after a resume. An epoch that the program has left counts as
+        finished."""
         state = self.state_dict()
         if self.in_batch and self.given_at == self._engine.phases.done:
             return state | dict(zip(("index", "batches"), self._before, strict=True))
@@ -109,8 +110,8 @@ class DistributedLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state` with the next loop over this loader. The program's random generators are restored too, so
-        that later epochs keep their order; states of version 0.1 have no generators."""
+        """Make the next loop over this loader resume from `state`. The program's random generators are restored too, so
+        that later epochs keep their order. A state saved by version 0.1 has no generators."""
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
         self._batches_given = int(state.get("batches", -(-self._index // (self.batch_size or 1))))
         self.start = self._batches_given
@@ -124,7 +125,7 @@ class DistributedLoader:
         return self.begin_loop() if fed is None else fed
 
     def begin_loop(self) -> Iterator[Any]:
-        """Begin an epoch, or the rest of one."""
+        """Return an iterator over the batches of an epoch, or over the rest of them after a resume."""
         self.leave_epoch()
         for state in self._engine.given.loop_states:
             state.epoch_begins(self)
@@ -140,7 +141,7 @@ class DistributedLoader:
         return self._batches(self._read(None) if loader.num_workers or self.wrapper is not None else None)
 
     def leave_epoch(self) -> None:
-        """End the epoch if the program left its loop early."""
+        """End the epoch, if the program has left its loop before the last batch."""
         if self._running:
             self._end_epoch()
 
@@ -184,14 +185,14 @@ class DistributedLoader:
         self._over(loop)
 
     def _left(self, loop: LoopRead) -> None:
-        """Record that the program left the loop before its end."""
+        """Record that the program has left the loop before its last batch."""
         self.in_batch, self.start = False, 0
         left_loop(loop.given)
         for state in self._engine.given.loop_states:
             state.epoch_ends(self, early=True)
 
     def _over(self, loop: LoopRead) -> None:
-        """End the epoch, as the loop has ended; or stop, if the run was asked to."""
+        """End the epoch after the last batch. Stop the run if this was requested."""
         engine, states = self._engine, self._engine.given.loop_states
         if engine.stopped:
             for state in states:
@@ -204,7 +205,9 @@ class DistributedLoader:
         self._end_epoch()
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
-        """Read the rest of the epoch; with `limit`, one more batch of at most so many samples, or a whole one."""
+        """Return an iterator over (batch, this rank's slice of it) for the rest of the epoch. With `limit`, it yields
+        batches of at most `limit` samples; if the program relies on whole batches, they stay whole unless `limit` is
+        0."""
         if limit == 0:
             return iter(())
         if limit is not None and self._whole_batches:
@@ -215,8 +218,8 @@ class DistributedLoader:
         return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
 
     def _draws(self) -> Draws:
-        """Return how to draw the order of this epoch. A random order is drawn from rank 0's generators, which is
-        collective the first time in an epoch."""
+        """Return the object that draws the order of this epoch. A random order is drawn from the generator states of
+        rank 0. To get these states is collective, the first time in an epoch."""
         if self._order is not None:
             return self._generators.draws(self._order, again=True)
         together = self._spec.drawn and not self._spec.own

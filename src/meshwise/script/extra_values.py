@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 def state_of_extra(extra: Any) -> Any:
-    """Return `extra`, with the state_dict of each object that has one in its place."""
+    """Return `extra` for saving: each object in it that has a state_dict is replaced by its state_dict."""
     if isinstance(extra, dict):
         return {name: state_of_extra(value) if hasattr(value, "state_dict") else value for name, value in extra.items()}
     return None if extra is None else extra.state_dict()
 
 
 def restore_extra(extra: Any, saved: Any) -> None:
-    """Write the saved values into `extra`; other entries of `extra` stay."""
+    """Write the saved values into `extra`. Entries of `extra` that were not saved stay as they are."""
     if not isinstance(extra, dict):
         if extra is not None and saved is not None:
             extra.load_state_dict(saved)
@@ -34,7 +34,8 @@ def restore_extra(extra: Any, saved: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """Return `value`; if `own` can be updated in place, write `value` into `own` and return `own` instead."""
+    """Return the restored value. If `own` can be updated in place, write `value` into it and return `own`; else return
+    `value`."""
     if hasattr(own, "load_state_dict"):
         own.load_state_dict(value)
         return own
@@ -53,8 +54,10 @@ def _filled(own: Any, value: Any) -> Any:
 
 
 def unread_numbers(*, held: int, extra: Any) -> str:
-    """Return a warning if `extra` is a dict with plain numbers that nothing else holds, so that nobody can read or
-    change them. held: `sys.getrefcount` of the dict, taken before the call, as the argument `extra` counts, too."""
+    """Return a warning if `extra` is a dict with plain numbers to which the program keeps no reference, so that it
+    cannot read or change them. Return an empty string otherwise.
+
+    held: `sys.getrefcount` of the dict, taken before this call, because the argument `extra` is a reference, too."""
     names = [str(n) for n, v in extra.items() if isinstance(v, int | float)] if type(extra) is dict else []
     if not names or held > _HELD_ONCE:
         return ""

@@ -42,11 +42,11 @@ GRACE = 60.0  # seconds in which all ranks must come to a file
 
 
 def save(thing: Any, path: str | Path) -> None:
-    """Run `torch.save` on rank 0, which writes the file completely or not at all; other ranks continue.
+    """Save `thing` by `torch.save` on rank 0. The file is written completely or not at all. Other ranks do not wait for
+    it.
 
     thing: state_dicts, or anything that contains them. If the plan divides their values, every rank must call
-    `mw.save`. A whole model is written as the program made it, without hooks of meshwise.
-    """
+    `mw.save`. A whole model is written as the program made it, without hooks of meshwise."""
     engine, path = default_engine(), Path(path)
     world = rank_context().world  # each rank counts, also those of one model
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
@@ -71,16 +71,17 @@ def save(thing: Any, path: str | Path) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Return whether a hook is meshwise's: a file with it needs meshwise, and cannot be read as weights only."""
+    """Return whether a hook belongs to meshwise. A file with such a hook needs meshwise, and cannot be read as weights
+    only."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("meshwise.")
 
 
 def load(path: str | Path) -> Any:
-    """Run `torch.load` on to the CPU. Every rank must call it; no rank continues before all have read the file.
+    """Load a file by `torch.load` to the CPU. Every rank must call it, and no rank continues before all have read the
+    file.
 
-    Waits if rank 0 has not finished an `mw.save` to the same path. Raises CheckpointError for a file that is damaged,
-    or that holds more than tensors and plain values.
-    """
+    If rank 0 has not finished an `mw.save` to the same path, this waits for it. Raises CheckpointError for a file that
+    is damaged, or that holds anything but tensors and plain values."""
     came_to("mw.load")
     engine, path = process_engine(), Path(path)
     world, name = rank_context().world, str(path.resolve())
@@ -93,7 +94,8 @@ def load(path: str | Path) -> Any:
 
 
 def _read(path: Path) -> Any:
-    """Read a file that torch wrote. Raise CheckpointError, with the file's name, if it cannot be read."""
+    """Read a file that torch has written. Raise CheckpointError, which names the file, if the content cannot be
+    read."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -15,12 +15,14 @@ SAVED = "saved {0}: trainer.{1} goes on from there."
 
 
 def is_made_from(thing: Any, name: str, *modules: str) -> bool:
-    """Return whether an object's class or a base class has this name, in one of these modules. Imports nothing."""
+    """Return whether an object's class, or one of its base classes, has this name and is defined in one of these
+    modules. This imports nothing."""
     return any(cls.__name__ == name and cls.__module__ in modules for cls in type(thing).__mro__)
 
 
 def in_front(front: type, thing: Any, ranks: Any) -> None:
-    """Make `front` override the methods of an object's class, in place. ranks: the new class's attribute `meshwise`."""
+    """Replace the class of an object by a new subclass of both `front` and that class, so that `front` overrides
+    methods. ranks: the attribute `meshwise` of the new class."""
     cls = type(thing)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
     thing.__class__ = type(cls.__name__, (front, cls), names)
@@ -28,7 +30,7 @@ def in_front(front: type, thing: Any, ranks: Any) -> None:
 
 @dataclass(eq=False)
 class OfTrainer:
-    """The state that meshwise's classes in front of those of a Trainer share."""
+    """The state shared by all classes of meshwise that override methods of one Trainer and of its parts."""
 
     engine: Engine
     trainer: Any
@@ -39,6 +41,6 @@ class OfTrainer:
 
     @property
     def samples(self) -> int:
-        """How many samples this rank's part of the batch has; 1 outside of loops."""
+        """How many samples this rank's part of the batch has. 1 outside of loops over batches."""
         part = self.engine.part
         return 1 if part is None else part.samples

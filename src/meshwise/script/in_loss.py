@@ -39,7 +39,7 @@ NOT_OURS = (
 
 
 def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
-    """Sum `value` over the ranks, and keep its gradient. Collective, and so is the backward."""
+    """Return the sum of `value` over the ranks, with its gradient. Collective, and so is the backward."""
     part = _begin(engine, "mw.sum", value)
     if part is None:
         return value
@@ -50,7 +50,8 @@ def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
 
 
 def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -> Tensor:
-    """Return the mean of the ranks' means over `weight` items each, with gradient. Collective, as is its backward."""
+    """Return the mean of `value` over the ranks, each weighted by its `weight` (by default its number of samples), with
+    its gradient. Collective, and so is the backward."""
     part = _begin(engine, "mw.mean", value)
     if part is None:
         return value
@@ -63,7 +64,8 @@ def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -
 
 
 def _begin(engine: Engine, verb: str, value: Any) -> Any:
-    """Check a call of `verb`; return this rank's part of the batch, None if `value` is of the whole batch already."""
+    """Check a call of `mw.sum` or `mw.mean` with grad=True. Return this rank's part of the batch. Return None if
+    `value` covers the whole batch already. verb: the name of the called function."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, and this is a {type(value).__name__}.")
     plan, part = engine.plan, engine.part
@@ -89,7 +91,8 @@ def _is_float(value: Tensor) -> bool:
 
 
 def _attached(value: Tensor) -> Tensor:
-    """Return `value`, made part of every rank's backward even if it is a constant, as a term without items may be."""
+    """Return `value`, but always as a part of the autograd graph. Then every rank takes part in the backward, even if
+    its value is a constant, as a term without items may be."""
     whole = gather(value)
     if whole.requires_grad or not _is_float(whole) or not torch.is_grad_enabled():
         return whole

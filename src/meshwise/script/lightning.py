@@ -42,15 +42,18 @@ WHOLE = "Lightning: the batch_size of each DataLoader is the batch of all {ranks
 
 
 def is_lightning(thing: Any) -> bool:
-    """Return whether an object is Lightning's Trainer, or of a subclass."""
+    """Return whether an object is Lightning's Trainer, or an instance of a subclass."""
     return is_made_from(thing, "Trainer", *MODULES)
 
 
 def distribute_lightning(
     trainer: Any, engine: Engine, add: Callable[[list[nn.Module]], None], share: Callable[[Any], Any]
 ) -> Any:
-    """Make the Trainer work on all ranks, in place. add: `mw.distribute` for models. share: `mw.distribute` for any
-    other object. Raise UsageError for features whose results would differ on several devices."""
+    """Make the Trainer work on all ranks, in place. Raise UsageError for features with results that would differ on
+    several devices.
+
+    add: calls `mw.distribute` for models.
+    share: calls `mw.distribute` for any other object."""
     if isinstance(trainer, TrainerOnRanks):
         return trainer
     world, strategy = rank_context().world, trainer.strategy
@@ -80,8 +83,8 @@ def distribute_lightning(
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:
-    """Make a method of the Trainer that lets a stop agreed on by all ranks through as it was raised; Lightning would
-    exit with code 1."""
+    """Return a method that runs the Trainer's method `name`. If all ranks have agreed to stop, it raises the same
+    exception as any other program, where Lightning would exit with code 1."""
 
     def run(self: TrainerOnRanks, *args: Any, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGINT)
@@ -97,14 +100,14 @@ def _on_ranks(name: str) -> Callable[..., Any]:
 
 
 class TrainerOnRanks:
-    """Overrides the Trainer's methods that run a program."""
+    """Overrides the methods of Lightning's Trainer that run a training, a validation, a test or a prediction."""
 
     meshwise: Ranks
     fit, validate, test, predict = map(_on_ranks, ("fit", "validate", "test", "predict"))
 
 
 class LoopOnRanks:
-    """Overrides Lightning's automatic optimisation: callbacks get the loss over all ranks."""
+    """Overrides Lightning's automatic optimization, so that callbacks receive the loss over all ranks."""
 
     meshwise: Ranks
 
@@ -118,7 +121,8 @@ class LoopOnRanks:
 
 
 class EpochOnRanks:
-    """Overrides Lightning's loop over an epoch, to end epochs properly that a check cuts short."""
+    """Overrides Lightning's loop over an epoch. If `meshwise check` stops an epoch early, schedulers step and the
+    validation runs as after a full epoch."""
 
     meshwise: Ranks
 
@@ -129,7 +133,8 @@ class EpochOnRanks:
 
 
 class ConnectorOnRanks:
-    """Overrides the class that passes on logged values, to reduce them over the ranks first."""
+    """Overrides Lightning's logger connector, which sends logged values to the loggers. The values are first reduced
+    over the ranks."""
 
     meshwise: Ranks
 

@@ -38,7 +38,8 @@ ADDED, FACTORS = {"add", "sub", "rsub"}, {"mul", "div", "true_divide"}
 
 
 class Kinds(TorchFunctionMode):
-    """While active, records how every scalar is computed; `of` returns the kind of a scalar."""
+    """While this mode is active, it records how each scalar tensor is computed. `of` then returns how the scalar
+    depends on the rows of the batch."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -54,12 +55,13 @@ class Kinds(TorchFunctionMode):
         return result
 
     def of(self, value: Tensor) -> str:
-        """Return the kind of a scalar."""
+        """Return how a scalar depends on the rows of the batch: MEAN, SUM, MAX, MIN, SAME (it does not depend on them,
+        or covers those of all ranks) or OTHER."""
         made = self._made.get(id(value))
         return SAME if made is None else made[1]
 
     def is_whole(self, value: Tensor) -> None:
-        """Record that a scalar covers the rows of all ranks."""
+        """Record that a scalar already covers the rows of all ranks."""
         self._made[id(value)] = value, SAME
 
     def _keep(self, result: Tensor, func: Any, args: Any, kwargs: Any) -> None:
@@ -108,7 +110,7 @@ def _together(kinds: list[str]) -> str:
 
 
 def _reduction(func: Any, args: Any, kwargs: Any) -> str | None:
-    """Return the `reduction` of a call of a torch loss function; None for other functions."""
+    """Return the argument `reduction` of a call of one of torch's loss functions. Return None for other functions."""
     if not str(getattr(func, "__module__", "")).startswith("torch.nn.functional"):
         return None
     try:

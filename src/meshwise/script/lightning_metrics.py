@@ -29,7 +29,7 @@ SHAPES = (
 
 
 def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
-    """Make the metrics of a model get the rows of all ranks."""
+    """Make each torchmetrics metric in a model receive the rows of all ranks."""
     for module in model.modules():
         if is_made_from(module, "Metric", "torchmetrics.metric") and not isinstance(module, MetricOnRanks):
             in_front(MetricOnRanks, module, ranks)
@@ -40,7 +40,8 @@ def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
 
 
 class MetricOnRanks:
-    """Overrides a metric's methods: the metric gets the rows of all ranks, and so needs no reduction."""
+    """Overrides methods of a torchmetrics metric. The metric receives the rows of all ranks, so it need not reduce its
+    state over the ranks."""
 
     meshwise: Ranks
 
@@ -73,7 +74,7 @@ class MetricOnRanks:
         return value
 
     def sync(self, *args: Any, **options: Any) -> None:
-        """Do nothing, as every rank has all rows already."""
+        """Do nothing, because the metric on every rank has the rows of all ranks already."""
 
 
 def _is_number(value: Any) -> bool:
@@ -81,7 +82,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tensor:
-    """Reduce a number over the ranks' rows, for a metric that aggregates numbers. Collective."""
+    """Reduce a number over the rows of all ranks, for a metric that aggregates numbers, such as MeanMetric.
+    Collective."""
     own = torch.as_tensor(value).detach()
     if weight is not None or name not in ("MeanMetric", "SumMetric", "MaxMetric", "MinMetric"):
         raise UsageError(NOT_ROWS.format(what=f"{name}.update", value=value))
@@ -94,7 +96,10 @@ def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tens
 
 
 def of_all(ranks: Ranks, tree: Any, what: str) -> Any:
-    """Return `tree` with the rows of all ranks, in the loader's order; other values must be equal. Collective."""
+    """Return `tree` with the rows of all ranks in the loader's order, in place of this rank's rows. Values that are not
+    rows must be equal on all ranks, or UsageError is raised. Collective.
+
+    what: the name of the metric or step, for the message."""
     if ranks.alone:
         return tree
     if isinstance(tree, Tensor) and tree.ndim:

@@ -31,17 +31,18 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
-"""An extra entry of a checkpoint: the states of its loaders. Lightning itself can resume from such a checkpoint too."""
+"""The key of an additional entry in Lightning's checkpoints, which holds the states of the loaders. Lightning without
+meshwise can resume from such a checkpoint too."""
 
 
 def refuse(ranks: Ranks, what: str, instead: str) -> None:
-    """Raise UsageError, on several devices, for a feature whose results would differ there."""
+    """Raise UsageError for a feature with results that would differ on several devices. Do nothing on one device."""
     if not ranks.alone:
         raise UsageError(REFUSED.format(ranks=ranks.engine.world.size, what=what, instead=instead))
 
 
 class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
-    """Overrides the methods of Lightning's single-device strategy."""
+    """Overrides methods of Lightning's strategy for a single device."""
 
     meshwise: Ranks
 
@@ -215,8 +216,9 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
 
 class _Ahead:
-    """A loop over a loader of unknown length: Lightning reads one batch ahead, to know the last one. It gets
-    placeholders, which `PrecisionOnRanks` replaces by batches when it is their turn: then each has its own share."""
+    """An iterator over a loader of unknown length. Lightning reads one batch ahead, to know which batch is the last. It
+    gets placeholders, which `PrecisionOnRanks` replaces by batches when they are processed. Each batch is then
+    processed with its own slice."""
 
     def __init__(self, batches: Iterator[Any], reader: Reader) -> None:
         self._batches, self._reader, self._given = batches, reader, 0
@@ -231,13 +233,14 @@ class _Ahead:
         return self
 
     def read(self) -> Any:
-        """Read the next batch, in place of a placeholder."""
+        """Read and return the next batch, which replaces a placeholder."""
         self._given -= 1
         return next(self._batches)
 
 
 class PrecisionOnRanks:
-    """Overrides a precision plugin, which gets each batch first, to replace placeholders by batches."""
+    """Overrides Lightning's precision plugin, which receives each batch first, to replace placeholders by batches (see
+    `_Ahead`)."""
 
     meshwise: Ranks
 
@@ -246,7 +249,8 @@ class PrecisionOnRanks:
 
 
 class LoaderOnRanks:
-    """A distributed loader for Lightning, which leaves loops after counting batches: `Ranks.close` ends them."""
+    """A distributed loader for Lightning. Lightning stops a loop after a number of batches, without reading to the end,
+    so `Ranks.close` ends the loop."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks, self._reader = loader, ranks, None
@@ -269,7 +273,7 @@ class LoaderOnRanks:
         return batches if self._reader is None else _Ahead(batches, self._reader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position; after the last batch, that is the beginning of the next epoch."""
+        """Return the loader's position. After the last batch of an epoch, this is the beginning of the next epoch."""
         state, progress = self._loader.state_dict(), self._ranks.trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch or progress.current.ready >= self._ranks.trainer.num_training_batches:
             state.pop("order", None)
@@ -277,6 +281,6 @@ class LoaderOnRanks:
         return state  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state."""
+        """Resume from a state that `state_dict` returned."""
         self._loader.load_state_dict(state)
         self._loader.start = 0

@@ -30,9 +30,11 @@ from meshwise.transfer import collectives
 
 F = nn.functional
 ITEMS = "meshwise_items"
-"""The attribute of a loss without a graph that holds how many items the loss is a mean over."""
+"""The name of an attribute, set on a loss without an autograd graph, that holds how many items the loss is a mean
+over."""
 AT_ONCE = 32
-"""How many values a collective reduces; fewer take as long. A rank that logs other values is detected, too."""
+"""How many values are reduced in one collective, which takes as long as fewer values would. A collective of a fixed
+size also makes it possible to detect that a rank has logged other values."""
 OTHERS = (
     "Lightning: the ranks have logged different names in one step ({names}). Log the same names on every rank, with a "
     "value such as 0 where a rank has none."
@@ -54,8 +56,12 @@ TWO = (
 
 @dataclass(frozen=True)
 class Logged:
-    """A value that a step logged. size: its batch_size. given: whether the program gave that size. weight: how many
-    items the value is a mean over. logs: the hook and the name."""
+    """A value that a step has logged.
+
+    size: the batch size that goes with the value.
+    given: whether the program has given that batch size.
+    weight: how many items the value is a mean over; None if these are samples.
+    logs: the name of the step, such as `training_step`, and the name of the value."""
 
     results: Any
     key: str
@@ -68,14 +74,21 @@ class Logged:
 
 @dataclass(eq=False)
 class Ranks(OfTrainer):
-    """The state that meshwise's classes in front of those of Lightning share.
+    """The state shared by all classes of meshwise that override methods of Lightning's Trainer and its parts.
 
-    add, share: see `distribute_lightning`. loss: that of the newest backward, over all ranks. kind: the kind of losses.
-    said: the weight and reduction of the newest loss. open: loops over loaders, by whether they train. states: loaders'
-    states in a checkpoint. sizes: the loaders' batch sizes. items, logs: of the value being logged, how many items it
-    is a mean over, and its hook and name; kinds: by hook and name, the kinds of all values. looks: watches the first
-    batch of a hook; looked: hooks watched so far. inside: whether a metric is being updated.
-    """
+    add, share: see `distribute_lightning`.
+    loss: the loss of the newest backward over all ranks.
+    kind: whether losses are sums over samples, means over samples, or means over other items; None until the first
+    loss.
+    said: the weight and the reduction of the newest loss.
+    items: of the value that is being logged, how many items it is a mean over; None if these are samples.
+    logs: of the value that is being logged, the names of the step and of the value.
+    inside: whether a metric is being updated.
+    states: the states of the loaders from a restored checkpoint.
+    sizes: the batch sizes of the loaders.
+    open: the loops over loaders that have not ended: True has those of the training, False the others.
+    looked, looks: the steps whose first batch was watched, and the object that watches one now.
+    kinds: how each value depends on the rows of the batch, by the names of the step and of the value."""
 
     add: Callable[[list[nn.Module]], None]
     share: Callable[[Any], Any]
@@ -101,19 +114,21 @@ class Ranks(OfTrainer):
 
     @property
     def rows(self) -> int:
-        """How many rows this rank's part of the batch has, padding included."""
+        """How many rows this rank's part of the batch has, including padding."""
         part = self.engine.part
         return 1 if part is None else len(part.indices)
 
     def close(self, training: bool | None = None) -> None:
-        """End the loops that Lightning has left. training: only loops of training, or only others."""
+        """End the loops over loaders that Lightning has stopped reading. training: True ends only training loops, False
+        only other loops. None ends all of them."""
         for kind in (True, False) if training is None else (training,):
             for batches in list(self.open[kind]):
                 batches.close()
             self.open[kind].clear()
 
     def agree(self, hook: str) -> None:
-        """Use on all ranks the kinds of a hook's values that the rank with the most rows found. Collective."""
+        """Copy how the values of a step depend on rows from the rank with the most rows to all ranks. Collective. hook:
+        the name of the step, such as `training_step`."""
         own = {name: kind for (where, name), kind in self.kinds.items() if where == hook}
         _, found = max(collectives.gather_objects((self.rows, own)), key=lambda each: each[0])
         self.kinds.update(((hook, name), kind) for name, kind in found.items())
@@ -121,14 +136,15 @@ class Ranks(OfTrainer):
             self.engine.notify(NO_MEAN.format(name=name))
 
     def joined_by(self, each: Logged) -> str:
-        """Return how the ranks' values are reduced to one: as a mean, a sum, the largest or the smallest."""
+        """Return how a value is reduced over the ranks: MEAN, SUM, MAX or MIN."""
         meta, kind = each.results[each.key].meta, self.kinds.get(each.logs)
         if meta.is_mean_reduction:
             return kind if kind in (SUM, MAX, MIN) else MEAN
         return MAX if meta.is_max_reduction else MIN if meta.is_min_reduction else SUM
 
     def flush(self, *, always: bool = False) -> None:
-        """Pass the logged values to Lightning, reduced over the ranks. Collective, if any were logged or `always`."""
+        """Reduce the logged values over the ranks, and give them to Lightning. Collective if any values were logged, or
+        if `always`."""
         if self.alone:
             values, self.told = self.told, []
             for value in values:
@@ -168,7 +184,8 @@ class Ranks(OfTrainer):
 
 
 def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
-    """Return a rank's terms of the sums: weighted value, weight, size, is size its rows?, has it samples?"""
+    """Return what this rank adds to five sums over the ranks: the weighted value, the weight, the batch size, whether
+    that size is this rank's number of rows, and whether this rank has samples."""
     has = ranks.samples > 0
     fits = each.size == ranks.rows
     of_items = each.given and not fits and each.size not in (*ranks.sizes, getattr(ranks.engine.part, "total", 1))
@@ -181,7 +198,7 @@ def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
 
 
 def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
-    """Return the largest or smallest value among the ranks that have samples. Collective."""
+    """Return the largest (`op` is "max") or smallest value among the ranks that have samples. Collective."""
     nothing = -float("inf") if op == "max" else float("inf")
     value = own.detach().double().to(ranks.engine.world.device).reshape(())
     return collectives.all_reduce(
@@ -190,7 +207,7 @@ def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
 
 
 class ResultsOnRanks:
-    """Overrides the class that collects what a loop of Lightning has logged."""
+    """Overrides the class in which Lightning collects the values that a loop has logged."""
 
     meshwise: Ranks
 
@@ -215,7 +232,7 @@ class ResultsOnRanks:
             ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
 
     def take(self, key: str, value: Any, batch_size: Any) -> None:
-        """Pass a value, reduced to that of one device, on to Lightning."""
+        """Give a value to Lightning that is reduced over the ranks already."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
 
 
@@ -224,7 +241,7 @@ def _as_it_is(value: Any, **_: Any) -> Any:
 
 
 def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
-    """Reduce a value over ranks that was logged outside of steps, at the end of an epoch. Collective."""
+    """Reduce a value over the ranks that was logged outside of a step, as at the end of an epoch. Collective."""
     every = collectives.gather_objects(float(value))
     if meta.is_sum_reduction or meta.is_max_reduction or meta.is_min_reduction:
         found = sum(every) if meta.is_sum_reduction else max(every) if meta.is_max_reduction else min(every)
@@ -239,7 +256,8 @@ def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
 
 
 def loss_kind(ranks: Ranks, loss: Tensor) -> tuple[Tensor | None, str | None]:
-    """Return the loss weight and the reduction of a loss; the first loss decides the kind of all, on every rank."""
+    """Return the weight and the reduction of a loss, for `mw.backward`. The first loss decides for all losses on all
+    ranks whether they are sums, means over samples, or means over other items."""
     if ranks.alone:
         return None, None
     if ranks.kind is None:
@@ -261,7 +279,8 @@ def _items_of(loss: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
-    """Wrap a step of a Lightning module; after it, the logged values are reduced over the ranks."""
+    """Return a context manager for a step of a Lightning module. After the step, the values that it has logged are
+    reduced over the ranks. hook: the name of the step, such as `training_step`."""
     if ranks.alone:
         yield
         ranks.flush()
@@ -284,7 +303,8 @@ def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
 
 
 def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
-    """Call `self.log`, and record how the value depends on the batch's rows, which the logged number does not show."""
+    """Call `self.log`, and record how the value depends on the rows of the batch, because the logged number does not
+    show it."""
     ranks.items = getattr(value, ITEMS, None)  # of a loss without a graph
     if isinstance(value, Tensor) and value.grad_fn is not None and is_of_items(value, ranks.rows):
         ranks.items = _items_of(value)
@@ -298,7 +318,7 @@ def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: An
 
 
 def _counting(ranks: Ranks, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's cross entropy to record how many items it is a mean over, if these are not samples."""
+    """Wrap torch's cross entropy, to record how many items a loss is a mean over, if these are not samples."""
 
     @functools.wraps(function)
     def cross_entropy(*args: Any, **options: Any) -> Tensor:

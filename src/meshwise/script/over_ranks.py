@@ -32,7 +32,7 @@ Number = TypeVar("Number", int, float, Tensor)
 
 
 def sum_over_ranks(engine: Engine, value: Number) -> Number:
-    """Sum `value` over all ranks, without padding. See `mw.sum`."""
+    """Return the sum of `value` over all ranks, without padding. See `mw.sum`."""
     total = _sum(engine, value) if engine.world.size > 1 else value
     return joined(engine, total)
 
@@ -52,18 +52,20 @@ def _sum(engine: Engine, value: Number) -> Number:
 
 
 def _here(engine: Engine, value: Tensor) -> Tensor:
-    """Move `value` to the rank's device, as other ranks do: a rank without items may have made a zero on the host."""
+    """Move `value` to this rank's device. A rank without items may have made a zero on the CPU, while other ranks have
+    a value on their device."""
     return value.detach().to(engine.world.device)
 
 
 def _adding(engine: Engine, verb: str, value: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context for a collective that sums `value` over the ranks, or gathers its rows."""
+    """Return a context manager for a collective that sums `value` over the ranks, or that gathers its rows. It warns if
+    `value` comes from a loader that is not distributed."""
     loops = engine.events.find(UndistributedLoops)
     return contextlib.nullcontext() if loops is None else loops.adding(verb, value)
 
 
 def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
-    """Return the mean of `value` over all that the ranks read. See `mw.mean`."""
+    """Return the mean of `value` over all samples that the ranks have read. See `mw.mean`."""
     mean = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if engine.world.size > 1:
         here = _here(engine, mean) if isinstance(value, Tensor) else mean
@@ -73,7 +75,8 @@ def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tenso
 
 
 def _is_of_whole_batch(engine: Engine) -> bool:
-    """Return whether every rank's value covers the whole batch already, as the batch was split with whole=True."""
+    """Return whether every rank's value covers the whole batch already, because the program has called
+    mw.split(whole=True)."""
     splits = engine.given.splits
     return splits is not None and engine.reads.ended is None and splits.is_at(engine.part) and splits.check_sum()
 
@@ -94,7 +97,8 @@ def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tenso
 
 
 def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
-    """Return how many samples this rank's value covers; None if unknown. Raise UsageError if it counts padding."""
+    """Return how many samples this rank's value covers; None if unknown. Raise UsageError if the value counts a padding
+    sample."""
     ended, part = _loop_of_value(engine, weighed) or engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
@@ -109,7 +113,8 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
 
 
 def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
-    """Return the loop that computed the value, if the source code shows it, as other loops may have run since."""
+    """Return the loop that has computed the value, if the source code shows it. Other loops may have run since. Return
+    None if it is unknown."""
     over, no_places = engine.reads.by_place, tuple[str, ...]()
     if weighed and not any(read.padded for read in over.values()):
         return None
@@ -143,10 +148,9 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
 
 
 def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many rows of this rank's tensors belong to each batch; None if rows are not samples.
+    """Return how many rows of this rank's tensors belong to each batch. Return None if rows are not samples.
 
-    After a loop that ended early, the rows may cover only its first batches.
-    """
+    If the program has left the loop early, the rows may cover only the first batches that were read."""
     rows = {len(t) if t.dim() else -1 for t in tensors}
     ended, part = engine.reads.ended, engine.part
     if ended is None and part is None:
@@ -159,7 +163,8 @@ def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def _of_another_loop(engine: Engine) -> str:
-    """Return advice for values of a loop over a loader that is not distributed; empty if there was none."""
+    """Return advice for the case that a value comes from a loop over a loader that is not distributed. Return an empty
+    string if there was no such loop."""
     whole = engine.reads.whole
     return "" if whole is None else f" For values of the loop at {whole.place}: give its loader to mw.distribute."
 
@@ -167,7 +172,7 @@ def _of_another_loop(engine: Engine) -> str:
 def _check_rows(
     ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]], advice: str
 ) -> None:
-    """Raise UsageError, on every rank, unless rows are samples and fit those of other ranks."""
+    """Raise UsageError, on every rank, if rows are not samples or if the tensors of the ranks do not fit together."""
     kinds = [[(shape[1:], dtype) for shape, dtype in tensors] for _, tensors in ranks]
     batches = {None if counts is None else len(counts) for counts, _ in ranks}
     if None not in batches and len(batches) == 1 and all(kind == kinds[0] for kind in kinds):
@@ -184,8 +189,10 @@ def _check_rows(
 
 
 def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
-    """Gather the rows of all ranks, batch by batch, and within a batch in the order of ranks. table: how many samples
-    each rank has in each batch, shape (ranks, batches). of: what is sent, for reports."""
+    """Gather the rows of all ranks, ordered by batch, and within a batch by rank.
+
+    table: how many samples each rank has in each batch, shape (ranks, batches).
+    of: what is sent, for reports."""
     if int(table[rank].min()) == 0 and len(rows) == int(table[rank].clamp(min=1).sum()):  # some are padding
         rows = rows[torch.repeat_interleave(table[rank] > 0, table[rank].clamp(min=1)).to(rows.device)]
     most = int(table.sum(1).max())
@@ -198,7 +205,7 @@ def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
 
 
 def joined(engine: Engine, value: Number) -> Number:
-    """Tell observers that `value` was reduced over the ranks; return it."""
+    """Tell the guards and the watcher that `value` was reduced over the ranks. Return `value`."""
     reduced(engine)
     if engine.watcher is not None:
         engine.watcher.summed(value)
@@ -206,6 +213,6 @@ def joined(engine: Engine, value: Number) -> Number:
 
 
 def reduced(engine: Engine) -> None:
-    """Tell the guard for evaluations that something was reduced over the ranks, which may cover all loops so far."""
+    """Tell the guard `UnsummedLoops` that a value was reduced over the ranks. The value may cover all loops so far."""
     if (loops := engine.events.find(UnsummedLoops)) is not None:
         loops.reduced()

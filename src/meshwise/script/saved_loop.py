@@ -26,12 +26,16 @@ from meshwise.tracking import tracking
 from meshwise.workers.join import rank_context
 
 Loaders = DistributedLoader | Sequence[DistributedLoader] | None
-"""The loader of the training loop; or several, of which the first is that, and the others are read in the same loop."""
+"""The loader of the training loop, or a sequence that begins with it and continues with other loaders that the same
+loop reads."""
 
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts of a loop's state. made_with: settings of the program, which are compared when it resumes."""
+    """The parts of a loop that a saved state consists of.
+
+    things: the models, optimizers and schedulers, by kind and then by name.
+    made_with: settings of the program, which are compared with the saved ones when the loop resumes."""
 
     engine: Engine
     things: Mapping[str, dict[str, Any]]
@@ -41,7 +45,8 @@ class LoopParts:
 
 
 def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
-    """Return the loaders given as `loader=`. Raise UsageError for anything but a loader of `mw.distribute`."""
+    """Return the loaders given as `loader=`. Raise UsageError for any object that is not a loader of
+    `mw.distribute`."""
     several = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for each in several:
         if not isinstance(each, DistributedLoader):
@@ -53,7 +58,8 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
 
 
 def says_beside(parts: LoopParts) -> str:
-    """Return a warning if a loader missing from `parts` was read in the last step and still is; empty if none was."""
+    """Return a warning if the last step has read a loader that is not in `parts`, and the loop over it has not ended.
+    Return an empty string otherwise."""
     engine = parts.engine
     read = [each for each in engine.given.loaders if each.in_batch and each.given_at >= engine.phases.done - 1]
     if not parts.loaders or all(each in parts.loaders for each in read):
@@ -71,7 +77,8 @@ def random_of(engine: Engine) -> tuple[Any, ...]:
 
 
 def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool) -> dict[str, Any]:
-    """Return the state after `step`, as this rank holds it. whole: whether with the part that rank 0 writes for all."""
+    """Return this rank's part of the loop's state after step `step`. whole: whether to include what rank 0 writes for
+    all ranks."""
     of_model, rank = state_of if whole else held_of, rank_context().world.rank
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     return {
@@ -90,7 +97,8 @@ def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool
 
 
 def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
-    """Restore everything from `tree`, which was saved in `folder`; return the number of its last step."""
+    """Restore all parts of the loop from `tree`, which was saved in `folder`. Return the number of the last step in
+    it."""
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
     compare(folder, parts.things, {**tree, "model": saved})

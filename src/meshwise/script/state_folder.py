@@ -32,15 +32,18 @@ from meshwise.workers.launchers.find import place_in
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """A folder in which this program saves. number: identifies this start of the program in the names of its states;
-    None if the folder cannot be written. lock: held by rank 0, None on others."""
+    """A folder that this program has locked, to save states in it.
+
+    number: a number of this start of the program, used in the names of its states; None if the folder cannot be
+    written.
+    lock: the lock on rank 0; None on other ranks."""
 
     path: Path
     number: int | None
     lock: FolderLock | None
 
     def tell_origin(self, saved: Checkpoint, say: Callable[[str], object]) -> None:
-        """Say from which state the program resumes, if another run has saved it."""
+        """Print from which saved state the program resumes, unless the same run has saved it."""
         by, own = claims_of(self.path).get(saved.attempt, {}), _facts()
         if own["run"] and by.get("run") == own["run"]:
             return
@@ -59,7 +62,7 @@ class HeldFolder:
 
 
 def hold(folder: Path) -> HeldFolder:
-    """Lock the folder for this program. Collective. Raise UsageError if another program has locked it."""
+    """Lock the folder for this program. Collective. Raise UsageError if another program holds the lock."""
     lock, number, refusal = _held(folder) if rank_context().world.rank == 0 else (None, None, "")
     number, refusal = collectives.broadcast_object((number, refusal), collectives.everyone())
     if refusal:
@@ -68,7 +71,8 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """Return the lock, the number of this start, and a refusal. If writing fails, the later save reports the error."""
+    """Return the lock, the number of this start of the program, and the reason for a refusal. If the folder cannot be
+    written, no reason is returned, because the first save will report the error."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +89,8 @@ def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
 
 
 def _work() -> Work:
-    """Return what the lock records as its owner: the run of meshwise's launcher, else a scheduler's job."""
+    """Return what the lock records as its owner: the run of meshwise's launcher, or otherwise the job of a
+    scheduler."""
     run = os.environ.get(RUN_FOLDER)
     if run is not None and ATTEMPT in os.environ:
         return Work(str(Path(run).resolve()), attempt())
@@ -105,5 +110,5 @@ def _facts() -> dict[str, Any]:
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the current folder, if it is inside."""
+    """Return a path relative to the current folder if it is inside that folder; else the path itself."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

@@ -22,7 +22,7 @@ Things = Any
 
 
 def named(things: Things) -> dict[str, Any]:
-    """Return objects by their names in the state; a single object has the name ''."""
+    """Return a dict of the objects by the names that they have in a saved state. A single object has the empty name."""
     if things is None:
         return {}
     if isinstance(things, list | tuple):
@@ -31,12 +31,13 @@ def named(things: Things) -> dict[str, Any]:
 
 
 def folded(states: dict[str, Any]) -> Any:
-    """Return the state_dict itself if there is only one model, else all by name."""
+    """Return the state_dicts of the models by name. If there is a single model without a name, return its state_dict
+    itself."""
     return states[""] if list(states) == [""] else states
 
 
 def check(things: Mapping[str, dict[str, Any]]) -> None:
-    """Raise UsageError for an object that is not of its kind."""
+    """Raise UsageError for an object that is not a model, optimizer or scheduler, although it was given as one."""
     for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
         for each in things[kind].values():
             fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
@@ -45,7 +46,8 @@ def check(things: Mapping[str, dict[str, Any]]) -> None:
 
 
 def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the objects saved in `folder` have the names of the objects given here."""
+    """Raise CheckpointError if the state saved in `folder` does not have objects of the same names and optimizers of
+    the same classes as `things`."""
     for kind, own in things.items():
         if own.keys() != tree[kind].keys():
             raise CheckpointError(
@@ -58,7 +60,7 @@ def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[st
 
 
 def kept_by(states: Iterable[CheckpointedLoop]) -> list[Any]:
-    """Return the program's objects that these states save."""
+    """Return the program's objects that are saved by `states`, the results of `mw.checkpoint`."""
     return [each for state in states for each in state.keeps()]
 
 
@@ -69,8 +71,11 @@ def forgotten(
     optimizers: Iterable[Optimizer],
     schedulers: Iterable[Any],
 ) -> str:
-    """Return a sentence on objects that the program trains with, but that no state saves; empty for none. given: the
-    objects that the states save. things: those of the last state, by kind and name."""
+    """Return a sentence about objects that the program trains with, but that no call of `mw.checkpoint` saves. Return
+    an empty string if there are none.
+
+    given: the objects that are saved.
+    things: the objects given to the last call of `mw.checkpoint`, by kind and name."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
     known = {id(each) for each in given}
     lost: dict[str, list[Any]] = {

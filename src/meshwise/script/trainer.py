@@ -44,24 +44,28 @@ WHOLE = (
 
 
 def is_trainer(thing: Any) -> bool:
-    """Return whether an object is transformers' Trainer, or of a subclass."""
+    """Return whether an object is transformers' Trainer, or an instance of a subclass."""
     return is_made_from(thing, "Trainer", TRAINER)
 
 
 def join_as_trainer() -> None:
-    """Replace the process group that TrainingArguments opened by meshwise's, as it may have no backend for the CPU."""
+    """Replace the process group that TrainingArguments has opened by the one of meshwise, because the former may have
+    no backend for the CPU."""
     rank_context()
     rejoin()
 
 
 def model_of(trainer: Any) -> list[nn.Module]:
-    """Return the model to which to apply the plan now; one from `model_init` follows when the Trainer makes it."""
+    """Return a list of the Trainer's model, to which the plan is applied now. Return an empty list if the Trainer makes
+    its model later, by `model_init`."""
     return [trainer.model] if trainer.model_init is None and isinstance(trainer.model, nn.Module) else []
 
 
 def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: Callable[[Any], Any]) -> Any:
-    """Make the Trainer work on all ranks, in place. share: `mw.distribute` for one object. Raise UsageError for
-    features whose results would differ on several devices."""
+    """Make the Trainer work on all ranks, in place. Raise UsageError for features with results that would differ on
+    several devices.
+
+    share: calls `mw.distribute` for one object."""
     if isinstance(trainer, OnRanks):
         return trainer
     world = rank_context().world
@@ -84,7 +88,8 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
 
 
 def _refuse(trainer: Any, ranks: int, masks: bool) -> None:
-    """Raise UsageError for what would differ on several devices. masks: random ones, although draws are exact."""
+    """Raise UsageError for features with results that would differ on several devices. masks: whether the collator
+    draws random masks, although the user has requested exact random draws."""
     args = trainer.args
     own = sorted({c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")} - {"_BaseTrainer", SFT})
     reads = not str(type(trainer).get_batch_samples.__module__).startswith("transformers.")

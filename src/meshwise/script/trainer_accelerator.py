@@ -25,7 +25,7 @@ from meshwise.transfer import collectives
 
 
 class AcceleratorOnRanks:
-    """Overrides the methods of a Trainer's Accelerator."""
+    """Overrides methods of the Accelerator that a Trainer uses."""
 
     meshwise: Ranks
 
@@ -87,8 +87,10 @@ class AcceleratorOnRanks:
 
 
 def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
-    """Return the rows of all ranks, at most so many of each, in the order of the loader; a number becomes one row per
-    rank. Collective."""
+    """Return the rows of all ranks in the loader's order. A tensor without dimensions becomes one row per rank.
+    Collective.
+
+    most: how many rows of each rank to take at most; None takes all of them."""
     mine = tensor.detach()[:most] if tensor.ndim else tensor.detach()
     reduced(ranks.engine)
     if ranks.alone:
@@ -101,7 +103,7 @@ def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
 
 
 def _padded(own: Tensor, dim: int, value: float, first: bool) -> Tensor:
-    """Pad a dim of a tensor to the greatest length on any rank. Collective."""
+    """Pad dimension `dim` of a tensor to the greatest size on any rank. Collective."""
     if dim >= own.ndim:
         return own
     most = int(collectives.all_reduce(torch.tensor(own.shape[dim]), "max"))

@@ -29,12 +29,14 @@ from meshwise.transfer import collectives
 
 TRAINER = "transformers.trainer"
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
-"""Logged values that differ between ranks: times, and computed work, as each rank pads to its longest row."""
+"""Endings of the names of logged values that differ between ranks. These are times, and amounts of computation, because
+each rank pads its rows to its own longest row."""
 SWEEP = {"what": "hyperparameter_search", "instead": "each rank would try others. Loop in the script, a Trainer each"}
 
 
 def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
-    """Save weights under the names in the model, which Trainer expects when it loads; it skips other names."""
+    """Return a context manager in which the model saves weights under the names that they have in the model. Trainer
+    expects these names when it loads weights, and skips others."""
     save = getattr(model, "save_pretrained", None)
     if save is None or "save_original_format" not in inspect.signature(save).parameters:
         return contextlib.nullcontext()
@@ -42,7 +44,7 @@ def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
 
 
 class OnRanks:
-    """Overrides the methods of a Trainer."""
+    """Overrides methods of transformers' Trainer."""
 
     meshwise: Ranks
 
@@ -76,7 +78,7 @@ class OnRanks:
         return Window(epoch_iterator, len(ahead)), self._get_num_items_in_batch(batches, device, parts)
 
     def _get_num_items_in_batch(self: Any, batches: Any, device: Any, parts: Sequence[BatchSlice] = ()) -> Any:
-        """Return the number of items in the batches of all ranks, without padding. Collective."""
+        """Return the number of items in the batches of all ranks, without those of padding samples. Collective."""
         ranks, own = self.meshwise, super()._get_num_items_in_batch  # type: ignore[misc]
         items = own(batches, device)
         if items is None or ranks.alone:
@@ -108,7 +110,7 @@ class OnRanks:
         return own if whole is None else whole.to(own)
 
     def evaluation_loop(self: Any, *args: Any, **options: Any) -> Any:
-        """Make Seq2SeqTrainer gather only the rows of samples, as Trainer does."""
+        """Run the evaluation, and make Seq2SeqTrainer gather only the rows of real samples, as Trainer does."""
         by_object = self.args.eval_use_gather_object
         self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=by_object)
         return super().evaluation_loop(*args, **options)  # type: ignore[misc]

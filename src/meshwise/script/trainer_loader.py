@@ -21,7 +21,7 @@ Share = tuple[Any, BatchSlice]
 
 
 class _Ahead:
-    """Reads batches of a distributed loader, with this rank's share of each, and can look ahead."""
+    """An iterator over (batch, this rank's slice of it) of a distributed loader, which can also look ahead."""
 
     def __init__(self, pairs: Iterator[Share]) -> None:
         self._pairs, self._waiting = pairs, deque[Share]()
@@ -33,7 +33,8 @@ class _Ahead:
         return self._waiting.popleft() if self._waiting else next(self._pairs)
 
     def look(self, count: int) -> list[Share]:
-        """Return the next `count` batches, which stay to be read. Draws for them are not draws of the current batch."""
+        """Return the next `count` batches, which can still be read afterwards. Random draws while they are read do not
+        count as draws of the current batch."""
         with nullcontext() if rehearsing() else without_interception():
             while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
                 self._waiting.append(pair)
@@ -41,13 +42,14 @@ class _Ahead:
 
 
 class Reader:
-    """The `Wrapper` of a distributed loader that lets a Trainer look ahead."""
+    """Lets a Trainer look ahead in a distributed loader. It is set as the loader's `wrapper`, in place of a
+    `Wrapper`."""
 
     def __init__(self) -> None:
         self.ahead = _Ahead(iter(()))
 
     def take(self) -> None:
-        """Return None, as the loop itself reads."""
+        """Return None, because the loop itself reads the batches."""
 
     def pairs(self, inner: Iterator[Share]) -> Iterator[Share]:
         self.ahead = _Ahead(inner)
@@ -55,12 +57,12 @@ class Reader:
 
 
 class TrainerLoader:
-    """A distributed loader with the methods that Trainer needs, to set its epoch and skip batches."""
+    """A distributed loader with the methods that a Trainer calls to set the epoch and to skip batches."""
 
     end_of_dataloader, remainder = False, -1
 
     def __init__(self, loader: DistributedLoader, state: Any) -> None:
-        """state: accelerate's GradientState, which records which loop is at its end."""
+        """state: accelerate's GradientState, which records which of the loops are at their last batch."""
         self._loader, self._state, self.skipped = loader, state, 0
         self._reader = loader.wrapper = Reader()  # type: ignore[assignment]
 
@@ -73,7 +75,8 @@ class TrainerLoader:
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the loader and of the objects that draw its order."""
+        """Set the epoch of the loader, and of its data set and samplers, which may draw the order of the samples by
+        it."""
         for each in (self.batch_sampler, self.sampler, self.dataset):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
@@ -108,7 +111,8 @@ class _Epoch:
 
 
 def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
-    """Skip batches of a `TrainerLoader`; call `otherwise`, accelerate's `skip_first_batches`, for other loaders."""
+    """Make the next epoch of a `TrainerLoader` begin after `num_batches` batches, and return the loader. For other
+    loaders, call `otherwise`, which is accelerate's `skip_first_batches`."""
     if not isinstance(loader, TrainerLoader):
         return otherwise(loader, num_batches)
     loader.skipped = num_batches
@@ -116,7 +120,7 @@ def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 
 
 
 class Window:
-    """The batches of one optimizer step, each read only when it is processed."""
+    """The batches of one optimizer step. Each batch is read only when it is processed."""
 
     def __init__(self, epoch: Iterator[Any], count: int) -> None:
         self._epoch, self._count = epoch, count

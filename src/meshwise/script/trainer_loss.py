@@ -28,11 +28,14 @@ MIXED = "a sum over num_items_in_batch and more"
 
 @dataclass(eq=False)
 class Ranks(OfTrainer):
-    """The state of transformers' Trainer and its Accelerator. share: `mw.distribute` for one object.
+    """The state shared by the classes of meshwise that override methods of transformers' Trainer and its Accelerator.
 
-    loss: that of the newest backward, over all ranks. weight: how many items the newest loss is a mean over. computed:
-    whether `compute_loss` returned that loss. items: whether it got `num_items_in_batch`. kinds: of losses, by `items`.
-    """
+    share: calls `mw.distribute` for one object.
+    loss: the loss of the newest backward, over all ranks.
+    weight: how many items the newest loss is a mean over; None if these are samples.
+    computed: whether `compute_loss` has returned the newest loss.
+    items: whether `compute_loss` has received `num_items_in_batch` for the newest loss.
+    kinds: what losses are, SUM, MEAN or ITEMS, by the value of `items`."""
 
     plan: Plan | None
     share: Callable[[Any], Any]
@@ -49,12 +52,12 @@ class Ranks(OfTrainer):
         return self.kinds.get(self.items, MEAN)
 
     def backward(self, loss: Tensor) -> None:
-        """Run `mw.backward` on a loss of this rank's part of the batch."""
+        """Run `mw.backward` on the loss of this rank's part of the batch."""
         weight = self.weight if self.kind == ITEMS else None
         self.loss = steps.backward(self.engine, loss, weight, "sum" if self.kind == SUM else "mean")
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of the whole evaluation batch from that of this rank's part. Collective."""
+        """Return the loss of a whole evaluation batch, given the loss of this rank's part of the batch. Collective."""
         own = loss.detach().double().reshape(())
         weight = torch.as_tensor(1.0 if self.kind == SUM else self.samples if self.weight is None else self.weight)
         weight = weight.to(own) * (self.samples > 0)
@@ -63,7 +66,10 @@ class Ranks(OfTrainer):
 
 
 def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any, options: dict[str, Any]) -> Any:
-    """Compute the first loss of its kind; find what it is a mean over from its derivative and graph. Collective."""
+    """Compute the first loss and return the result of `compute`. Find out by the loss's derivative and autograd graph
+    whether it is a sum, a mean over samples, or a mean over other items. Collective.
+
+    items: the value of `num_items_in_batch`; None if the loss is computed without it."""
     if items is not None:
         items = torch.as_tensor(items).detach()
         items = (items if items.is_floating_point() else items.double()).clone().requires_grad_()
@@ -93,13 +99,14 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return the loss in the result of `compute_loss`, which may include outputs."""
+    """Return the loss from the result of `compute_loss`, which may be a tuple of the loss and the model's outputs."""
     loss: Tensor = result[0] if isinstance(result, tuple) else result
     return loss
 
 
 def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
-    """Return how many items a cross entropy is a mean over, or what a sum was divided by."""
+    """Return how many items a cross entropy is a mean over, or by what number a sum was divided. Raise UsageError if
+    the loss contains several cross entropies, or none."""
     found = count_of_sum(loss) or [over for over, _, _ in cross_entropy_means(loss)]
     if len(found) != 1:
         raise UsageError(

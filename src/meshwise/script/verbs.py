@@ -25,23 +25,24 @@ from meshwise.workers.verb_log import came_to
 
 
 def rank() -> int:
-    """Return this process's rank, from 0."""
+    """Return the rank of this process, counted from 0."""
     return rank_context().world.rank
 
 
 def world_size() -> int:
-    """Return how many ranks the run has."""
+    """Return the number of ranks in this run."""
     return rank_context().world.size
 
 
 @contextlib.contextmanager
 def accumulate() -> Iterator[None]:
-    """Keep the gradients of `mw.backward` calls in the with-body unreduced, on their rank. The next `mw.backward`
-    outside, `optimizer.step`, or code that reads a gradient (clipping, on every rank) reduces all of them.
+    """Return a context manager in which `mw.backward` keeps gradients on their rank, without reducing them.
 
-    In a loop with `mw.checkpoint`, count batches by `enumerate(loader, loader.start)`, as it may resume inside an
-    epoch. The state is saved only after an optimizer step.
-    """
+    All of them are reduced by the next `mw.backward` outside of the context, by `optimizer.step`, or when code reads a
+    gradient, as for clipping. Such code must run on every rank.
+
+    In a loop with `mw.checkpoint`, count batches by `enumerate(loader, loader.start)`, because the loop may resume
+    inside an epoch. The state is saved only after an optimizer step."""
     engine = session.default_engine()
     before, engine.reduce = engine.reduce, False
     try:
@@ -51,10 +52,9 @@ def accumulate() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """Return whether this is rank 0, for things to be done once, such as a plot, or a line in a file.
+    """Return whether this process is rank 0. Use it for things to be done once, such as a plot or a line in a file.
 
-    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) must not depend on it.
-    """
+    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) must not depend on it."""
     return rank_context().world.rank == 0
 
 
@@ -66,10 +66,9 @@ def barrier() -> None:
 
 @contextlib.contextmanager
 def main_first() -> Iterator[None]:
-    """Run the with-body on rank 0 first, then on the other ranks, as for a download, or a cache to be built once.
+    """Run the body of the `with` statement on rank 0 first, then on the other ranks, as for a download or a cache.
 
-    Collective. If rank 0 raises, the others wait until the run ends with that error.
-    """
+    Collective. If rank 0 raises an error, the other ranks wait until the run ends with that error."""
     came_to("mw.main_first")
     if not is_main():
         _wait()
@@ -79,7 +78,7 @@ def main_first() -> Iterator[None]:
 
 
 def print(*values: Any, **options: Any) -> None:
-    """Run Python's `print` on rank 0 only. Values are computed on every rank, so they may use collectives."""
+    """Call Python's `print` on rank 0 only. The arguments are computed on every rank, so they may use collectives."""
     session.show(" ".join(map(str, values)))
     if is_main():
         builtins.print(*values, **options)
@@ -87,11 +86,11 @@ def print(*values: Any, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """How much of a device's memory this process uses, in bytes.
+    """How much memory of a device this process uses, in bytes.
 
-    allocated: the memory of its tensors; on a CPU, the resident memory of the whole process. reserved: what torch has
-    taken from the driver, including tensors; None on a CPU. peak: the largest `allocated` so far.
-    """
+    allocated: the memory of its tensors. On a CPU, this is the resident memory of the whole process.
+    reserved: the memory that torch has taken from the driver, including that of tensors. None on a CPU.
+    peak: the largest value of `allocated` so far."""
 
     device: str
     allocated: int
@@ -104,20 +103,20 @@ class Memory:
 
 
 def memory(device: str | torch.device | None = None) -> Memory:
-    """Return the memory that this process uses on `device`; by default, on the device of this rank.
+    """Return how much memory this process uses on `device`. By default, this is the device of this rank.
 
-    `mw.print(mw.memory())` prints that of rank 0: `cuda:0: 10.2 GiB allocated, 12.0 GiB reserved, peak 11.1 GiB`.
-    """
+    `mw.print(mw.memory())` prints a line for rank 0: `cuda:0: 10.2 GiB allocated, 12.0 GiB reserved, peak 11.1 GiB`."""
     name = str(rank_context().world.device if device is None else device)
     reserved = torch.get_device_module(name).memory_reserved(name) if has_streams(name) else None
     return Memory(name, used_bytes(name), reserved, peak_bytes(name))
 
 
 def empty_cache() -> None:
-    """Give memory that torch has reserved, but no tensor uses, back to the driver, for other processes on this device.
+    """Give memory back to the driver that torch has reserved and that no tensor uses, for other processes on this
+    device.
 
-    This makes nothing faster, as the next tensors request memory from the driver again. On a CPU, it does nothing.
-    """
+    This does not speed up the program, because later tensors request memory from the driver again. On a CPU, it does
+    nothing."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
