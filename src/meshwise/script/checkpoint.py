@@ -55,9 +55,9 @@ def checkpoint(
 ) -> LoopState:
     """Restore the state saved in `folder`, if there is one, and from now on save the state there at the ends of steps.
 
-            saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
-            for epoch in range(saved.epoch, 10):
-                for x, y in loader: ...
+        saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
+        for epoch in range(saved.epoch, 10):
+            for x, y in loader: ...
 
     Call it after `mw.distribute`, on every rank. A resumed loop continues in the middle of its epoch, under any plan
     and number of devices. It computes the numbers of a run that never stopped: bitwise on one and two devices, and on
@@ -67,9 +67,9 @@ def checkpoint(
     model, optimizer, scheduler: one object, or a list or dict of objects.
     loader: the loader of the training loop, as `mw.distribute` returned it. If the same loop reads further loaders, as
     by `zip`, a list of all of them, the loader of the training loop first.
-    extra: other values of the loop: a dict of plain values, tensors and objects with a state_dict (such as a
-    GradScaler), or one such object. A dict is updated in place when the state is restored, so use its entries in the
-    loop (`state["best"]`).
+    extra: other values of the loop: a dict of plain values, tensors and objects (such as a GradScaler) with a
+    state_dict, or one such object. When the state is restored, the dict is updated in place, so that the loop reads
+    restored values if it uses the entries of the dict (`state["best"]`).
     every: how often to save: a number of steps, or a time such as "10min". By default, the state is saved after each
     epoch of the loader. `meshwise run --save-every` overrides it. A run that is asked to stop saves its state, too.
     keep: how many saved states to keep, by default 2. `meshwise run --keep` overrides it.
@@ -284,8 +284,9 @@ class LoopState:
             self._saver.settle()
 
     def close(self) -> None:
-        """Wait until all states are written, as the program ends. Raise SaveError if the last one could not be
-        written."""
+        """Wait until all states are written, as the program ends.
+
+        Raise SaveError if the last state could not be written, and LossError if a model or optimizer is not finite."""
         if self._saver is None:
             return
         if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long

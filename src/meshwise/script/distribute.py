@@ -73,13 +73,13 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the new DataLoader. Schedulers are
     returned unchanged. On one device, only loaders are replaced, so that a resumed loop may use any number of devices.
 
-    The Trainers of transformers and Lightning are changed in place as a whole: write `trainer =
-    mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
+    The Trainers of transformers and Lightning are changed in place as a whole. Write
+    `trainer = mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
 
     plan: a Plan or a plan file. By default, this is the plan of `meshwise run --plan`, or the file that MESHWISE_PLAN
     names. If there is neither, each device holds a replica of the model.
-    streams: how an iterable data set is divided. With `whole`, every rank reads all of it and keeps its slice. With
-    `per-rank`, the data set divides itself by `mw.rank()`.
+    streams: how an iterable data set is divided. With `whole`, every rank reads the whole data set and keeps its slice,
+    and with `per-rank`, the data set divides itself by `mw.rank()`.
 
     Raises UsageError for objects of any other kind, and PlanError for a plan that cannot be applied."""
     came_to("mw.distribute")
@@ -160,9 +160,9 @@ def backward(
     Collective: every rank calls it once for each batch.
 
     loss: a scalar for this rank's slice of the batch. By default, it is a mean over `weight` items.
-    weight: how many items the loss is a mean over. By default, this is the number of samples, which the loader knows.
-    For a mean over tokens, give the number of tokens. For a class-weighted mean, give the sum of the class weights of
-    the targets (`weight=class_weights[y].sum()`).
+    weight: how many items the loss is a mean over. By default, it is the number of samples, which the loader knows. It
+    is the number of tokens for a mean over tokens. For a class-weighted mean, it is the sum of the class weights of the
+    targets (`weight=class_weights[y].sum()`).
     reduction: `sum` for a loss that is a sum over this rank's samples. Gradients are then those of the sum over the
     whole batch. By default the loss counts as a mean, and a loss that is known to be a sum raises UsageError on several
     devices. `mean` disables that check.
@@ -240,11 +240,13 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
 def sum(value: Number, *, grad: bool = False) -> Number:
     """Return the sum of `value` over all ranks, without padding samples. Collective.
 
+        dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)
+        mw.backward(1 - dice)
+
     value: in the loop over the loader, the value for this rank's part of the batch. After the loop, the value for all
     batches that this rank has read. A number is returned as a number, and a tensor as a detached tensor.
-    grad: whether the sum keeps its gradient. This is for a loss over the whole batch that is not a mean over samples,
-    such as `dice = 2 * mw.sum((p * y).sum(), grad=True) / mw.sum((p + y).sum(), grad=True)`, followed by `mw.backward(1
-    - dice)`. The sum is then on this worker's device, and every rank's loss must depend on it.
+    grad: whether the sum keeps its gradient, for a loss over the whole batch that is not a mean over samples, as in the
+    example. The sum is then on this worker's device, and every rank's loss must depend on it.
 
     Raises UsageError after a loop in which a value counts a padding sample. With `grad=True`, also raises UsageError
     under a plan with pipeline or accumulate, outside of a loop, and in a loss given to mw.backward with
@@ -275,8 +277,7 @@ def _engine() -> Engine:
 
 
 def gather_samples(values: Tree) -> Tree:
-    """Gather the rows of all ranks on every rank, in the loader's order, such as predictions for a data set.
-    Collective.
+    """Gather the rows of all ranks on every rank, in the loader's order, such as predictions. Collective.
 
     Padding is left out. (`mw.gather` is another function, for parts of an array in one process.)
 

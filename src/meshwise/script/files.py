@@ -42,11 +42,10 @@ GRACE = 60.0  # seconds in which all ranks must come to a file
 
 
 def save(thing: Any, path: str | Path) -> None:
-    """Save `thing` by `torch.save` on rank 0. The file is written completely or not at all. Other ranks do not wait for
-    it.
+    """Save `thing` by `torch.save` on rank 0. The file is written completely or not at all. Other ranks do not wait.
 
-    thing: state_dicts, or anything that contains them. If the plan divides their values, every rank must call
-    `mw.save`. A whole model is written as the program made it, without hooks of meshwise."""
+    thing: state_dicts, or anything that contains them. If the plan divides their values, this is collective. A whole
+    model is written as the program made it, without hooks of meshwise."""
     engine, path = default_engine(), Path(path)
     world = rank_context().world  # each rank counts, also those of one model
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
@@ -77,8 +76,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def load(path: str | Path) -> Any:
-    """Load a file by `torch.load` to the CPU. Every rank must call it, and no rank continues before all have read the
-    file.
+    """Load a file by `torch.load` to the CPU. All ranks must call it, and none continues before all have read the file.
 
     If rank 0 has not finished an `mw.save` to the same path, this waits for it. Raises CheckpointError for a file that
     is damaged, or that holds anything but tensors and plain values."""
