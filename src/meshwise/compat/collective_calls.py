@@ -59,8 +59,7 @@ OPERATORS = {
     "recv_": ("receive", 0),
     "recv_any_source_": ("receive", 0),
 }
-"""For each operator: the kind of the collective, and the index of the argument that holds its data. The index is None
-if the operator has no data."""
+"""For each operator: the kind of collective, and the index of the argument that holds its data (None: no data)."""
 _groups: dict[int, dist.ProcessGroup] = {}
 WAIT: Any = dist.Work.wait
 GLOO_THREADS = 2  # so many collectives run at a time
@@ -202,7 +201,6 @@ class _Ends:
 def _kernel(
     name: str, operator: Any, after: Any, begin: Callable[[Call], Ended | None], ends: _Ends
 ) -> Callable[..., Any]:
-    """Return a kernel that runs the collective `operator` and reports its begin and end."""
     kind, moved = OPERATORS[name]
     names = [argument.name for argument in operator._schema.arguments]
 

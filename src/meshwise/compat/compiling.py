@@ -22,7 +22,7 @@ SWITCH = "TORCH_COMPILE_DISABLE"
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside a torch.compile wrapper; any other module unchanged."""
+    """Return the module inside a torch.compile wrapper. Any other module is returned unchanged."""
     inner: Any = module
     while (frame := _frame()) is not None and isinstance(inner, frame.OptimizedModule):
         inner = inner._orig_mod
@@ -30,10 +30,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def uncompile(model: nn.Module) -> bool:
-    """Make all compiled modules in `model` run eagerly; return whether there were any.
+    """Make all compiled modules in `model` run eagerly. Return whether there were any.
 
-    A module that `torch.compile(module)` returned stays in place, and calls the module that it wraps.
-    """
+    A module that `torch.compile(module)` returned stays in place, and calls the module that it wraps."""
     frame, found = _frame(), False
     for module in model.modules() if frame is not None else ():
         changed: Any = module
@@ -51,7 +50,7 @@ def is_used() -> bool:
 
 
 def pass_by(modules: Iterable[str]) -> None:
-    """Tell the compiler, if it is imported, not to trace the code of these Python modules: compiled code then has a
+    """Tell the compiler, if it is imported, not to trace the code of these Python modules. Compiled code then has a
     graph break at each call into them. Read in torch 2.13: `_dynamo/trace_rules.py`."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     for name in modules if rules is not None and not _passed_by else ():

@@ -21,8 +21,9 @@ WIDE = {
 
 
 def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a floating tensor to `dtype`; leave integers as they are. A complex tensor becomes complex128 if `dtype`
-    is float64, and stays as it is for any other dtype: torch has no complex kernels for narrow ones."""
+    """Convert a floating tensor to `dtype`, and leave integers as they are. A complex tensor becomes complex128 if
+    `dtype` is float64. For any other dtype it is not converted, because torch has no kernels for narrow complex
+    dtypes."""
     if tensor.is_complex():
         return tensor.to(torch.complex128) if dtype == torch.float64 else tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

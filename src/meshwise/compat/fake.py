@@ -38,8 +38,7 @@ except ImportError as error:  # pragma: no cover - no such torch is in range
     raise RuntimeError(f"torch {torch.__version__} has no fake tensors; meshwise needs torch 2.11 to 2.15.") from error
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors that torch raises for operators with results that depend on the values of their arguments. Fake tensors have
-no values."""
+"""Errors of operators with results that depend on their arguments' values. Fake tensors have no values."""
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], "Call"], Any]
 """(operator, arguments, keyword arguments, function that runs it on fake tensors) -> the operator's result."""
 
@@ -183,8 +182,8 @@ def is_rehearsed(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the class of `tensor` is `torch.Tensor` itself. A fake tensor of a rehearsal counts as plain
-    too."""
+    """Return whether the class of `tensor` is `torch.Tensor` itself. A fake tensor of a rehearsal (see `rehearsing`)
+    counts as plain too."""
     return type(tensor) is Tensor or (type(tensor) is FakeTensor and is_rehearsed(tensor))
 
 
@@ -195,7 +194,8 @@ def rehearsing() -> bool:
 
 
 def calls_so_far() -> int:
-    """Return how many operators have run on fake tensors in the active `FakeTensors` mode; 0 outside of such a mode."""
+    """Return how many operators have run on fake tensors in the active `FakeTensors` mode. Return 0 outside of such a
+    mode."""
     return getattr(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), "calls", 0)
 
 
@@ -251,13 +251,13 @@ def failing_quietly() -> Iterator[None]:
 
 
 def real_values() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager in which operators run on real tensors, even in a rehearsal."""
+    """Return a context manager in which operators run on real tensors, even in a rehearsal (see `rehearsing`)."""
     return without_interception() if rehearsing() else contextlib.nullcontext()
 
 
 def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Return the `(batch, facts)` pairs unchanged, or in a rehearsal with fake tensors in place of the tensors of each
-    batch. The batch is first read with real tensors."""
+    """Return the `(batch, facts)` pairs unchanged. In a rehearsal (see `rehearsing`), read each batch as real tensors,
+    and replace these by fake ones."""
     return _rehearsed(pairs) if rehearsing() else pairs
 
 

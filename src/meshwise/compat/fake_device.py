@@ -141,7 +141,7 @@ class _Module:
 
 
 def is_there() -> bool:
-    """Return whether the fake device exists now, that is, during a rehearsal."""
+    """Return whether the fake device exists now, that is, during a rehearsal of a program on fake tensors."""
     return _users[0] > 0
 
 
@@ -232,8 +232,7 @@ def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
 
 _put_aside: list[BaseException] = []
 _raise_pending = ctypes.pythonapi.Py_IsInitialized
-"""Any C function that is called through ctypes, because such a call raises the pending Python error. It is looked up
-here, because a lookup at the time of the error would replace the error."""
+"""Raises the pending error, as any call through ctypes does. A lookup of the function at that time would replace it."""
 
 
 @functools.cache

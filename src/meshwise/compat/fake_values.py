@@ -29,11 +29,9 @@ UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 """Operators whose results have no values until they are written."""
 OVERWRITES = ("copy_", "fill_", "zero_", "random_")
 NOT_FINITE = ("isnan", "isinf")
-"""Operators that a program uses to test whether a training has diverged. While unknown numbers are guessed, the answer
-is always no."""
+"""Operators that test whether a training has diverged. While unknown numbers are guessed, the answer is no."""
 DRAWN = ("randperm", "randint", "random_")
-"""Operators that draw random integers. A program may use the integers as indices, as for the order of samples or the
-position at which a text is cut."""
+"""Operators that draw integers, which a program may use as indices, as for the order of samples or to cut a text."""
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 

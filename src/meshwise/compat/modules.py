@@ -18,9 +18,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 T = TypeVar("T")
 Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
-"""A function that returns a context manager, in which a method of a model runs as the model's forward does. It returns
-None if the context is entered already. Its argument is an empty list, to which the method's output is appended when the
-method returns."""
+"""A function that returns a context manager in which a method runs as the model's forward does; None if it is entered
+already. The argument is an empty list, to which the method's output is appended when the method returns."""
 _AROUND = "_meshwise_around_methods"
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The base class of all batch norms, which inherit its forward."""

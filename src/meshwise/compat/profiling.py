@@ -21,8 +21,7 @@ HAS_NVTX = bool(torch.version.cuda or torch.version.hip)
 NVTX = HAS_NVTX and bool({"NSYS_PROFILING_SESSION_ID", "MESHWISE_NVTX"} & os.environ.keys())
 
 is_profiled = functools.partial(getattr, profiler, "_is_profiler_enabled", False)
-"""Return whether torch's profiler is running. This is called for every recorded span, so it must cost next to
-nothing."""
+"""Return whether torch's profiler is running. This is called for every span, so it must cost next to nothing."""
 
 
 def open_range(name: str) -> AbstractContextManager[Any] | None:

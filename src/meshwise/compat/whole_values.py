@@ -28,8 +28,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
 
 Meet = Callable[[str], None]
-"""A function that is called before an exchange between ranks, with a description of the exchange. It returns when all
-ranks have reached the same exchange, and raises if they do not."""
+"""A function called before an exchange, with its description. It returns when all ranks have come to it, or raises."""
 _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")

@@ -21,11 +21,11 @@ class Batches(Protocol):
     """The batches that a program has passed to `mw.split`, which must be equal on all ranks."""
 
     def checksum(self, device: torch.device) -> Tensor:
-        """Return a checksum of all batches so far: an int64 scalar on `device`."""
+        """Return a checksum of all batches passed to `mw.split` so far, as an int64 scalar on `device`."""
         ...
 
     def take(self) -> list[Any]:
-        """Return the batches given since the last call."""
+        """Return the batches passed to `mw.split` since `take` was last called."""
         ...
 
     def told(self, taken: list[Any]) -> Any:
@@ -44,8 +44,7 @@ class Carried(Protocol):
     """Returns those settings of the program that must be the same on all ranks, such as learning rates."""
     batches: Batches | None
     rehearses: bool
-    """Whether this is a rehearsal. Tensors then have no values, and the other ranks are assumed to do what this rank
-    does."""
+    """Whether this is a rehearsal: tensors have no values, and other ranks are assumed to do what this one does."""
 
     def signs(self, like: Tensor) -> Tensor:
         """Return a checksum of this rank's values as a tensor of shape (n,), to send along with `like`."""

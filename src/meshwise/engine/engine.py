@@ -57,8 +57,7 @@ class Engine:
 
     carried: Carried
     around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
-    """Returns a context manager for a backward, given the weight of its loss. None until the program has called
-    `mw.split`."""
+    """Returns a context manager for a backward, given its loss's weight. None before the first `mw.split`."""
     recording: Recording | None = None
     """The recording of the run, which is closed together with the engine."""
     watcher: Watcher | None = None

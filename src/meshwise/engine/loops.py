@@ -26,7 +26,7 @@ class LoopRead:
     place: the user's source line.
     step: the number of the step that a job's batch is for.
     given: how many batches the loop has yielded.
-    over: whether the loop has yielded its last batch.
+    over: whether the loop has come to its end, rather than being left early.
     samples: how many samples of each batch this rank had; 0 if it had only a padding sample.
     padded: whether any batch had fewer samples than there are ranks.
     part: this rank's slice of the current batch.
@@ -72,16 +72,14 @@ class Loops:
         self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
-        """The loop that has ended since the last batch or backward, if any. Values that the program reduces now cover
-        that whole loop."""
+        """The loop that ended after the last batch or backward, if any. Values then belong to that whole loop."""
         self.by_place: dict[str, LoopRead] = {}
-        """The newest program's finished loops by the user's source line. A later loop at the same line replaces an
-        earlier one."""
+        """The newest program's finished loops by source line. A later loop at the same line replaces an earlier one."""
         self.over: Counter[tuple[str, int]] = Counter()
         """How many loops of the newest program have finished at each source line of the user."""
         self._places = Counter[object]()
         self.whole: WholeRead | None = None
-        """The loop that gave the newest batch, if that loop's loader is not distributed."""
+        """The loop that yielded the newest batch, if the loader of that loop is not distributed; else None."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
         """Return whether no loop has begun at this source line over this loader before. Also return True the second,

@@ -68,7 +68,7 @@ class ModelStream:
         return contextlib.nullcontext() if self._ran is None else self._ran.backward()
 
     def close(self) -> None:
-        """Make models draw from the program's stream again."""
+        """Remove the hooks from the models. Their forward then draws from the program's random stream again."""
         for handle in self._handles:
             handle.remove()
 

@@ -53,7 +53,7 @@ class Phases:
 
     @property
     def trained(self) -> bool:
-        """Whether there was a backward since the last batch was given."""
+        """Whether there was a backward since the loop received its newest batch."""
         return self._trained
 
     @property

@@ -81,33 +81,27 @@ class Program:
         """Averages gradients over the ranks; None if no averaging is needed, or if no model is left."""
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
         self.joined_at: int | None = None
-        """The number of backwards when the program last summed a term of its loss over the ranks by `mw.sum(grad=True)`
-        or `mw.mean(grad=True)`; None if it never did."""
+        """How many backwards there were at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
         self.coupled_gradients = False
-        """Whether ranks exchange gradients within the backward, so that this rank's gradients depend on other ranks
-        (see `Setup`)."""
+        """Whether this rank's gradients depend on other ranks, since ranks exchange gradients in the backward."""
         self.pipeline: Pipeline | None = None
         """Runs the stages of this rank, if the plan has a pipeline; else None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
-        """How many backwards this session or job has run so far. `began` is that number when the newest program
-        began."""
+        """How many backwards have run in this session or job. `began`: how many before its newest program began."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
-        """Modules that directly hold parameters, by model number and name. A program may keep only some modules of a
-        model."""
+        """Modules that directly hold parameters, by model number and name. A program may keep only parts of a model."""
         self._alive = 0
         self._numbers = itertools.count()
         self._given = set[weakref.ref[Optimizer]]()
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
-        """Optimizers that were given or that have stepped the models' parameters. All ranks have them in the same
-        order."""
+        """Optimizers that were given or have stepped for the models. All ranks have them in the same order."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
-        """The optimizers that stepped between the last two backwards. On some ranks, other optimizers may be deleted
-        already."""
+        """The optimizers that stepped between the last two backwards. Some ranks may have deleted others already."""
         self.may_draw = False
         """Whether any optimizer may draw random numbers in its step. The optimizers of torch draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names

@@ -39,8 +39,7 @@ SIGNS = CARRIED - 1
 _Held = tuple[list[Any], Settings, Seen | None]
 PLAIN = frozenset((int, float))
 STEPS_OF_A_JOB = 8
-"""In how many of a job's first steps the batches of the ranks are compared. Each of these steps has one collective
-more."""
+"""In how many of a job's first steps the ranks' batches are compared, with one more collective in each step."""
 
 
 class Agreed:

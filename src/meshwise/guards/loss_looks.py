@@ -35,7 +35,7 @@ class LossLooks:
         self.coupled.begins()
 
     def close(self) -> None:
-        """Stop checking."""
+        """Stop checking losses, and stop watching for collectives."""
         self.coupled.close()
 
     def backward_begins(

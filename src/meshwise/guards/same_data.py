@@ -35,8 +35,7 @@ from meshwise.transfer import collectives
 MOST_BYTES, MOST_SECONDS, MOST_THINGS = 1 << 20, 0.05, 256
 STRETCHES, STRETCH = 16, 512  # of the numbers of a tensor, and how many each has
 ITEMS, FILES, DEPTH = 256, 32, 6
-"""The largest number of items to compare in a list, of files to compare by size, and of levels of nested objects to
-read."""
+"""The most items of a list to compare, the most files to compare by size, and the most levels of nesting to read."""
 FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's own: a range, a device
 MOST_SENT = 4  # things whose numbers travel, where their bits are others
 ROUNDING = 1e-3  # of a stretch's largest number: what the ranks' machines may compute otherwise

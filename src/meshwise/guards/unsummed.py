@@ -108,7 +108,7 @@ class Loop:
         self.hooks.clear()
 
     def end_watch(self) -> None:
-        """Remove all hooks, and record whether the program itself called a collective."""
+        """Remove all hooks, and record whether the program itself has called a collective meanwhile."""
         self.remove_hooks()
         if self.norms is not None:
             self.norms.remove()

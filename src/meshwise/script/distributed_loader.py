@@ -44,8 +44,7 @@ class DistributedLoader:
         self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
         self.start = 0
         """How many batches of this epoch were done before this process began, as for `enumerate(loader, loader.start)`.
-        It is above 0 only in the first epoch of a resumed loop. `len(loader)` is still the length of the whole
-        epoch."""
+        Only in the first epoch of a resumed loop is it above 0. `len(loader)` still counts the whole epoch."""
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
         self._keyed = False
@@ -206,8 +205,8 @@ class DistributedLoader:
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
         """Return an iterator over (batch, this rank's slice of it) for the rest of the epoch. With `limit`, it yields
-        batches of at most `limit` samples; if the program relies on whole batches, they stay whole unless `limit` is
-        0."""
+        one batch of at most `limit` samples, or a whole batch if the program relies on whole ones. With limit=0, it
+        yields nothing."""
         if limit == 0:
             return iter(())
         if limit is not None and self._whole_batches:

@@ -31,8 +31,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
-"""The key of an additional entry in Lightning's checkpoints, which holds the states of the loaders. Lightning without
-meshwise can resume from such a checkpoint too."""
+"""The key in Lightning's checkpoints of the loaders' states. Lightning alone can resume from such checkpoints too."""
 
 
 def refuse(ranks: Ranks, what: str, instead: str) -> None:

@@ -30,11 +30,9 @@ from meshwise.transfer import collectives
 
 F = nn.functional
 ITEMS = "meshwise_items"
-"""The name of an attribute, set on a loss without an autograd graph, that holds how many items the loss is a mean
-over."""
+"""An attribute of losses without an autograd graph. It holds how many items the loss is a mean over."""
 AT_ONCE = 32
-"""How many values are reduced in one collective, which takes as long as fewer values would. A collective of a fixed
-size also makes it possible to detect that a rank has logged other values."""
+"""How many values one collective reduces; fewer take as long. This also detects a rank that logs other values."""
 OTHERS = (
     "Lightning: the ranks have logged different names in one step ({names}). Log the same names on every rank, with a "
     "value such as 0 where a rank has none."
@@ -127,8 +125,9 @@ class Ranks(OfTrainer):
             self.open[kind].clear()
 
     def agree(self, hook: str) -> None:
-        """Copy how the values of a step depend on rows from the rank with the most rows to all ranks. Collective. hook:
-        the name of the step, such as `training_step`."""
+        """Make all ranks use the same kinds for the values that a step logs: those found on the rank with the most
+        rows. A kind is MEAN, SUM, MAX, MIN, SAME or OTHER. Collective. hook: the name of the step, such as
+        `training_step`."""
         own = {name: kind for (where, name), kind in self.kinds.items() if where == hook}
         _, found = max(collectives.gather_objects((self.rows, own)), key=lambda each: each[0])
         self.kinds.update(((hook, name), kind) for name, kind in found.items())

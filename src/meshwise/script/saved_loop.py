@@ -26,8 +26,7 @@ from meshwise.tracking import tracking
 from meshwise.workers.join import rank_context
 
 Loaders = DistributedLoader | Sequence[DistributedLoader] | None
-"""The loader of the training loop, or a sequence that begins with it and continues with other loaders that the same
-loop reads."""
+"""The loader of the training loop. Or a sequence of that loader and others that the same loop reads."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from meshwise.transfer import collectives
 
 TRAINER = "transformers.trainer"
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
-"""Endings of the names of logged values that differ between ranks. These are times, and amounts of computation, because
-each rank pads its rows to its own longest row."""
+"""Endings of logged values that differ between ranks: times, and computed work, as each rank pads its own rows."""
 SWEEP = {"what": "hyperparameter_search", "instead": "each rank would try others. Loop in the script, a Trainer each"}
 
 

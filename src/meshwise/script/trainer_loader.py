@@ -88,8 +88,6 @@ class TrainerLoader:
 
 
 class _Epoch:
-    """One loop over a `TrainerLoader`."""
-
     def __init__(self, loader: TrainerLoader, batches: Iterator[Any], reader: Reader, state: Any) -> None:
         self._loader, self._batches, self._reader, self._state = loader, batches, reader, state
         loader.end_of_dataloader = False

@@ -102,5 +102,4 @@ def _called(value: ast.AST, source: Source) -> Iterator[ast.FunctionDef]:
 
 
 def _is_given_in(loop: ast.For, divisor: ast.expr) -> bool:
-    """Return whether the loop itself computes the divisor."""
     return any(reads(divisor, name) for node in inside(loop) for name, _ in given(node))
