@@ -25,12 +25,15 @@ from meshwise.transfer.groups import get_rank
 
 
 class BestEpoch:
-    """Tracks the best evaluation so far. Every rank has the same result, since metrics cover all ranks."""
+    """The best evaluation of a run so far. It is the same on all ranks, because metrics are computed over all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
-        """folder: the run folder; None keeps no weights. Collective if the run is resumed.
+        """Begin without a best evaluation. If the run is resumed, read the best evaluation from the run folder.
 
-        Raises UsageError if the resumed run kept the best by another metric.
+        folder: the run folder, in which the weights of the best evaluation are saved. With None, no weights are saved.
+        resumed: whether the run continues an earlier one. If so, all ranks must make this call (collective).
+
+        Raises UsageError if the resumed run chose its best evaluation by another metric.
         """
         self._job, self._folder = job, folder
         self._direction, _, self._metric = (job.best or "").partition(" ")
@@ -44,13 +47,16 @@ class BestEpoch:
             )
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise UsageError if the job's metrics lack the metric of `job.best`."""
+        """Raise UsageError if `metrics` lacks the metric that `job.best` names."""
         if self._metric not in metrics:
             has = f"{', '.join(metrics)}.{nearest(self._metric, metrics)}"
             raise UsageError(f"job '{self._job.name}': best={self._job.best!r} is no metric of the job: it has {has}")
 
     def take(self, metrics: Mapping[str, float], epoch: int, step: int, model: nn.Module) -> bool:
-        """Return whether this evaluation is the best so far; if so, save its weights. Collective."""
+        """Return whether this evaluation is the best of the run so far. If it is, save the model's weights. Collective.
+
+        Returns False if the job has no `best`, or if the metric is NaN.
+        """
         if not self._metric:
             return False
         value = metrics[self._metric]
@@ -64,13 +70,14 @@ class BestEpoch:
         return True
 
     def is_over(self, state: RunState) -> bool:
-        """Return whether the job's patience has ended."""
+        """Return whether training must end because the last `job.patience` evaluations were no better than the best
+        one."""
         every, unit = self._job.evaluates
         since = getattr(state, unit[:-1]) - (getattr(self.found, unit[:-1]) if self.found is not None else 0)
         return self._job.patience is not None and since >= self._job.patience * every
 
     def why_over(self, state: RunState) -> str:
-        """Return why a run ended before its last epoch; empty if it did not."""
+        """Return a sentence on why the run ended early. An empty string if the run trained all its epochs."""
         if state.epoch >= self._job.epochs or not self.is_over(state):
             return ""
         after, then = f"epoch {state.epoch} of {self._job.epochs}", f"epoch {self.found.epoch}" if self.found else ""

@@ -17,13 +17,14 @@ from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 
 Sum = tuple[Tensor, Tensor]
-"""A value and its weight in the mean, or the weighted sum of values and the sum of weights."""
+"""For one batch: a mean value and its weight. For several batches: the weighted sum of values and the sum of
+weights."""
 
 
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:
-    """Return the job's metrics over the whole test set; the loss, if the job has no metrics. Collective.
+    """Return the job's metrics over the whole test set, or only the loss if the job has no metrics. Collective.
 
-    A padding sample has weight 0. Buffers (running statistics) are set to those of rank 0 first.
+    Padding samples have weight 0. The model's buffers, such as running statistics, are first set to those of rank 0.
     """
     collectives.broadcast_tensors(list(model.buffers()))
     sums: dict[str, Sum] = {}
@@ -45,7 +46,7 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Micro
 
 
 def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
-    """Return each metric of a batch with its weight; in a pipeline, only the last stage has metrics."""
+    """Return each metric of a batch with its weight. On a pipeline stage other than the last, return an empty dict."""
     pipeline, cast = engine.program.pipeline, engine.cast(batch)
     if pipeline is None:
         return _measure(job, model, cast, part)
@@ -58,7 +59,7 @@ def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: Batc
 
 
 def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
-    """Return the metrics' sums of the last stage, on every rank of the pipeline."""
+    """Return the sums of the last pipeline stage, on every rank of the pipeline. Without a pipeline, return `sums`."""
     pipeline, device = engine.program.pipeline, engine.program.device
     if pipeline is None:
         return sums
@@ -70,7 +71,6 @@ def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
 
 
 def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
-    """Return each metric of a batch with its weight."""
     named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
     summed = 1 if job.reduction == "sum" and not job.metrics else None
     measured = {}

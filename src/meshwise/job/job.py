@@ -27,11 +27,15 @@ _MUST_BE_GIVEN: Any = ...
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """The argument of a job's callbacks after an epoch, on every rank.
+    """The argument with which a job's callbacks are called after each epoch, on every rank.
 
-    epoch: counted from 1. step: optimizer steps so far. loss: that of the last step, over all ranks. metrics: those of
-    the evaluation after this epoch; empty if there was none. best: whether that evaluation was the best so far. model,
-    optimizer: those that train; the model is put into training mode again after each callback.
+    epoch: the number of the epoch, counted from 1.
+    epochs: the number of epochs of the job.
+    step: the number of optimizer steps so far.
+    loss: the loss of the last step, over all ranks.
+    metrics: the metrics of the evaluation after this epoch. Empty if there was no evaluation.
+    best: whether that evaluation is the best one so far.
+    model, optimizer: the model and the optimizer in training. After each callback, the model is put into training mode.
     """
 
     epoch: int
@@ -48,35 +52,38 @@ class EpochEnd:
 class Job:
     """A training program: model, data, loss and optimizer.
 
-    name: used in messages and for the run's folder; default: the name of the variable that holds the job.
-    model: builds the model; called once on every rank. All ranks start with the values of rank 0.
-    loss: `loss(model, batch)` returns a scalar mean over the samples of `batch`, or `(mean, weight)` where `weight`
-        counts what the mean is over (a token mean returns its number of tokens). Gradients are the exact weighted mean
-        over the global batch.
-    reduction: `sum` if the loss is a sum over the samples of `batch`: gradients are then those of the sum over the
-        global batch. Without metrics the test loss is per sample. By default the loss counts as a mean, and on several
-        devices a loss known to be a sum is refused; `mean` overrides that check.
-    optimizer: makes the optimizer from the parameters.
-    data: the training set, or a function that returns it: a map-style dataset, or a tuple or dict of equally long
-        tensors (sliced by batch). A function is called on each rank; a data set is sent to each. A dataset with
-        `batch(indices)` is asked for whole batches; any other is read by torch's DataLoader.
-    test: the test set, like `data`. Every sample counts once.
-    metrics: `metrics(model, batch)` returns named means like `loss` does, for instance `{"accuracy": ...}`.
-    predict: `predict(model, batch)` returns a row for each sample of `batch`: a tensor, a list, or a dict or tuple of
-        them. By default the model's output for the batch (a dict by name, the first entry of a tuple), or the `logits`
-        in that output. See `mw.predict`.
-    scheduler: makes a scheduler from the optimizer; it steps once per optimizer step.
-    collate: joins samples into a batch, as DataLoader's `collate_fn`.
+    name: used in messages and for the run's folder. Default: the name of the variable that holds the job.
+    model: a function that builds the model, called once on every rank. All ranks start with the values of rank 0.
+    loss: `loss(model, batch)` returns a scalar, the mean over the samples of `batch`, or `(mean, weight)`. There,
+        `weight` is the number of items in the mean, such as the number of tokens for a mean over tokens. Gradients are
+        those of the exact weighted mean over the global batch.
+    reduction: `sum` if the loss is a sum over the samples of `batch`. Gradients are then those of the sum over the
+        global batch. The test loss of a job without metrics is the mean per sample. By default, the loss is taken to be
+        a mean, and on several devices a loss that is known to be a sum is refused. `mean` turns off that check.
+    optimizer: a function that makes the optimizer from the parameters.
+    data: the training set, or a function that returns it: a map-style dataset, or a tuple or dict of tensors of equal
+        length, which are sliced into batches. A function is called on each rank. A dataset is sent to each rank. A
+        dataset with a method `batch(indices)` is asked for whole batches. Any other dataset is read by torch's
+        DataLoader.
+    test: the test set, in the same form as `data`. Every sample counts once.
+    metrics: `metrics(model, batch)` returns a dict such as `{"accuracy": ...}`. Each value is a mean, in the same form
+        as the result of `loss`.
+    predict: `predict(model, batch)` returns one row for each sample of `batch`: a tensor, a list, or a dict or tuple of
+        these. By default, the prediction is the model's output for the batch, or the `logits` in that output. The model
+        is then called with the entries of a dict by name, or with the first entry of a tuple. See `mw.predict`.
+    scheduler: a function that makes a learning rate scheduler from the optimizer. It steps once per optimizer step.
+    collate: a function that joins samples into a batch, like the `collate_fn` of a DataLoader.
     batch_size: the number of samples in the *global* batch, on any number of devices.
     clip_norm: the norm to which the gradient of the whole step is clipped.
-    loader_workers: how many processes the DataLoader of each rank uses.
-    validate_every: epochs from one evaluation to the next, or optimizer steps: `"500 steps"`, counted from the start of
-        the run. The last epoch ends with an evaluation, too.
-    best: which evaluation is the best, such as `max accuracy` or `min loss`; its weights are saved as best.safetensors.
-    patience: the training ends after this many evaluations in a row that were no better than the best so far.
-    callbacks: called on every rank after each epoch and its evaluation, with an `EpochEnd`.
-    stage_cost: `stage_cost(name, block)` returns the cost of a block of the model, in any unit: a pipeline is split so
-        that its most expensive stage is as cheap as possible. By default, the cost is the number of parameters.
+    loader_workers: the number of DataLoader worker processes on each rank.
+    validate_every: the number of epochs between two evaluations, or the number of optimizer steps, such as
+        `"500 steps"`, counted from the start of the run. There is also an evaluation after the last epoch.
+    best: which evaluation is the best, such as `max accuracy` or `min loss`. Its weights are saved as best.safetensors.
+    patience: training ends after this many evaluations in a row that were no better than the best one so far.
+    callbacks: functions that are called with an `EpochEnd` on every rank, after each epoch and its evaluation.
+    stage_cost: `stage_cost(name, block)` returns the cost of a block of the model, in any unit. A model is split into
+        pipeline stages so that the most expensive stage is as cheap as possible. By default, the cost is the number of
+        parameters.
     log: where losses and metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, or functions of your
         own, `track(values, step)`, called on rank 0. `--log` adds more. A tracker that fails does not end the training.
     """
@@ -139,17 +146,21 @@ class Job:
 
     @property
     def trackers(self) -> tuple[str | Tracker, ...]:
-        """The trackers in `log`, as a tuple."""
+        """The entries of `log`, as a tuple."""
         return (self.log,) if isinstance(self.log, str) or callable(self.log) else tuple(self.log)
 
     @property
     def evaluates(self) -> tuple[int, str]:
-        """`validate_every` as a count and a unit, such as `(500, "steps")`; a count of 0 means that it is invalid."""
+        """`validate_every` as a count and a unit, such as `(500, "steps")`. The count is 0 if the value is invalid."""
         whole = isinstance(self.validate_every, int | str) and not isinstance(self.validate_every, bool)
         return _count_and_unit(str(self.validate_every)) if whole else (0, "epochs")
 
     def named(self, name: str = "") -> Job:
-        """Return this job; if it has no name, with `name`, or else with the name of the program's variable for it."""
+        """Return this job, with a name if it has none yet.
+
+        The new name is `name`. If `name` is empty, it is the name of the variable in `__main__` that holds the job, or
+        `job`.
+        """
         if self.name:
             return self
         bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")

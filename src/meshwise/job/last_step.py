@@ -1,13 +1,16 @@
 """Keep a rank's latest state, so that a run survives losing it.
 
-The run then continues without going back to a save.
+The run then continues without going back to a saved state.
 
-If each rank holds all of the state, one of the surviving ranks writes it: nothing is copied before. Else each rank
-copies its part after a step into memory that its launcher holds, which also has the part of a lost rank:
+If each rank holds the whole state, one of the surviving ranks writes it to disk, and nothing is copied in advance.
+Otherwise each rank copies its part of the state after a step into memory that its launcher holds. The launcher then
+still has the part of a lost rank.
 
-    --redundancy 1    after every step
-    (default)         after every n-th, with the n that costs at most 1 % of a step, and where memory is plenty
-    --redundancy 0    never: only where all ranks are left, as after one ran out of memory, is a step not lost
+    --redundancy 1    copy after every step
+    (default)         copy after every n-th step, if there is plenty of memory; n is the smallest number of steps for
+                      which copying costs at most 1 % of the time
+    --redundancy 0    never copy; the last step is kept only if no rank was lost, for instance after one of them ran
+                      out of memory
 
 Tested in tests/job/test_last_step.py and tests/faults/test_rescue.py.
 """
@@ -43,7 +46,7 @@ PATIENCE, LOOK = 5.0, 0.005  # seconds for a step in flight to be whole again, a
 
 
 def among(plan: Plan, world: World) -> Among:
-    """Return how ranks divide the work of keeping a state under a plan. Replicas are on the outermost axis."""
+    """Return how the ranks share the work of keeping a run's last state. Replicas are on the outermost mesh axis."""
     attempt = int(os.environ.get(ATTEMPT, "1"))
     divided = plan.parameters_divided or plan.state_divided
     if world.size > 1 and plan.data == world.size and not divided and world.kind == "cpu":
@@ -53,7 +56,7 @@ def among(plan: Plan, world: World) -> Among:
 
 
 class LastStep:
-    """Keeps the state of a run after its last step. Call `keep` after each step."""
+    """The state of a run after its last step, which survives the loss of a rank. Call `keep` after each step."""
 
     def __init__(
         self,
@@ -64,7 +67,12 @@ class LastStep:
         redundancy: int | None,
         notify: Callable[[str], None],
     ) -> None:
-        """folder: the run folder. notify: prints a line for the user, once for all ranks."""
+        """Prepare to keep the state.
+
+        folder: the run folder.
+        redundancy: the value of --redundancy, or None if it was not given.
+        notify: a function that prints a line for the user, once for all ranks.
+        """
         self._state, self._world, self._notify = state, world, notify
         who = among(plan, world)
         if redundancy and who.whole:
@@ -94,7 +102,8 @@ class LastStep:
         self._before = began
 
     def _begin(self) -> None:
-        """Check whether there is enough memory to keep the state; if not, say so, and keep none."""
+        """Check whether there is enough memory for copies of the state. If not, tell the user and make none.
+        Collective."""
         self._begun = True
         if self._whole:
             return
@@ -118,7 +127,8 @@ class LastStep:
             )
 
     def _measure(self, began: float) -> None:
-        """After some measured steps, decide how often to copy the state, from the time that a copy takes."""
+        """Record how long a copy took. After MEASURED steps, decide how often to copy the state, so that copies cost at
+        most MOST_COST of the time. This decision is collective."""
         if self._before and self._begun:
             self._costs.append((time.perf_counter() - began, began - self._before))
         if len(self._costs) < MEASURED:
@@ -133,7 +143,10 @@ class LastStep:
             )
 
     def leave(self) -> bool:
-        """Write the state after the last step, when a step has failed or hangs; return whether it is on disk."""
+        """Write the state after the last step to disk, when a step has failed or hangs.
+
+        Returns whether the state is on disk, or another rank has begun to write it.
+        """
         with self._lock:
             if not self._last.is_whole():
                 return False
@@ -145,7 +158,8 @@ class LastStep:
         return left
 
     def _is_first(self) -> bool:
-        """Return whether no other rank has begun to write the state, as one copy is enough."""
+        """Return whether this rank is the first to write the state. One copy is enough if each rank holds the whole
+        state."""
         try:
             os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -153,7 +167,10 @@ class LastStep:
         return True
 
     def answer(self, channel: WorkerChannel) -> None:
-        """Write the state when the launcher asks for it: in the listening thread, even during a step."""
+        """Register a listener by which the launcher can ask this rank to write its state.
+
+        The state is written in the thread that listens to the launcher, even during a step.
+        """
 
         def leave(message: Mapping[str, Any]) -> None:
             channel.send("rescuing")

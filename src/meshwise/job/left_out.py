@@ -26,18 +26,23 @@ from meshwise.spec.words import ranks_text
 from meshwise.transfer import collectives, stages
 
 Batch = tuple[int, int, int]
-"""A batch: its epoch (from 0), the index of its first sample in the epoch's order, and the index after its last."""
+"""A batch: its epoch (from 0), the index of its first sample in the epoch's order, and the index after its last
+sample."""
 
 
 class LeftOut:
-    """The batches that this run leaves out, and the check that finds them. The same on all ranks."""
+    """The batches that a run leaves out because their loss or gradient was not finite. All ranks hold the same list."""
 
     is_step = False
     """Whether a step without an update still counts as a step."""
 
     def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
-        """folder: the run folder; with None, nothing is remembered for later runs. tell: prints a line for the user.
-        scaled: whether a loss scaler handles non-finite gradients. Collective."""
+        """Read the batches that earlier attempts have left out. Collective.
+
+        folder: the run folder. With None, left-out batches are not recorded for later attempts.
+        tell: a function that prints a line for the user.
+        scaled: whether a loss scaler handles gradients that are not finite.
+        """
         self._state, self._scaled, self._first = state, scaled, collectives.get_rank(collectives.everyone()) == 0
         self._tell = tell
         self._file = None if folder is None else folder / names.LEFT_OUT
@@ -49,16 +54,20 @@ class LeftOut:
         self.in_a_row = 0
 
     def ranges(self, epoch: int, begin: int = 0) -> list[tuple[int, int]]:
-        """Return the left-out batches of an epoch that end after sample `begin`, in the form of `batch_bounds`."""
+        """Return the left-out batches of an epoch that end after sample `begin`, as pairs (first, stop) for
+        `batch_bounds`."""
         return [(first, stop) for of, first, stop in self._every if of == epoch and stop > begin]
 
     def step_begins(self) -> None:
-        """Copy the buffers before the forward of a step."""
+        """Copy the model's buffers before the forward pass of a step."""
         self._kept.keep()
 
     def skips(self, step: int, losses: Losses) -> bool:
-        """Return whether this step's batch is left out; if so, restore the buffers. Collective. Raise SpoiledError if
-        parameters are not finite, LossError if too many batches in a row are left out."""
+        """Check whether this step's loss or gradients are finite on all ranks. If not, leave its batch out. Collective.
+
+        Returns True if the batch is left out. The model's buffers are then restored. Raises SpoiledError if parameters
+        are not finite, and LossError if too many batches in a row are left out.
+        """
         seen = [total_of(losses)[0], *([] if self._scaled else gradients_of(self._state.model))]
         if not agreed(any_not_finite(seen).to(seen[0].device)):
             self.in_a_row = 0
@@ -76,8 +85,10 @@ class LeftOut:
         return True
 
     def refuse_spoiled(self, step: int) -> None:
-        """Raise SpoiledError on all ranks if a parameter is not finite; first record the batches of this step and of
-        the previous one as left out. Collective."""
+        """Raise SpoiledError on all ranks if a parameter is not finite on any rank. Collective.
+
+        Before that, the batches of this step and of the previous step are recorded as left out.
+        """
         model = self._state.model
         lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
@@ -88,7 +99,7 @@ class LeftOut:
             raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
-        """Record that these batches are left out; return a sentence that names them."""
+        """Record that these batches are left out. Return a sentence that names them."""
         self._every += batches
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
         text = f"The order of the data goes on without {which}."
@@ -102,7 +113,7 @@ class LeftOut:
 
 
 def _read(file: Path | None) -> Iterator[Batch]:
-    """Yield the batches that earlier attempts have left out."""
+    """Yield the batches that are recorded in `file` as left out."""
     for line in read_lines(file) if file is not None else ():
         found = [number for name in ("epoch", "first", "stop") if isinstance(number := line.get(name), int)]
         if len(found) == 3:

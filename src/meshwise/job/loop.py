@@ -58,10 +58,12 @@ from meshwise.workers.join import RankContext, join
 
 
 def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
-    """Run `job` on this rank; return this rank's facts on the finished run. Collective: every rank calls it.
+    """Run `job` on this rank until it ends. Return a dict of facts about the run on this rank. Collective.
 
-    folder: the run folder, which must exist; None keeps no records. send: takes the run's messages; by default, they go
-    to the launcher. Raises UsageError for what cannot be run, LossError if the loss is not finite.
+    folder: the run folder, which must exist. With None, nothing is recorded or saved.
+    send: a function that takes the run's messages. By default, messages go to the launcher.
+
+    Raises UsageError if the job cannot be run with these options, and LossError if the loss is not finite.
     """
     session = join()
     plan = options.plan_on(session.world.size)
@@ -184,7 +186,7 @@ def _end_epoch(run: JobRun) -> None:
 
 
 def _evaluation_is_due(run: JobRun, unit: str) -> bool:
-    """Return whether to evaluate after this step or epoch (see `unit`); always after the last epoch."""
+    """Return whether to evaluate after this step or epoch (see `unit`). The last epoch is always evaluated."""
     every, of = run.job.evaluates
     done = run.state.step if unit == "steps" else run.state.epoch
     last = unit == "epochs" and run.state.epoch == run.job.epochs
@@ -192,7 +194,7 @@ def _evaluation_is_due(run: JobRun, unit: str) -> bool:
 
 
 def _evaluate(run: JobRun, epoch: int) -> None:
-    """Evaluate in epoch `epoch` (from 1), and save the weights if they are the best. Collective."""
+    """Evaluate the model, and save its weights if they are the best so far. epoch: counted from 1. Collective."""
     state, job = run.state, run.job
     assert run.test is not None
     run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
@@ -203,7 +205,7 @@ def _evaluate(run: JobRun, epoch: int) -> None:
 
 
 def _train_epoch(run: JobRun) -> bool:
-    """Train from the current state to the end of the epoch. Return whether all ranks stop before that."""
+    """Train from the current position to the end of the epoch. Return True if the run is asked to stop before that."""
     state, job, log = run.state, run.job, run.log
     in_epoch = -(-state.index // job.batch_size)
     gaps = run.left_out.ranges(state.epoch, state.index)
@@ -259,7 +261,7 @@ def _train_epoch(run: JobRun) -> bool:
 
 
 def _has_spiked(run: JobRun) -> bool:
-    """Return whether a loss since the last check was a spike, and report it. Collective when a check is due."""
+    """Return whether a loss since the last check was a spike. If so, tell the user. Collective when a check is due."""
     step = run.state.step
     if run.spikes is None or not run.spikes.is_due(step):
         return False
@@ -271,7 +273,7 @@ def _has_spiked(run: JobRun) -> bool:
 
 
 def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
-    """Yield the microbatches of each step, on the device, while the next ones are being loaded."""
+    """Yield the microbatches of each step, on the device. The next microbatches are loaded in the meantime."""
     state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
     gaps = run.left_out.ranges(state.epoch)
@@ -297,8 +299,10 @@ def _send_progress(run: JobRun, kind: str, pace: Pace, in_epoch: int, steps: int
 
 
 def _save(run: JobRun, *, wait: bool = False) -> None:
-    """Save the state: every rank writes its part, while training continues. Raise, and save nothing, if replicas
-    differ, or if a loss is not finite. Collective."""
+    """Save the state. Each rank writes its part while training continues. Collective.
+
+    If replicas differ, or a loss or parameter is not finite, an error is raised and nothing is saved.
+    """
     state = run.state
     run.log.sync()  # what a restart goes on after is in the records too
     run.replicas.compare(state)
@@ -317,7 +321,7 @@ def _save_weights(run: JobRun, path: Path) -> None:
 
 
 def _finish(run: JobRun) -> None:
-    """Save the state and, after a complete run, the weights. Raise SaveError if the last state cannot be saved."""
+    """Save the state and, after a complete run, the weights. Raise SaveError if they cannot be written."""
     saver = run.saver
     if saver is not None:
         saver.settle()

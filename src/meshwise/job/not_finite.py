@@ -30,7 +30,7 @@ MOST_IN_A_ROW = 20  # steps that are skipped before the run is held to be lost
 
 
 def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
-    """Raise UsageError for an optimizer with a closure, whose step cannot be skipped, unless `on_nan` is stop."""
+    """Raise UsageError if the optimizer needs a closure and `on_nan` is not `stop`. Its steps cannot be skipped."""
     if on_nan != STOP and needs_closure(optimizer):
         raise UsageError(
             f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, so a step "
@@ -39,7 +39,7 @@ def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
 
 
 class KeptBuffers:
-    """Copies of a model's buffers from before a forward."""
+    """Copies of a model's buffers, made before a forward pass in order to restore them after it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -50,29 +50,29 @@ class KeptBuffers:
         self._before = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
 
     def put_back(self) -> None:
-        """Restore the copied values."""
+        """Restore the values that were copied."""
         for buffer, before in self._before:
             buffer.detach().copy_(before)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Return this rank's parts of the gradients of `model`."""
+    """Return the gradients of `model` on this rank. Of a sharded gradient, this is the local shard."""
     return [local_of(p.grad) for p in model.parameters() if p.grad is not None]
 
 
 def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return, as 1 or 0 on the tensors' device, whether any of their values is not finite."""
+    """Return a scalar tensor: 1 if any value in `tensors` is infinite or NaN, else 0."""
     bad = [~torch.isfinite(tensor).all() for tensor in tensors if tensor.numel()]
     return torch.stack(bad).any().float() if bad else torch.zeros(())
 
 
 def agreed(found: Tensor) -> bool:
-    """Return whether `found` is 1 on some rank. Collective."""
+    """Return whether `found` is 1 on at least one rank. Collective."""
     return bool(float(collectives.all_reduce(found, "max", collectives.everyone(), of="whether gradients are finite")))
 
 
 class SkippedSteps:
-    """Decides to skip steps whose gradients are not finite, and counts them."""
+    """The check that skips the update of each step with gradients that are not finite, and counts these steps."""
 
     is_step = True
     """Whether a step without an update still counts as a step."""
@@ -82,11 +82,15 @@ class SkippedSteps:
         self.count = self.in_a_row = 0
 
     def step_begins(self) -> None:
-        """Copy the buffers before the forward of a step."""
+        """Copy the model's buffers before the forward pass of a step."""
         self._kept.keep()
 
     def skips(self, step: int, losses: Losses) -> bool:
-        """Return whether some rank has a non-finite gradient; if so, restore the buffers. Collective."""
+        """Return whether to skip this step's update, because a gradient on some rank is not finite. Collective.
+
+        If the update is skipped, the model's buffers are restored. Raises LossError if too many steps in a row are
+        skipped.
+        """
         device = next(iter(self._model.parameters())).device
         if not agreed(any_not_finite(gradients_of(self._model)).to(device)):
             self.in_a_row = 0
@@ -103,6 +107,6 @@ class SkippedSteps:
         return True
 
     def note(self) -> str:
-        """Return a text on how many steps were skipped, for the summary; empty for none."""
+        """Return a text for the summary on how many steps were skipped. An empty string if there were none."""
         skipped = f"{plural(self.count, 'step')} skipped (--on-nan skip): gradients that are not finite"
         return skipped if self.count else ""

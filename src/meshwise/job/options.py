@@ -33,23 +33,27 @@ STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
 AUTO = "auto"
 AUTO_OF_A_SCRIPT = "--plan auto works only in meshwise run of a job. Save a plan with meshwise plan --save FILE."
-"""The message for `--plan auto` with a script, which takes a saved plan only."""
+"""The error message for `--plan auto` with a script. For a script, the plan must be a saved one."""
 OF_THE_PLAN = ("accumulate", "precision")
-"""Fields of the plan that have a separate option, besides `--set`."""
+"""Fields of the plan that have an option of their own, besides `--set`."""
 JOB = Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True)
 ARGUMENT = OfJobs("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE")
 
 
 @dataclass(frozen=True)
 class PlanText:
-    """The text of a plan file. If the plan names no axis, replicas fill the devices, even another number on resume."""
+    """The text of a plan file.
+
+    If the plan names no mesh axis, it makes one replica per device, also when a run resumes on another number of
+    devices.
+    """
 
     text: str
 
 
 @dataclass(frozen=True)
 class RunOptions(NodeOptions):
-    """The options of a run; None, False or an empty tuple if the user did not give one."""
+    """The options of a run. An option that the user did not give has its default, mostly None or an empty tuple."""
 
     job: Annotated[Job | str | None, JOB] = None
     _: KW_ONLY
@@ -134,7 +138,10 @@ class RunOptions(NodeOptions):
         return None if self.time_limit is None else seconds_of(self.time_limit, "--time-limit")
 
     def seconds_left(self, began: float) -> float | None:
-        """Return the seconds left of the time limit, counted from `began` (seconds since 1970); None for no limit."""
+        """Return how many seconds of the time limit are left. None if there is no limit.
+
+        began: when the command began, in seconds since 1970.
+        """
         return None if self.seconds_limit is None else max(0.0, began + self.seconds_limit - time.time())
 
     @property
@@ -180,11 +187,14 @@ class RunOptions(NodeOptions):
 
     @property
     def gives_plan(self) -> bool:
-        """Whether a plan, or a field of the plan, is given."""
+        """Whether the user gave a plan, or any field of a plan."""
         return self.plan is not None or bool(self.settings)
 
     def plan_on(self, devices: int) -> Plan:
-        """Return the plan for this many devices: the given plan, or replicas, changed by settings and options."""
+        """Return the plan for this many devices.
+
+        It is the plan that the user gave, or replicas, with the changes by `--set` and other options applied.
+        """
         if self.plan == AUTO:
             raise UsageError(AUTO_OF_A_SCRIPT)
         own = {name: value for name in OF_THE_PLAN if (value := getattr(self, name)) is not None}
@@ -201,22 +211,24 @@ class RunOptions(NodeOptions):
         return replace(self.plan, **over)
 
     def hang_seconds(self) -> float:
-        """Return after how many seconds without progress a rank ends the run."""
+        """Return how many seconds a rank may make no progress before the run is ended."""
         return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
 
     def override(self, job: Job) -> Job:
-        """Return `job` with the epochs, the batch size and the seed of these options, if given."""
+        """Return `job` with its epochs, batch size and seed replaced by those in these options, if given."""
         given = {name: getattr(self, name) for name in ("epochs", "batch_size", "seed")}
         return replace(job, **{name: value for name, value in given.items() if value is not None})
 
     def record(self) -> dict[str, Any]:
-        """Return the options as plain values for run.json; `resumed` reads them back."""
+        """Return the options as plain values to record in run.json. `resumed` reads these values."""
         return {name: _plain(getattr(self, name)) for name, _, option in options_of(RunOptions) if option.recorded}
 
     def resumed(self, run: Mapping[str, Any]) -> RunOptions:
-        """Return these options, completed by the options in `run`, the record of an earlier run.
+        """Return these options, in which each missing option is taken from the record of an earlier run.
 
-        Raises UsageError if the record is that of another job or of a script.
+        run: the record of the earlier run, as read from run.json.
+
+        Raises UsageError if the record is of another job or of a script, or if `args` are new.
         """
         earlier, job = run.get("request"), _plain(self.job)
         if earlier is None:
@@ -236,8 +248,13 @@ class RunOptions(NodeOptions):
 
 
 def settle(options: Any, *counts: str) -> None:
-    """Put the name of a `Job` in its place and its arguments as texts. Raises UsageError for an argument that is none,
-    and for a count below 1. options: a dataclass with `job` and `args`. counts: fields that, if given, count from 1."""
+    """Give the `Job` in `options.job` its name, and convert `options.args` to texts. Both fields are set in place.
+
+    options: a dataclass with the fields `job` and `args`.
+    counts: the names of fields that must be at least 1 if they are given.
+
+    Raises UsageError for an invalid argument, or a count below 1.
+    """
     if isinstance(options.job, Job):  # here: a worker has another program, in which it is not bound
         object.__setattr__(options, "job", options.job.named())
     object.__setattr__(options, "args", argument_texts(options.args))
@@ -248,7 +265,11 @@ def settle(options: Any, *counts: str) -> None:
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
-    """Return the recorded options that `given` does not replace, even by another option for the same plan field."""
+    """Return the recorded options that `given` does not replace.
+
+    An option is also replaced if `given` sets the same field of the plan by another option. Raises UsageError if a
+    recorded value has the wrong type.
+    """
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
@@ -266,7 +287,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
 
 
 def _is_of(value: Any, annotation: Any) -> bool:
-    """Return whether a recorded value has one of the types of an option."""
+    """Return whether a recorded value has one of the types in the annotation of an option."""
     several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = [get_origin(kind) or kind for kind in several]
     if isinstance(value, tuple):
@@ -279,7 +300,7 @@ def _field(setting: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert an option's value for JSON."""
+    """Convert an option's value to a value for JSON."""
     if isinstance(value, Plan):
         return plan_to_toml(value)
     if isinstance(value, Job | PlanText):

@@ -52,13 +52,17 @@ NARROW_WEIGHTS = "safetensors cannot hold complex128: weights.safetensors has co
 def make_engine(
     session: RankContext, plan: Plan, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
 ) -> Engine:
-    """Make the engine of a job under `plan`. notify: prints the notes on the plan."""
+    """Make the engine that runs a job under `plan`. notify: a function that prints a note on the plan for the user."""
     draws = ExactDraws() if exact_random else None
     return attach(Engine(divide_work(plan, session.world), session.gate, notify, draws=draws))
 
 
 def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
-    """Return the state of a run before its first step: the job's model under `plan` and the optimizer. Collective."""
+    """Build the model and the optimizer of a job under `plan`. Return the run's state before its first step.
+    Collective.
+
+    Raises UsageError if the optimizer needs a closure and the plan scales the loss (float16).
+    """
     seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
     if plan.devices == 1:  # what several devices have is placed by the plan
@@ -82,7 +86,7 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
 
 
 def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
-    """Return a loss scaler, which is active only if the plan computes in float16."""
+    """Return a loss scaler. It is enabled only if the plan computes in float16."""
     return Scaler(device.split(":")[0], enabled=plan.dtypes.scaled)
 
 
@@ -95,7 +99,11 @@ class Data:
 
 
 def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> Data:
-    """Open a data set of a job. what: its name in errors. engine: if given, checks that the ranks' data are equal."""
+    """Open a data set of a job for reading.
+
+    what: the name of the data set in error messages.
+    engine: if given, it checks that all ranks have the same data.
+    """
     settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
     samples = count_samples(data, f"the {what} of job '{job.name}'")
     if engine is not None:
@@ -104,13 +112,13 @@ def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> D
 
 
 def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str) -> Iterator[Microbatch]:
-    """Read the microbatches of `slices` on to the device, while the next ones are being loaded."""
+    """Yield the microbatches of `slices`, on the device. The next microbatches are loaded in the meantime."""
     pairs = read_slices(data.read, slices, epoch)
     return pairs if device == "cpu" else prefetch(pairs, device)
 
 
 class Pace:
-    """Measures how fast the run is now, and how long it will still take."""
+    """The current speed of a run, and the time that it still needs."""
 
     def __init__(self, samples: int, done: int) -> None:
         self._all = samples
@@ -126,7 +134,7 @@ class Pace:
 
 @dataclass
 class JobRun:
-    """One rank's run of a job: what the training loop needs, and its results."""
+    """One rank's run of a job: the objects that the training loop works with, and the results."""
 
     job: Job
     session: RankContext
@@ -148,15 +156,18 @@ class JobRun:
     skipped: SkippedSteps | LeftOut | None = None
     spikes: Spikes | None = None
     last: LastStep | None = None
-    """The state after the last step, if a launcher holds memory for it; else None."""
+    """Keeps the state after the last step. None if there is no launcher that holds memory for the state."""
     evaluated: tuple[int, bool] = (-1, False)
-    """The step of the last evaluation, and whether that evaluation was the best."""
+    """The step of the last evaluation, and whether that evaluation was the best so far."""
     began: dict[str, int] = field(default_factory=dict)
-    """The epoch and the step at which this session began."""
+    """The epoch and the step at which this session of the run began."""
 
 
 def made_with(job: Job, optimizer: Optimizer, samples: int) -> dict[str, Any]:
-    """Return the settings of a run that its checkpoints record, as plain values."""
+    """Return the settings of a job that its checkpoints record, as plain values.
+
+    samples: the number of samples in the training set.
+    """
     return {
         "seed": job.seed,
         "batch_size": job.batch_size,

@@ -3,9 +3,9 @@
 A spike is reported, and the state is saved.
 
 The rule is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993): the distance from
-the median of the last WINDOW losses, divided by their median absolute deviation, scaled to a standard deviation. They
-call 3.5 an outlier; FAR is larger, as a run has many thousands of losses. A floor on the deviation covers nearly
-constant losses. Tested in tests/job/test_spikes.py.
+the median of the last WINDOW losses, divided by their median absolute deviation, which is scaled to a standard
+deviation. In the book, a value above 3.5 is an outlier. FAR is larger, since a run has many thousands of losses. The
+deviation has a lower bound, for losses that are nearly constant. Tested in tests/job/test_spikes.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVERY = 10  # steps between two looks
 
 
 class Spikes:
-    """Looks for spikes in the losses over all ranks; every rank finds the same ones."""
+    """The detector of spikes in a run's losses. Each loss is over all ranks, so every rank finds the same spikes."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=WINDOW)
@@ -34,9 +34,9 @@ class Spikes:
         return step % EVERY == 0
 
     def look(self, losses: Sequence[float], step: int) -> str:
-        """Return a text on the first spike among the losses since the last call; empty if there is none.
+        """Return a sentence on the first spike among the losses since the last call. An empty string if there is none.
 
-        losses: all losses so far; the last is that of `step`.
+        losses: all losses so far. The last one is the loss of step `step`.
         """
         told = ""
         first = step - len(losses) + 1
@@ -48,7 +48,7 @@ class Spikes:
         return told
 
     def _judge(self, loss: float) -> str:
-        """Return why a loss begins a spike; empty if it does not."""
+        """Add a loss to those before it. Return a sentence if a spike begins with this loss, else an empty string."""
         was_high, self._high, text = self._high, False, ""
         if len(self._before) >= LEAST:
             median = statistics.median(self._before)

@@ -42,10 +42,13 @@ NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class LossOfJob:
-    """A job's loss function, with what a step needs to call it.
+    """A job's loss function, with the values that a step needs to call it.
 
-    function: returns a microbatch's mean loss, or (mean, weight). where: its name in errors. key: (seed, step), the key
-    of its random draws. scale: multiplies a loss as the loss scaler does. reduction: `mean` or `sum`, if given.
+    function: takes a microbatch, and returns its mean loss, or (mean, weight).
+    where: the name of the loss in error messages.
+    key: the pair (seed, step), from which random draws are derived.
+    scale: multiplies a loss by the factor of the loss scaler.
+    reduction: `mean` or `sum`, or None if the job does not say which.
     """
 
     function: Callable[[Any], Any]
@@ -56,8 +59,12 @@ class LossOfJob:
 
 
 def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Losses:
-    """Leave in `.grad` the gradient of the mean loss over the global batch. parts: this rank's microbatches of that
-    batch. Return their losses and loss weights, still on the device."""
+    """Compute the gradient of the mean loss over the global batch, and leave it in `.grad`. Return this rank's losses.
+
+    parts: this rank's microbatches of the global batch.
+
+    Returns the loss and the loss weight of each microbatch, still on the device.
+    """
     engine.program.begin_backward()
     engine.draw_key = loss.key
     microbatches, pipeline = Microbatches(engine, loss, parts), engine.program.pipeline
@@ -73,7 +80,7 @@ def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Los
 
 
 class Microbatches:
-    """Runs the microbatches of one step. `in_turn` or `as_stages` leaves the step's gradients in `.grad`."""
+    """The microbatches of one step. `in_turn` or `as_stages` runs them, and leaves the step's gradients in `.grad`."""
 
     def __init__(self, engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> None:
         self._engine, self._loss, self._parts, self._recorder = engine, loss, parts, current()
@@ -81,7 +88,7 @@ class Microbatches:
         self._weighed = False  # whether the loss has a weight of its own
 
     def in_turn(self) -> Losses:
-        """Run the forward and backward of each microbatch, one microbatch after another."""
+        """Run forward and backward of one microbatch after another. Return the losses and loss weights."""
         for number in range(len(self._parts)):
             draws = self._begin(number)
             with self._recorder.span("forward"):
@@ -94,7 +101,10 @@ class Microbatches:
         return self._weights.losses
 
     def as_stages(self, pipeline: Pipeline) -> Losses:
-        """Run the microbatches' forwards and backwards in the order of the pipeline's schedule for this rank."""
+        """Run the forward and backward passes of all microbatches in the order of this rank's pipeline schedule.
+
+        Returns the losses and weights of the microbatches, on every stage.
+        """
         actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
         last = max(place for place, action in enumerate(actions) if not action.forward)
         opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}
@@ -148,7 +158,7 @@ class Microbatches:
             IN_LOSS.pop()
 
     def _scaled(self, number: int, found: Any) -> Tensor:
-        """Return the loss of a microbatch, scaled by its loss weight and the loss scaler, to call backward on."""
+        """Return the loss of a microbatch, multiplied by its loss weight and by the factor of the loss scaler."""
         engine, loss, part = self._engine, self._loss, self._parts[number][1]
         for hear in engine.events.backward_begins:
             hear(found, part, None, loss.reduction, loss.where)
@@ -202,13 +212,14 @@ def train_step(
     skipped: SkippedSteps | LeftOut | None = None,
     known: Callable[[Losses], None] | None = None,
 ) -> Losses:
-    """Make one optimizer step on this rank's microbatches; return their losses and loss weights, still on the device.
+    """Make one optimizer step on this rank's microbatches. Return their losses and loss weights, still on the device.
 
-    skipped: decides whether to skip the update, if values are not finite, and whether the step counts. known: called
-    with the losses before the update.
+    skipped: decides whether to skip an update with values that are not finite, and whether a skipped update counts as a
+        step.
+    known: a function that is called with the losses before the update.
 
-    An optimizer that needs a closure (LBFGS) computes the loss as often as it needs, with the same random draws each
-    time; the returned losses are those of the first computation.
+    An optimizer that needs a closure (LBFGS) computes the loss as often as it needs, each time with the same random
+    draws. The losses of the first computation are returned. Here, `skipped` and `known` are not used.
     """
     recorder = current()
     recorder.samples += parts[0][1].total
