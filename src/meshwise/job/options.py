@@ -228,7 +228,8 @@ class RunOptions(NodeOptions):
 
         run: the record of the earlier run, as read from run.json.
 
-        Raises UsageError if the record is of another job or of a script, or if `args` are new.
+        Raises UsageError if the record is of another job or of a script, or if the earlier run had other arguments
+        (`args`).
         """
         earlier, job = run.get("request"), _plain(self.job)
         if earlier is None:

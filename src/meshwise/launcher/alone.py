@@ -21,7 +21,11 @@ from meshwise.workers.halt import Halt
 
 @dataclass
 class Alone:
-    """The only machine of a run. size: number of workers. lock: on the run's folder."""
+    """The machine of a run that uses no other machine. It has the same interface as `Several`.
+
+    size: the number of workers.
+    lock: the lock on the run's folder.
+    """
 
     size: int
     lock: FolderLock | None = None
@@ -34,25 +38,30 @@ class Alone:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """Empty, since no other machine joins the run."""
+        """An empty mapping. Only a run on several machines can be under way when a machine joins it."""
         return {}
 
     def folder_told(self) -> Mapping[str, Any]:
-        """Return {}, since no other machine has begun the run."""
+        """Return an empty mapping, since no other machine has announced a run folder."""
         return {}
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """Do nothing: no other machine shares the folder."""
+        """Do nothing, since no other machine shares the folder."""
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
-        """Do nothing: there is no other machine to tell."""
+        """Do nothing, since there is no other machine to tell."""
 
     def has_more(self, restarts: Restarts) -> bool:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt with the `size` remaining devices, or fewer. Return why the last attempt failed, and a
-        sentence on where the next one begins. Raises WorkerFailed if the run ends."""
+        """Begin the next attempt of the run. Return the error of the last attempt, and a sentence on where the next one
+        begins.
+
+        size: the number of devices that are left. The plan may use fewer of them.
+
+        Raises WorkerFailed if the run ends instead.
+        """
         if (last := error if halt.ends else restarts.after(error)) is not None:
             raise last
         try:
@@ -65,4 +74,4 @@ class Alone:
         return error, restarts.next()
 
     def leave(self, code: int) -> None:
-        """Do nothing: no other machine waits."""
+        """Do nothing, since no other machine waits for this one."""

@@ -22,7 +22,8 @@ EARLY_DEATHS, NEVER = 2, 1 << 30
 
 
 class DevicesLeft:
-    """The slots of this machine, and which of them are left out. used: the slots of the running attempt."""
+    """The worker slots of this machine, and which of them are left out. `used` holds the slots of the running
+    attempt."""
 
     def __init__(self, slots: Sequence[WorkerSlot], sys: Path = Path("/sys")) -> None:
         self._slots, self._sys = list(slots), sys
@@ -39,7 +40,12 @@ class DevicesLeft:
         return [replace(slot, sees=every) if slot.sees else slot for slot in chosen]
 
     def failed(self, failure: Failure | None, local_rank: int, attempt: int, happened: Iterable[Fault]) -> None:
-        """Record that a worker failed in this attempt of the command. happened: the attempt's injected faults."""
+        """Record that a worker failed, so that its device may be left out of the next attempts.
+
+        failure: how the worker failed. With None, nothing is recorded.
+        attempt: the number of the attempt within this command.
+        happened: the injected faults that happened in this attempt.
+        """
         if failure is None or not 0 <= local_rank < len(self._used):
             return
         slot = self._used[local_rank]
@@ -52,11 +58,11 @@ class DevicesLeft:
                 self._back[slot] = NEVER
 
     def left(self, attempt: int) -> int:
-        """Return how many devices attempt number `attempt` may use."""
+        """Return how many devices attempt number `attempt` may use. Remember which these are, for `use`."""
         pairs = enumerate(self._addresses)
         self._left = [at for at, pci in pairs if self._back.get(at, 0) <= attempt and is_there(self._sys, pci)]
         return len(self._left)
 
     def use(self, count: int) -> None:
-        """Use the first `count` remaining devices in the next attempt."""
+        """Let the next attempt use the first `count` devices of those that `left` counted."""
         self._used = self._left[:count]

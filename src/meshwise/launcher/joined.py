@@ -28,7 +28,12 @@ from meshwise.workers.join import rank_context
 
 @dataclass(frozen=True)
 class Joined:
-    """What each rank knows of the run. slots: one per rank, each a device. first: whether this is rank 0."""
+    """What each rank knows about a run whose processes another launcher started.
+
+    restarts: the attempts of the run, and the path of its folder.
+    slots: one worker slot per rank, each with one device.
+    first: whether this process is rank 0.
+    """
 
     restarts: Restarts
     slots: list[WorkerSlot]
@@ -46,12 +51,14 @@ def joined_run(
     began: float,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[Joined]:
-    """Run the `with` block as this rank's program, with the same records as a run that meshwise launches. Collective.
+    """Run the `with` block as this rank's program in a run that another launcher started. Collective.
 
-    began: when the user asked for the run. goes_on: called when a rank is lost; returns whether another start would
-    resume from a saved state.
+    The run has the same records as a run that meshwise launches.
 
-    Raises the block's error; if a rank is lost, WorkerFailed, with exit code 85 if the run can resume.
+    began: when the user asked for the run, in seconds since 1970.
+    goes_on: called when a rank is lost. It returns whether another start would resume from a saved state.
+
+    Raises the error of the block. If a rank is lost, raises WorkerFailed, with exit code 85 if the run can resume.
     """
     refuse_restarts(options, "under torchrun, srun or mpirun")
     if (left := options.seconds_left(began)) is not None:

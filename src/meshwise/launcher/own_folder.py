@@ -23,12 +23,18 @@ from meshwise.spec.options import options_of
 from meshwise.workers.launchers.find import place_in
 
 ASKED = "asked"
-"""Key in run.json of the options with which the run was first started."""
+"""The key in run.json under which the options of the run's first start are recorded."""
 
 
 def continued(options: RunOptions) -> RunOptions:
-    """Return the options. If their folder has a run, return that run's options, changed by given options that differ
-    from its first start. Raises UsageError for another job's run, or if the program changed since it was submitted."""
+    """Return the options with which to start the run in the folder `options.folder`.
+
+    If the folder holds a run, its recorded options are returned. Of the given options, only those that differ from the
+    options of the run's first start replace recorded ones. If the folder holds no run, `options` is returned.
+
+    Raises UsageError if the run in the folder belongs to another job, or if the program has changed since the run was
+    submitted.
+    """
     assert options.folder is not None
     folder = Path(options.folder)
     if options.resume is not None:
@@ -47,8 +53,10 @@ def continued(options: RunOptions) -> RunOptions:
 
 
 def refuse_running(options: RunOptions) -> None:
-    """Raise UsageError at once if a process of this machine holds the folder of the run to resume. A start by a
-    scheduler, or on several machines, may hold the folder already: it is checked later, when the folder is locked.
+    """Raise UsageError if a process of this machine holds the folder of the run that is to be continued.
+
+    A start by a scheduler or on several machines is not checked here, since it may hold the folder already. It is
+    checked later, when the folder is locked.
     """
     given = options.folder if options.resume is None else options.resume
     several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
@@ -57,10 +65,13 @@ def refuse_running(options: RunOptions) -> None:
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:
-    """Return the record of the run in a folder, which `program` resumes; {} if there is none.
+    """Return the record of the run in a folder. Return an empty dict if the folder holds no run.
 
-    Raises UsageError for a run that was stopped for good, is of another script, or has files changed since it was
-    submitted, and WorkerFailed for a job that makes no progress."""
+    program: the job or script that is to continue the run.
+
+    Raises UsageError if the run was stopped by `meshwise stop`, belongs to another script, or has files that changed
+    since it was submitted. Raises WorkerFailed for a job that makes no progress.
+    """
     if not (folder / names.RUN).exists():
         return {}
     facts = names.read_run(folder)

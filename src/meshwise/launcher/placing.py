@@ -26,8 +26,11 @@ from meshwise.workers.rendezvous import meet
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Return the options for this process, and whether it is a rank itself. If it starts workers instead, the options
-    get the number of machines, this machine's index and where they meet, which may mean to wait for the first machine.
+    """Decide whether this process, if another launcher started it, is a rank or starts workers itself.
+
+    Returns the options for this process, and whether it is a rank. If it starts workers, the options are completed by
+    the number of machines, the index of this machine, and the address of the first machine. To learn this address, the
+    call may wait for the first machine.
 
     Raises UsageError for options that contradict the launcher.
     """
@@ -46,8 +49,11 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Before this rank takes its device, make that the CPU if `devices` asks for CPU workers. Raises UsageError if
-    `devices` names other accelerators than the first ones of this machine."""
+    """Choose the CPU as this rank's device if `--devices` asks for CPU workers. Call it before the rank takes its
+    device.
+
+    Raises UsageError if `--devices` names accelerators other than the first ones of this machine.
+    """
     request = parse_devices(devices or "all")
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
@@ -70,7 +76,7 @@ def check_kind(devices: str | None, world: World) -> None:
 
 
 def _devices_here(options: RunOptions, place: Place) -> int:
-    """Return how many devices this task has: all of its machine if it is alone there, else one."""
+    """Return the number of devices for this task: all devices of the machine if no other task runs there, else one."""
     if place.one_a_node:
         return len(find_devices(parse_devices(options.devices or "all")))
     refuse_devices(options.devices, place, " or one for each machine (--ntasks-per-node=1)")
@@ -78,8 +84,10 @@ def _devices_here(options: RunOptions, place: Place) -> int:
 
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
-    """Raise UsageError if each task is one device and `--devices` asks for another number than the launcher started
-    here. otherwise: text on what else may be started."""
+    """Raise UsageError if `--devices` contradicts the number of tasks on this machine, of which each uses one device.
+
+    otherwise: a text for the error message on what else may be started.
+    """
     request = parse_devices(devices or "all")
     count = len(request.indices) if request.indices else request.count or 1
     if count not in (1, place.tasks_here):

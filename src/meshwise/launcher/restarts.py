@@ -43,11 +43,15 @@ COMMAND_TIMEOUT = 30.0  # seconds for what is left of --on-failure at the end
 
 @dataclass
 class Restarts:
-    """The attempts of one command.
+    """The attempts of one command to run a program. An attempt is one start of the workers.
 
-    most: how many restarts are allowed. exceptions: whether to restart after the program's exceptions too. resumable:
-    whether the program can resume: a job can, a script once it has reported that it saves its state. min_nodes: fewest
-    machines with which the run continues. command: that of --on-failure. faults: those to inject.
+    most: the largest number of restarts.
+    exceptions: whether to restart after an exception of the program, too.
+    resumable: whether the program can resume from a saved state. A job can. A script can once it has reported that it
+        saves its state.
+    min_nodes: the smallest number of machines with which the run continues.
+    command: the shell command of --on-failure.
+    faults: the faults to inject.
     """
 
     folder: Path
@@ -58,30 +62,31 @@ class Restarts:
     command: str | None = None
     faults: Sequence[Fault] = ()
     asked: Plan | None = None
-    """The plan with which the run was started; None leaves the plan to a script."""
+    """The plan with which the run was started. None if a script chooses its own plan."""
     states: Path | None = None
-    """The folder in which a script saves its state; None for the run's folder."""
+    """The folder in which a script saves its state. None if that is the run's folder."""
     launched: Mapping[str, Any] = field(default_factory=dict)
-    """Which launcher started this command, as each attempt records it."""
+    """Facts about the launcher of this command, which are recorded for each attempt."""
     attempt: int = 1
     """The number of the current attempt within this command, from 1."""
     number: int = 1
-    """The number of the current attempt within the run, which may have been resumed."""
+    """The number of the current attempt within the run. A resumed run counts the attempts of earlier commands, too."""
     step: int = 0
-    """The last step that all ranks are known to have done."""
+    """The last step that all ranks are known to have finished."""
     began_at: int = 0
     failed: float | None = None
-    """When the previous attempt was given up (monotonic); None once the workers step again."""
+    """When the previous attempt was given up (monotonic). None once the workers have made a step again."""
     kept: KeptMemory | None = None
-    """Memory that outlives the workers."""
+    """Memory that outlives the workers, in which they keep their last state."""
     plan: str = ""
-    """The plan with which the run continues, as TOML, if it differs from the first plan; else ""."""
+    """The plan with which the run continues, as TOML. An empty string if it is the first plan."""
     smaller: str = ""
-    """The plan with which the run continues after running out of memory, as TOML; else ""."""
+    """The plan with which the run continues after running out of memory, as TOML. Empty if it has not run out of
+    memory."""
     resumes: bool = False
     """Whether the attempt resumes from a saved state."""
     plan_now: Plan | None = None
-    """The plan with which the run continues; None before the first restart."""
+    """The plan with which the run continues. None before the first restart."""
     _change: str = ""
     _smaller: int = 0
     _furthest: int = 0
@@ -94,7 +99,10 @@ class Restarts:
         return tuple(fault for fault in self.faults if fault.attempt == self.attempt)
 
     def after(self, error: WorkerFailed) -> WorkerFailed | None:
-        """Decide, after `error`, whether the run ends: return the error that ends it; None if it restarts."""
+        """Decide whether the run restarts after an attempt that failed with `error`.
+
+        Returns None if the run restarts. Otherwise returns the error that ends the run.
+        """
         failure = error.failure
         self.step = max(self.began_at, failure.done if failure is not None else 0)
         if (
@@ -131,19 +139,22 @@ class Restarts:
         return None
 
     def keep_left(self, error: WorkerFailed) -> str:
-        """Save the state that this attempt's workers left in memory. Returns a sentence on an error, or ""."""
+        """Save the state that the workers of this attempt left in memory. Return a sentence if that fails, else ""."""
         return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
 
     def _is_asked_for(self, failure: Any) -> bool:
         return self.exceptions and failure.kind in ("raised", "victim") and failure.exit_code == FAILED
 
     def happened_now(self) -> list[Fault]:
-        """Return this attempt's injected faults that have happened."""
+        """Return the injected faults of this attempt that have happened."""
         happened = {line.get("fault") for line in self.happened() if line.get("attempt") == self.number}
         return [fault for fault in self.due() if str(fault) in happened]
 
     def fit(self, devices: int) -> int:
-        """Fit the plan to at most `devices` devices; return how many it uses. Raises PlanError if it fits none."""
+        """Adapt the plan to at most `devices` devices. Return how many of them it uses.
+
+        Raises PlanError if the plan cannot run on so few devices.
+        """
         plan = self.plan_now = plan_from_toml(self.smaller) if self.smaller else self.asked
         if plan is not None:
             self.plan_now = on_devices(plan, devices)
@@ -159,12 +170,13 @@ class Restarts:
         return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
-        """Record that the next attempt uses other devices, for the sentence of `next`."""
+        """Record that the next attempt uses other devices, which the sentence of `next` then mentions. where: these
+        devices."""
         under = "" if self.plan_now is None else f" under {self.plan_now}"
         self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
 
     def next(self) -> str:
-        """Begin the next attempt; return a sentence on where it begins."""
+        """Begin the next attempt. Return a sentence on the step from which it begins."""
         self.attempt, self.failed = self.attempt + 1, time.monotonic()
         newest = [] if self.states is None else checkpoints_in(self.states)[-1:]
         saved = newest[0].step if newest else names.saved_step(self.folder)
@@ -174,7 +186,10 @@ class Restarts:
         return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
 
     def keep_plan(self) -> None:
-        """Write the plan that fits to the run folder; after running out of memory, resumed runs begin with it."""
+        """Write the plan of the next attempt to the run folder.
+
+        After running out of memory, record the plan in run.json, too, so that resumed runs begin with it.
+        """
         path = self.folder / names.PLAN
         there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
         if self.plan_now not in (None, there):
@@ -185,12 +200,13 @@ class Restarts:
             names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})
 
     def told(self) -> dict[str, Any]:
-        """Return the values, for JSON, that another machine's launcher needs to continue."""
+        """Return the values, for JSON, with which the launcher of another machine continues the run. `take` reads
+        them."""
         told = {name: getattr(self, name) for name in _TOLD}
         return told | {"states": None if self.states is None else str(self.states)}
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """Take over the leader's values, which describe the next attempt."""
+        """Take over the values that another machine's `told` returned. They describe the next attempt."""
         for name in _TOLD:
             setattr(self, name, told[name])
         self._last = None if told["_last"] is None else tuple(told["_last"])
@@ -204,23 +220,30 @@ class Restarts:
         return {**self.launched, **faults}
 
     def facts(self, error: WorkerFailed, number: int) -> dict[str, Any]:
-        """Return the facts to record about attempt `number` of the run, which failed with `error`."""
+        """Return the facts to record about an attempt that failed with `error`. number: the attempt's number within the
+        run."""
         told = {} if error.failure is None else recorded(error.failure)
         times = [line["time"] for line in self.happened() if line.get("attempt") == number]
         return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
 
     def began(self, step: int) -> dict[str, Any]:
-        """Take note that the workers begin after `step`; return the facts to record about that."""
+        """Note that the workers begin after `step`. Return the facts to record about this, such as the number of lost
+        steps."""
         lost, self.began_at, self.step = max(0, self.step - step), step, step
         return {"from_step": step} | ({} if self.failed is None else {"steps_lost": lost})
 
     def stepped(self) -> dict[str, Any]:
-        """Take note that the workers have done a step; return the facts to record about that."""
+        """Note that the workers have made a step. If this is the first step after a failure, return the seconds since
+        the failure, as facts to record."""
         since, self.failed = self.failed, None
         return {} if since is None else {"seconds_to_step": time.monotonic() - since}
 
     def run_command(self, text: str, again: bool) -> None:
-        """Start the command of --on-failure, without waiting for it. again: whether the run restarts."""
+        """Start the shell command of --on-failure, without waiting for its end.
+
+        text: the sentence on the failure.
+        again: whether the run restarts.
+        """
         if self.command is None:
             return
         facts = {"FAILURE": text, "RUN": str(self.folder), "ATTEMPT": str(self.number), "AGAIN": str(int(again))}
@@ -228,7 +251,10 @@ class Restarts:
         self._commands.append(subprocess.Popen(self.command, shell=True, env=variables, stdin=subprocess.DEVNULL))
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Wait for the --on-failure commands, and report their errors and the faults that have not happened."""
+        """Wait for the commands of --on-failure. Report commands that failed, and injected faults that did not happen.
+
+        say: a function that prints a line for the user.
+        """
         until = time.monotonic() + COMMAND_TIMEOUT
         for process in self._commands:
             try:
@@ -257,8 +283,11 @@ class Restarts:
 
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raise WorkerFailed for a submitted run if its last three starts in a row began at the same step as this one
-    would. Only starts since the run was submitted count."""
+    """Raise WorkerFailed for a submitted run that makes no progress.
+
+    This is so if its last three starts began at the same step at which this start would begin. Only starts since the
+    run was submitted count.
+    """
     submission, sessions = facts.get("submission"), facts.get("sessions", [])
     if not isinstance(submission, Mapping):
         return
@@ -274,12 +303,17 @@ def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
-    """Return `error` with `why`, the reason that the run ends with it, added, and exit code `code`."""
+    """Return `error` with exit code `code` and a longer message. why: the reason why the run ends, added to the
+    message."""
     return WorkerFailed(f"{error}\n{why}", rank=error.rank, exit_code=code, failure=error.failure)
 
 
 def keep_left(folder: Path, kept: KeptMemory, attempt: int, failure: Failure | None) -> str:
-    """Save the newest complete state that an attempt's ranks left in memory. Returns a sentence on an error, or ""."""
+    """Save the newest complete state that the ranks of an attempt left in memory. Return a sentence if that fails, else
+    "".
+
+    Nothing is saved if the failure is unknown, or if the state may hold wrong values.
+    """
     if failure is None or failure.has_spoiled or (failure.kind == "raised" and failure.plain):
         return ""  # a value is wrong, and would be so there too
     left = [part for rank in range(kept.ranks) for part in read_parts(kept.path(rank), rank)]

@@ -29,15 +29,18 @@ from meshwise.workers.machines import Look, Machines
 from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
 
 JOINED = -1
-"""Exit code, between launchers, of an attempt that ended so that a machine can join."""
+"""The exit code, used only between launchers, of an attempt that was stopped so that a machine can join the run."""
 MINORITY_WAIT = 10.0  # seconds in which the larger half of a cut network claims the next attempt first
 Reports = dict[Member, dict[str, Any]]
 
 
 @dataclass
 class Several:
-    """The machines of a run. shares: whether this machine shares the run's folder with machine 0. lock: on the folder,
-    if this machine keeps the run's record."""
+    """The machines of a run on several machines. One of them, the leader, decides how the run continues.
+
+    shares: whether this machine shares the run's folder with machine 0.
+    lock: the lock on the folder, if this machine writes the run's record.
+    """
 
     machines: Machines
     shares: bool = True
@@ -52,7 +55,8 @@ class Several:
 
     @property
     def keeps(self) -> bool:
-        """Whether this machine writes the run's record: as the leader, or in a folder that it does not share."""
+        """Whether this machine writes the run's record. The leader does, and so does a machine with a folder of its
+        own."""
         return self.nodes.leads or not self.shares
 
     @property
@@ -71,39 +75,48 @@ class Several:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """What the leader has announced about a run that is already under way; {} at a run's beginning."""
+        """What the leader has announced about a run that this machine joins while it is under way. Empty at a run's
+        beginning."""
         return self.nodes.begins.facts
 
     def folder_told(self) -> Mapping[str, Any]:
-        """Return the name of the run's folder and its attempt, as announced by machine 0 or the leader; {} if this
-        machine begins the run."""
+        """Return the name of the run's folder and the number of the attempt, as another machine has announced them.
+
+        Returns an empty mapping if this machine begins the run and announces them itself.
+        """
         told: Mapping[str, Any] = self.late.get("folder") or (self.nodes.get("folder") if self.nodes.node_rank else {})
         return told
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """Find out whether `folder` on this machine is the announced one, and set `shares`."""
+        """Set `shares`: whether `folder` on this machine is the folder that another machine has announced.
+
+        told: the result of `folder_told`.
+        """
         self.shares = not told or newest(folder) == told["attempt"]
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
-        """Announce the run's folder to the machines that wait for its name."""
+        """Announce the run's folder and the attempt to the machines that wait for them."""
         self.nodes.set("folder", {"name": folder.name, "attempt": attempt})
 
     def leave(self, code: int) -> None:
-        """Tell the other machines that this one leaves the run. code: the run's exit code."""
+        """Tell the other machines that this machine leaves the run. code: the exit code of the run."""
         self.machines.leave(code)
 
     def has_more(self, restarts: Restarts) -> bool:
-        """Check whether a machine waits to join that the run could use."""
+        """Return whether a machine waits to join the run and the plan could use it. On a machine that does not lead,
+        False."""
         if not (self.nodes.leads and restarts.resumable and restarts.most):
             return False
         more = sum(member.size for member in self.machines.joiners())
         return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Agree on the next attempt. Return why the last one failed, and a sentence on where the next one begins. If
-        the run ends, raise the error that ends it, the same on all machines.
+        """Agree with the other machines on the next attempt of the run.
 
-        size: number of workers that this machine can have.
+        size: the number of workers that this machine can run.
+
+        Returns the error of the last attempt, and a sentence on where the next one begins. If the run ends, raises the
+        error that ends it, the same on all machines.
         """
         before, look = self.nodes, partial(_look, halt)
         self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
@@ -118,7 +131,10 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """On the leader, decide whether the run continues, and with which machines and plan, or how it ends."""
+        """Decide on the leader whether the run continues, with which machines and plan, or how it ends.
+
+        Returns the machines of the next attempt, or the facts of the error that ends the run.
+        """
         reports = self.machines.reports(look)
         error = _error_of(reports)
         joined = all(report["code"] == JOINED for report in reports.values())
@@ -141,7 +157,8 @@ class Several:
         return self._begin(restarts, error, members)
 
     def _fitting(self, restarts: Restarts, reports: Reports) -> list[Member]:
-        """Return the machines of the next attempt, with the number of workers of each. Raises PlanError if none fit."""
+        """Return the machines of the next attempt, each with its number of workers. Raises PlanError if the plan fits
+        none."""
         members = [replace(member, size=report["size"]) for member, report in reports.items()]
         members += self.machines.joiners()
         if len(members) < restarts.min_nodes:
@@ -161,7 +178,7 @@ class Several:
         return members
 
     def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
-        """Claim the next attempt for this machine. Raises _NotHere if this machine must not begin it."""
+        """Claim the next attempt for this machine. Raises _NotHere if another machine must begin the attempt."""
         first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
         if not (first or self.shares):
             raise _NotHere("Machine 0, which has the saved states, is lost: start the run again on all machines.")
@@ -175,7 +192,7 @@ class Several:
             raise _NotHere(f"The run goes on without this machine: others have begun attempt {restarts.number + 1}.")
 
     def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member]) -> Nodes:
-        """Begin the attempt that was claimed."""
+        """Begin the attempt that this machine has claimed, and announce it to the other machines."""
         restarts.number, sentence = restarts.number + 1, restarts.next()
         if self.lock is None:  # the machine that held it is lost, or was
             self.lock = FolderLock(restarts.folder, claimed=True)
@@ -192,17 +209,20 @@ class Several:
 
 
 class _NotHere(Exception):
-    """The run does not continue with this machine; the message says why."""
+    """Raised if the run must not continue with this machine. The message says why."""
 
 
 def _facts(error: WorkerFailed) -> dict[str, Any]:
-    """Return what one machine reports to the others about a failure."""
+    """Return the facts about a failure that one machine reports to the others, as values for JSON."""
     failure = None if error.failure is None else asdict(error.failure)
     return {"text": str(error).removeprefix(ELSEWHERE), "code": error.exit_code, "failure": failure}
 
 
 def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
-    """Return a reported failure as this machine shows it, with ELSEWHERE for one on another machine."""
+    """Return a reported failure as the error that this machine shows.
+
+    If the failure happened on another machine, the text begins with ELSEWHERE.
+    """
     failure = None if told["failure"] is None else Failure(**told["failure"])
     here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
     own = failure is None or failure.rank in here or failure.kind == "lost"
@@ -211,7 +231,8 @@ def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
 
 
 def _error_of(reports: Reports) -> WorkerFailed:
-    """Return the error that ended the attempt: of the failures that machines reported, the culprit."""
+    """Return the error that ended the attempt: of the failures that machines reported, the one that caused the
+    others."""
     known = [(Failure(**told["failure"]), told) for told in reports.values() if told["failure"] is not None]
     if not known:
         told = next(iter(reports.values()))

@@ -43,17 +43,19 @@ from meshwise.workers.fork_server import Forks
 from meshwise.workers.launchers.find import place_in
 
 OWN_OPTIONS = ("job", "devices", "data", "log")
-"""Options that may differ between machines: where a machine's files are, and its devices."""
+"""Options that may differ between machines, since they depend on the files and devices of each machine."""
 
 
 @dataclass(frozen=True)
 class LaunchedProgram:
-    """A program to run.
+    """A job or script to run.
 
-    plan: None leaves the plan to a script. call: called by each worker with the run folder. record: facts for run.json.
-    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun. again: called by
-    each worker after a restart, with `plan` (TOML, "" for the first plan) and `resumes` (whether from a saved state);
-    None to call `call` again, if the program restores its state itself.
+    plan: None if a script chooses its own plan.
+    call: the function that each worker calls with the run folder.
+    record: facts for run.json.
+    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun.
+    again: the function that each worker calls after a restart, with `plan` (TOML, "" for the first plan) and `resumes`
+        (whether from a saved state). With None, `call` is called again, and the program restores its state itself.
     """
 
     name: str
@@ -68,7 +70,9 @@ class LaunchedProgram:
 class Started:
     """A program with its run folder, and the workers and machines on which it runs.
 
-    before: a resumed run's records before this start, restored if the start is refused. restarts: the attempts.
+    before: the contents of a resumed run's files before this start. They are restored if the start is refused.
+    restarts: the attempts of the run.
+    hang_limit: the number of seconds without progress after which a rank ends the run.
     """
 
     program: LaunchedProgram
@@ -81,7 +85,8 @@ class Started:
 
     @property
     def keeps_record(self) -> bool:
-        """Whether this machine writes the folder's files that are not of one rank, such as run.json."""
+        """Whether this machine writes those files of the run folder that do not belong to one rank, such as
+        run.json."""
         return self.machines.keeps and not is_over(self.folder, self.restarts.number)
 
     def close(self) -> None:
@@ -91,7 +96,11 @@ class Started:
 
 
 def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: float) -> Started:
-    """Meet the other machines, make the program for the devices of all machines, and open its run folder."""
+    """Meet the other machines, make the program for the devices of all machines, and open its run folder.
+
+    make: a function that makes the program for a number of ranks.
+    began: when the command began, in seconds since 1970.
+    """
     if options.min_nodes is not None and not 1 <= options.min_nodes <= options.nnodes:
         raise UsageError(f"--min-nodes {options.min_nodes}: must be from 1 to --nnodes, {options.nnodes}.")
     several = options.nnodes != 1 or options.node_rank or options.rdzv
@@ -114,7 +123,11 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
-    """Return the devices that `--devices` names; else the accelerators or CPU workers, as many as the plan needs."""
+    """Return the worker slots for the devices that `--devices` names.
+
+    Without `--devices`, return all accelerators of this machine. If a plan is given, return only as many accelerators
+    or CPU workers as it needs.
+    """
     every = find_devices(parse_devices("all" if options.devices is None else options.devices))
     if options.devices is not None or options.nnodes > 1 or not options.gives_plan:
         return every
@@ -124,7 +137,10 @@ def worker_slots(options: RunOptions) -> list[WorkerSlot]:
 
 
 def refuse_restarts(options: RunOptions, where: str) -> None:
-    """Raise UsageError for options of restarts in a start in which meshwise restarts nothing. where: text on where."""
+    """Raise UsageError if an option about restarts is given in a start in which meshwise cannot restart the run.
+
+    where: a text for the message, such as "under torchrun, srun or mpirun".
+    """
     for name in ("restarts", "restart_on", "on_failure"):
         if getattr(options, name):
             raise UsageError(
@@ -134,7 +150,8 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
 
 
 def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) -> Path:
-    """Return the folder of a run, new or resumed. name: the folder name that another machine has chosen."""
+    """Return the folder of a run, new or resumed. name: the folder's name if another machine has chosen it, else
+    None."""
     if options.resume is not None:
         return run_and_checkpoint(Path(options.resume))[0]
     if options.folder is not None:
@@ -149,9 +166,10 @@ def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) 
 def opened(
     program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], machines: Alone | Several, began: float
 ) -> Started:
-    """Open the run folder, new or resumed, and record there what runs. The folder has the same name on every machine.
+    """Open the run folder of a program, new or resumed, and record there what runs.
 
-    Machines that share a disk share the folder; only the leader writes its run.json.
+    The folder has the same name on every machine. Machines that share a disk share the folder, and only the leader
+    writes its run.json.
     """
     faults = faults_of(options.fault, machines.world)
     late, told = machines.late, machines.folder_told()
@@ -192,8 +210,10 @@ def opened(
 
 
 def _recorded(started: Started, options: RunOptions, began: float, *, begins: bool) -> int:
-    """Lock the folder, and record that an attempt begins there; return the attempt's number. begins: whether this
-    machine begins the run."""
+    """Lock the folder, and record that an attempt begins there. Return the number of the attempt.
+
+    begins: whether this machine begins the run.
+    """
     program, folder, machines = started.program, started.folder, started.machines
     earlier = names.read_run(folder) if (folder / names.RUN).exists() else {}
     yields = _earlier_start_holds(earlier)
@@ -210,8 +230,11 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
 
 
 def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
-    """Check whether the run's last attempt belongs to an earlier start of this scheduler job. If so, a process of that
-    start on a machine that was cut off may still hold the folder, and the lock is taken over."""
+    """Return whether the run's last attempt belongs to an earlier start of this scheduler job.
+
+    If so, a process of that start may still hold the folder, on a machine that was cut off. The lock is then taken
+    over.
+    """
     here = place_in(os.environ).record()
     sessions = run.get("sessions") if here else None
     last = sessions[-1] if sessions else {}
@@ -221,8 +244,11 @@ def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
 def supervised(
     started: Started, console: Console, limit: float | None = None, forks: Forks | None = None
 ) -> tuple[list[Any], int]:
-    """Announce and run the program; return the results in rank order, and the exit code. limit: seconds after which the
-    run stops. forks: a fork server from before to make the workers; None for a new one."""
+    """Announce and run a program. Return the results of the ranks in rank order, and the exit code.
+
+    limit: the number of seconds after which the run stops.
+    forks: an existing fork server that makes the workers. With None, a new one is started.
+    """
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
     machines, nodes = started.machines, started.machines.nodes
@@ -254,7 +280,7 @@ def supervised(
 
 
 def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function and the arguments for the workers of the next attempt."""
+    """Return the function that the workers of the next attempt call, and its arguments."""
     program, restarts = started.program, started.restarts
     call: Callable[..., Any] = program.call
     if restarts.attempt > 1 and program.again is not None:
@@ -266,8 +292,10 @@ def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def in_attempt(
     number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path, kept: Sequence[str] = ()
 ) -> Any:
-    """In a worker, run `call(folder)` as attempt `number` of the run, with its injected faults. kept: for each rank of
-    this machine, the path of the memory that outlives the rank."""
+    """Run `call(folder)` in a worker, as attempt `number` of the run, with the injected faults of this attempt.
+
+    kept: for each rank of this machine, the path of the memory that outlives the rank's process.
+    """
     os.environ[ATTEMPT] = str(number)
     if kept:
         os.environ[KEPT] = kept[read_world(os.environ).local_rank]
@@ -277,6 +305,6 @@ def in_attempt(
 
 
 def record_blocks(options: RunOptions) -> None:
-    """In a worker, switch on the recording of its model's blocks if `--blocks` was given."""
+    """Turn on the recording of the model's blocks in a worker, if `--blocks` was given."""
     if options.blocks:
         os.environ[BLOCKS] = "1"

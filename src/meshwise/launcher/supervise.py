@@ -53,7 +53,7 @@ STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []),
 
 
 class Viewer:
-    """Turns the messages of a run into output for the user."""
+    """The output of a run for the user, made from the messages of its workers."""
 
     def __init__(
         self,
@@ -65,18 +65,19 @@ class Viewer:
         halt: Halt | StepGate,
         machines: Alone | Several | None,
     ) -> None:
-        """halt: knows which signal stopped the run. machines: None if this process keeps no record."""
+        """halt: says which signal stopped the run. machines: None if this process does not write the run's record."""
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._machines = restarts, machines
         self.stopped = ""
         self.steps = self.joins = False
-        """Whether the attempt's workers have begun to do steps; whether they have stopped so that a machine joins."""
+        """`steps`: whether the workers of the attempt make steps. `joins`: whether they have stopped so that a machine
+        can join."""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
         self._lost, self._looked = False, time.monotonic()
         self._told: list[str] = []
-        """Messages of the attempt, for its record."""
+        """The messages of the attempt that are recorded in run.json."""
 
     def message(self, rank: int, message: Message) -> None:
         kind = message["kind"]
@@ -112,7 +113,7 @@ class Viewer:
         return isinstance(self._halt, Halt) and self._halt.wanted and not self._halt.ends
 
     def look_for(self, folder: Path) -> None:
-        """Check once a second whether the run folder is gone, and say so once."""
+        """Check at most once a second whether the run folder is gone. Tell the user once if it is."""
         if not self._lost and time.monotonic() - self._looked > 1.0:
             self._looked, self._lost = time.monotonic(), is_lost(folder)
             if self._lost:
@@ -121,7 +122,11 @@ class Viewer:
                 )
 
     def stops(self, where: str = "", saves: bool = False) -> None:
-        """Say once that the run is stopped, by which signal, and (`where`) after which step. saves: it saves."""
+        """Tell the user, only once, that the run is stopped and by which signal.
+
+        where: a text on the step after which the run stops.
+        saves: whether the run saves its state.
+        """
         if not self.stopped:
             self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
             self._view.print(self.stopped)
@@ -133,7 +138,7 @@ class Viewer:
             names.add_to_session(folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Handle a message of this process itself, in a run under another launcher."""
+        """Handle a message of this process itself, in a run that another launcher started."""
         self.message(0, {"kind": kind, **facts})
 
     def output(self, stream: str, text: str) -> None:
@@ -155,7 +160,10 @@ class Viewer:
 
 
 def metrics_line(message: Mapping[str, Any]) -> str:
-    """Return `epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`; within an epoch `epoch 1/5, step 500 …`."""
+    """Return a line such as `epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`.
+
+    For an evaluation within an epoch, the line begins with `epoch 1/5, step 500`.
+    """
     step = f", step {message['inside']}" if "inside" in message else ""
     parts = [metric_text(name, value) for name, value in message["metrics"].items()]
     parts += ["best so far"] if message["best"] else []
@@ -163,7 +171,8 @@ def metrics_line(message: Mapping[str, Any]) -> str:
 
 
 PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
-"""Modules that a training worker needs. (`torch._dynamo` is imported by the first optimizer of a process.)"""
+"""Modules that a fork server imports for training workers. (The first optimizer of a process imports
+`torch._dynamo`.)"""
 
 
 def supervise(
@@ -177,12 +186,14 @@ def supervise(
     hang_limit: float | None = None,
     forks: Forks | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch the function and arguments that `task` returns on the slots, again if `restarts` allows it, and show the
-    run. Returns the results in rank order, and the exit code.
+    """Launch workers on the slots, show the run, and restart it as often as `restarts` allows.
 
-    limit: seconds after which the run stops at the end of a step. forks: makes the workers, and is closed at the end.
+    task: returns the function that each worker calls, and its arguments. It is called before each attempt.
+    limit: the number of seconds after which the run stops at the end of a step.
+    forks: the fork server that makes the workers. It is closed at the end.
 
-    Afterwards, run.json's status says how the run ended. Raises WorkerFailed if a worker fails and nothing restarts.
+    Returns the results in rank order, and the exit code. Afterwards, the status in run.json says how the run ended.
+    Raises WorkerFailed if a worker fails and the run does not restart.
     """
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
@@ -229,7 +240,7 @@ def supervise(
 
 
 def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
-    """Return the run folder, if this machine keeps the record there and the folder still exists; else None."""
+    """Return the run folder if it still exists and this machine writes the run's record there, else None."""
     if not machines.keeps or is_lost(restarts.folder) or is_over(restarts.folder, restarts.number):
         return None
     return restarts.folder
@@ -243,7 +254,7 @@ def _answer(
     machines: Alone | Several,
     devices: DevicesLeft,
 ) -> None:
-    """Record how an attempt failed, and begin the next one, or raise the error that ends the run."""
+    """Record how an attempt failed. Then begin the next attempt, or raise the error that ends the run."""
     number, last, goes_on, lost = restarts.number, None, "", restarts.keep_left(error)
     rank = -1 if error.failure is None else error.failure.rank - machines.first_rank
     devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
@@ -271,8 +282,12 @@ def _answer(
 
 @contextlib.contextmanager
 def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
-    """Let each signal of STOPS stop all ranks after the same step, however often it comes; a second Ctrl-C ends them at
-    once. A signal that a rank passed on is not the first: `scancel -s INT` sends one to every process."""
+    """Inside the `with` block, let each signal of STOPS stop all ranks after the same step. A second Ctrl-C ends them
+    at once.
+
+    A signal that a rank has passed on does not count as the first Ctrl-C, since `scancel -s INT` reaches every process.
+    Outside the main thread, no signal is handled.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -296,8 +311,11 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 
 def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
-    """Summarise what a run did since it was started or resumed. results: the facts that each rank's worker returned.
-    folder: the run folder, whose records are read."""
+    """Return a summary of what a run did since it was started or resumed.
+
+    results: the facts that the worker of each rank returned.
+    folder: the run folder, whose records are read.
+    """
     timeline = read_timeline(folder)
     report, first = report_of(timeline.newest_session(), str(folder)), results[0]
     began, sessions = first["began"], len(timeline.sessions)

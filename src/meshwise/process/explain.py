@@ -31,9 +31,14 @@ def explain(
     recorder: Recorder,
     smaller: Callable[[], tuple[Plan, str] | None] = lambda: None,
 ) -> None:
-    """Add notes to an error: rank, step and phase, and after running out of memory how much was used and what to do.
+    """Add notes to an error of a run: the rank, the step and the phase in which it was raised.
 
-    steps: number of finished steps; None before training begins. smaller: returns a plan that needs less memory.
+    After running out of memory, a note also says how much memory was used and what to do. Errors of meshwise get no
+    note.
+
+    steps: the number of finished steps. None before training begins.
+    smaller: a function that returns a plan that needs less memory, and a text on what it changes. None if there is
+        none.
     """
     if isinstance(error, MeshwiseError):
         return
@@ -51,7 +56,10 @@ def explain(
 
 
 def explain_in_script(error: BaseException, world: World, plan: Plan, models: Sequence[nn.Module]) -> None:
-    """If a user's loop ran out of memory, add a note on how much there was, and which plan needs less."""
+    """Add a note to the error of a user's loop that ran out of memory. Leave other errors unchanged.
+
+    The note says how much memory was used, and which plan needs less.
+    """
     if not is_out_of_memory(error) or not models:
         return
     found = smaller_plan(plan, nn.ModuleList(models), None, world)

@@ -25,7 +25,10 @@ IN_MEMORY = ("", ":memory:")  # names that sqlite knows, and that are no files
 
 
 def free_folders() -> list[str]:
-    """Return folders that hold no user files (of the system, caches, meshwise's), except any that we are working in."""
+    """Return the folders that hold no files of the user: system folders, caches, and folders of meshwise.
+
+    A folder that contains the current folder is left out.
+    """
     found = ["/dev", "/proc", "/sys", *(os.environ[name] for name in CACHES if name in os.environ)]
     found += glob.glob(os.path.expanduser("~/.*/")) + glob.glob(os.path.join(tempfile.gettempdir(), "meshwise-*/"))
     here = os.path.realpath(os.getcwd()) + os.sep
@@ -33,7 +36,10 @@ def free_folders() -> list[str]:
 
 
 class FileView:
-    """The real files, overlaid by those of `folder`. *Logical*: a path outside `folder`, with links followed."""
+    """A view of the real files, in which files that lie in `folder` hide the real files of the same path.
+
+    A path outside `folder`, with symbolic links followed, is called a logical path.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder, self.files, self._gone = folder, folder + "/files", folder + "/gone"
@@ -43,7 +49,11 @@ class FileView:
         self._free = (*(each + os.sep for each in free_folders()), folder + os.sep)
 
     def logical(self, path: Any, follow: bool = True, at: int | None = None) -> str | None:
-        """Return the logical path of `path`; None if the path is to be used unchanged."""
+        """Return the logical path of `path`. Return None if `path` is to be used unchanged.
+
+        follow: whether to follow a link at the end of the path.
+        at: the file descriptor of the folder to which `path` is relative. None for the current folder.
+        """
         if not isinstance(path, str | bytes | os.PathLike) or os.fsdecode(path) in IN_MEMORY:
             return None
         text = os.fsdecode(path)
@@ -64,18 +74,19 @@ class FileView:
         return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
 
     def is_real(self, path: str) -> bool:
-        """Check whether a logical path has a real file that the view does not hide."""
+        """Return whether there is a real file at a logical path that the view does not hide."""
         return os.path.lexists(path) and not (
             os.listdir(self._gone) and any(os.path.lexists(self._mark(each)) for each in _parents(path))
         )
 
     def place(self, path: str) -> str:
-        """Return where the file of a logical path lies; the path inside the view's folder if there is no such file."""
+        """Return where the file of a logical path lies. If there is no such file, return its path inside the view's
+        folder."""
         mine = self.files + path
         return path if not os.path.lexists(mine) and self.is_real(path) else mine
 
     def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Return the path from which to read `path`."""
+        """Return the path from which to read the file that a program names `path`. follow, at: as in `logical`."""
         logical = self.logical(path, follow, at)
         if logical is None or not (os.path.lexists(self.files + logical) or os.path.lexists(logical)):
             return path  # the error names the path that was asked for
@@ -83,7 +94,11 @@ class FileView:
         return path if at is None and place == os.path.abspath(os.fsdecode(path)) else place
 
     def written(self, path: Any, follow: bool = True, at: int | None = None, *, keep: bool = False) -> Any:
-        """Return the path at which to write `path`. keep: first copy the file's contents there."""
+        """Return the path at which to write the file that a program names `path`.
+
+        keep: first copy the contents of the file there.
+        follow, at: as in `logical`.
+        """
         logical = self.logical(path, follow, at)
         if logical is None:
             return path
@@ -98,11 +113,16 @@ class FileView:
         return mine
 
     def changed(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Return the path at which to change the file of `path` in place; its contents are copied there."""
+        """Return the path at which to change the file of `path` in place. The contents of the file are first copied
+        there."""
         return self.written(path, follow, at, keep=True)
 
     def copy(self, path: str, *, inside: bool = False) -> None:
-        """Copy a real file into the view. inside: copy a folder with everything that the view shows in it."""
+        """Copy a real file into the view's folder.
+
+        path: the logical path.
+        inside: copy a folder with everything that the view shows in it. Otherwise, only an empty folder is made.
+        """
         mine = self.files + path
         if os.path.isdir(self.place(path)) and not os.path.islink(self.place(path)):
             os.makedirs(mine, exist_ok=True)
@@ -122,7 +142,7 @@ class FileView:
             )
 
     def names(self, path: str) -> list[str]:
-        """Return the names that the view shows in the folder of a logical path."""
+        """Return the names that the view shows in a folder. path: the folder's logical path."""
         mine = self.files + path
         names = os.listdir(mine) if os.path.isdir(mine) else []
         if self.is_real(path) and os.path.isdir(path):
@@ -131,7 +151,8 @@ class FileView:
         return names
 
     def differs(self, path: str) -> bool:
-        """Check whether the view may show other names in a folder, by its logical path, than the real folder has."""
+        """Return whether the view may show other names in a folder than the real folder has. path: the folder's logical
+        path."""
         return os.path.isdir(self.place(path)) and (os.path.isdir(self.files + path) or bool(os.listdir(self._gone)))
 
     def hide(self, path: str, is_real: bool) -> None:
@@ -140,6 +161,7 @@ class FileView:
 
 
 def _parents(path: str, itself: bool = True) -> Iterator[str]:
-    """Yield the parents of a path, `/a`, `/a/b` and so on. itself: the path itself too."""
+    """Yield the parents of an absolute path from the root down: `/a`, `/a/b` and so on. itself: yield the path itself,
+    too."""
     parts = path.split(os.sep)
     return (os.sep.join(parts[:end]) for end in range(2, len(parts) + itself))

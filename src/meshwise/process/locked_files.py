@@ -20,7 +20,7 @@ _VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _NO_NEW_PRIVS = 38  # linux/prctl.h
 _RIGHTS = sum(1 << bit for bit in (1, 4, 5, 7, 8, 10, 12, 13, 14))
-"""The restricted actions: write or truncate a file, remove or make files, folders and links, move between folders."""
+"""The actions to restrict: write or truncate a file, remove or make files, folders and links, move between folders."""
 _OLDEST = 3  # the version that knows all of them, Linux 6.2
 
 
@@ -30,7 +30,7 @@ def can_lock() -> bool:
 
 
 def lock_files(folders: Iterable[str]) -> None:
-    """Let this thread, and what it starts, write only below `folders` from now on. This cannot be undone."""
+    """Let this thread, and processes that it starts, write only below `folders` from now on. This cannot be undone."""
     rules = _system(_CREATE, struct.pack("Q", _RIGHTS), 8, 0)
     for folder in folders:
         with contextlib.suppress(OSError):

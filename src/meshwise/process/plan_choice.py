@@ -19,9 +19,14 @@ from meshwise.workers.join import rank_context
 
 
 def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
-    """Choose this script's plan at the first call of mw.distribute, and anew once all earlier models are gone.
+    """Return the plan of this script. It is chosen at the first call of mw.distribute.
 
-    Raises PlanError for a plan that a user's own training loop cannot have. given: the call's `plan`.
+    The plan is chosen anew once all models of earlier calls are gone.
+
+    given: the `plan` argument of the call.
+
+    Raises UsageError if `given` contradicts an earlier call or the plan of the run. Raises PlanError if a user's own
+    training loop cannot have this plan.
     """
     world, program = rank_context().world, engine.program
     asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
@@ -53,13 +58,16 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
 
 
 def plan_of_run(world: World) -> Plan | None:
-    """Return the run's plan, whose file MESHWISE_PLAN names; None without one."""
+    """Return the plan of the run, from the file that MESHWISE_PLAN names. None if MESHWISE_PLAN is not set."""
     named = os.environ.get(PLAN_FILE)
     return read_plan(named, world.size) if named else None
 
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
-    """Return `plan`, checked for this world. On one device its axes are removed, so that `python script.py` runs."""
+    """Check that `plan` fits this number of ranks and a user's own training loop, and return it.
+
+    On one device, the mesh axes of the plan are removed, so that `python script.py` runs.
+    """
     if world.size == 1 and plan.devices > 1:
         notify(f"one device: the axes of {plan}, and what needs them, are left out.")
         plan = on_one_device(plan)

@@ -19,8 +19,11 @@ from meshwise.workers.join import made_process_group
 
 
 def refuse_same_work(script: str, world: World) -> None:
-    """Let the script raise UsageError at its first optimizer step with gradients if several workers run it, it has
-    passed no model to mw.distribute, and made no process group itself (as with DDP, accelerate or Trainer)."""
+    """Let a script raise UsageError at its first optimizer step with gradients, if every worker would do the same work.
+
+    This is so if several workers run the script, it has passed no model to mw.distribute, and it has made no process
+    group itself (as with DDP, accelerate or Trainer).
+    """
     if world.size == 1:
         return
 

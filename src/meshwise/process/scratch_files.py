@@ -61,13 +61,13 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
 )
 LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
 CLASSES = {owner for owner in (*LISTS, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
-"""Classes that hold such functions. (OTHERS: owner, name, position of the path argument, method of FileView.)"""
+"""Classes that hold functions to replace. (OTHERS: owner, name, position of the path argument, method of FileView.)"""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
 
 @contextlib.contextmanager
 def scratch_files(folder: Path) -> Iterator[None]:
-    """Inside the `with` block, redirect this process's writes to `folder`, which all ranks of a check share."""
+    """Inside the `with` block, redirect this process's writes to `folder`. All ranks of a check share this folder."""
     view = FileView(os.path.realpath(folder))
     functions = _Functions(view)
     pairs = [(original, functions.guarded(original, call)) for original, call in functions.all()]
@@ -81,7 +81,8 @@ def scratch_files(folder: Path) -> Iterator[None]:
 
 
 def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
-    """Replace functions wherever a module or class holds them. functions: by id, the old and the new one."""
+    """Replace functions in each module and class that holds them. functions: by the id of the old one, the old and the
+    new."""
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
     for holder in (*modules, *CLASSES):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -97,15 +98,18 @@ _LEFT = ("posix", "_io", __name__, FileView.__module__)  # imports of modules go
 
 
 class _Functions:
-    """Replacements for file functions, which work on the files of a view."""
+    """Replacements for Python's file functions, which act on the files of a view."""
 
     def __init__(self, view: FileView) -> None:
         self._view, self._inside = view, threading.local()
         self.ended = False
-        """Whether the redirection has ended. A replacement that is still held then calls the original."""
+        """Whether the redirection has ended. A replacement that is still in use then calls the original function."""
 
     def all(self) -> Iterator[tuple[Function, Function]]:
-        """Yield each function that touches files, and its replacement, which is called with it and its arguments."""
+        """Yield each function that accesses files, and its replacement.
+
+        The replacement is called with the original function, followed by the arguments of the call.
+        """
         yield io.open, self._open
         yield os.open, self._os_open
         read, changed = ([vars(os)[name] for name in names if hasattr(os, name)] for names in LINUX)
@@ -123,7 +127,7 @@ class _Functions:
             yield vars(owner)[name], functools.partial(self._other, position, getattr(self._view, use))
 
     def guarded(self, original: Function, instead: Function) -> Function:
-        """Return a function that calls `instead`, or the original for calls made inside a replacement."""
+        """Return a function that calls `instead`. Calls made inside a replacement go to the original function."""
 
         @functools.wraps(original, updated=())
         def call(*arguments: Any, **named: Any) -> Any:
@@ -245,7 +249,7 @@ class _Functions:
 
 
 class _Entry:
-    """An `os.DirEntry` whose path is in the folder that the program named, wherever its file really lies."""
+    """An `os.DirEntry` with a path in the folder that the program named, wherever its file really lies."""
 
     def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
         self._entry = entry
@@ -278,7 +282,7 @@ class _Entries:
         self.close()
 
     def close(self) -> None:
-        """Do nothing, since nothing is open."""
+        """Do nothing, since no folder is open."""
 
 
 def _without_fd(named: dict[str, Any]) -> dict[str, Any]:

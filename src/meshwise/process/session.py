@@ -31,11 +31,12 @@ from meshwise.workers.environment import EXACT_RANDOM
 from meshwise.workers.join import join, rank_context
 
 engines: list[Engine] = []
-"""The engine of the process, then those of the open sessions. The last one is the default."""
+"""The engine of the process, followed by the engines of the open sessions. The last one is the default engine."""
 
 
 def default_engine() -> Engine:
-    """Return the engine of `mw.distribute` and `mw.backward`. The first call joins the run and starts recording."""
+    """Return the engine that `mw.distribute` and `mw.backward` use. The first call joins the run and starts its
+    recording."""
     if not engines:
         _begin()
     return engines[-1]
@@ -53,20 +54,20 @@ def _begin() -> None:
 
 
 def show(text: str) -> None:
-    """Pass a text that the program's current source line shows to the engine's watcher, if any."""
+    """Tell the engine's watcher, if there is one, that the current line of the user's program shows a text."""
     watcher = engines[-1].watcher if engines else None
     if watcher is not None:
         watcher.shown(user_place(), text)
 
 
 def process_engine() -> Engine:
-    """Return the engine of the whole process, even while a session is open."""
+    """Return the engine of the whole process, even inside an open session."""
     default_engine()
     return engines[0]
 
 
 def has_begun() -> bool:
-    """Check whether this process has used a verb that needs an engine."""
+    """Check whether this process has called a function that needs an engine, such as `mw.distribute`."""
     return bool(engines)
 
 
@@ -76,16 +77,16 @@ def has_distributed_model() -> bool:
 
 
 def saves() -> bool:
-    """Check whether this process saves the state of its loop, by `mw.checkpoint`."""
+    """Check whether this process saves the state of its training loop with `mw.checkpoint`."""
     return any(engine.given.loop_states for engine in engines)
 
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Limit what is distributed inside the `with` block, its plan, guards and gradient hooks, to the block.
+    """Limit the effect of `mw.distribute` to the `with` block: its plan, its guards and its gradient hooks.
 
-    Use it for a sweep in one process, where each run may have a different plan. Without a session, they last until the
-    process ends. Models are held by weak references in both cases.
+    Use it for a sweep in one process, where each run may have a different plan. Without a session, the effect lasts
+    until the process ends. In both cases, models are held by weak references.
     """
     outer, divided = default_engine(), collectives.dividing()
     collectives.divide_among(None)
@@ -108,7 +109,7 @@ def _explain(error: BaseException) -> None:
 
 
 def program_ends() -> None:
-    """Run the checks that are only possible at the end of the program. Raises LossError."""
+    """Run the checks that are only possible at the end of the program. Raises LossError if one of them fails."""
     for engine in engines:
         if (loops := engine.events.find(UnsummedLoops)) is not None:
             loops.finish()
@@ -122,7 +123,7 @@ def program_ends() -> None:
 
 
 def _process_ends() -> None:
-    """Call `program_ends` at exit, and only show its error, which can no longer change the exit code."""
+    """Call `program_ends` at exit. Only print its error, which can no longer change the exit code."""
     try:
         program_ends()
     except LossError as error:
@@ -130,14 +131,14 @@ def _process_ends() -> None:
 
 
 def _failed() -> bool:
-    """Check whether the program ends by an error or a non-zero exit code."""
+    """Check whether the program ends with an exception or a non-zero exit code."""
     error = sys.exc_info()[1]
     clean = error is None or (isinstance(error, SystemExit) and error.code in (0, None))
     return not clean or hasattr(sys, "last_type")
 
 
 def end_sessions() -> None:
-    """Close the engine of the process and those of all sessions. A later `mw.distribute` makes a new engine."""
+    """Close the engines of the process and of all sessions. A later call of `mw.distribute` makes a new engine."""
     while engines:
         engines.pop().close()
     collectives.divide_among(None)
@@ -145,7 +146,8 @@ def end_sessions() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[Engine]:
-    """Yield a new default engine for a rehearsed program; this process's engines are set aside meanwhile."""
+    """Yield a new default engine for a rehearsed program. In the meantime, the engines of this process are set
+    aside."""
     before, divided = engines[:], collectives.dividing()
     engines.clear()
     collectives.divide_among(None)
@@ -166,7 +168,7 @@ def _new() -> Engine:
 
 
 def tell(text: str) -> None:
-    """Show the user a line, through our launcher if there is one, else on stderr."""
+    """Print a line for the user: through our launcher if there is one, else on stderr."""
     channel = rank_context().channel
     if channel is not None:
         channel.send("note", text=text)

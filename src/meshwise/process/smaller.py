@@ -26,9 +26,11 @@ _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|noise|sam
 def smaller_plan(
     plan: Plan, model: nn.Module, batch_size: int | None, world: World, *, apart: bool = False
 ) -> tuple[Plan, str] | None:
-    """Return the plan to try next, and a text on what changes; None if nothing is left to try.
+    """Return the plan to try after running out of memory, and a text on what it changes. None if nothing is left to
+    try.
 
-    batch_size: None for a user's loop, which splits its batches itself. world: the ranks that divide a batch.
+    batch_size: the size of the global batch. None for a user's loop, which splits its batches itself.
+    world: the ranks that divide a batch.
     apart: whether the loss is known to be a mean of terms that each depend on one sample.
     """
     rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
@@ -49,12 +51,15 @@ def smaller_plan(
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Check whether the model has a batch norm, so that a sample's result depends on its microbatch."""
+    """Check whether the model has a batch norm. The result for a sample then depends on its microbatch."""
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Check whether a forward may draw random numbers, judging by the modules' settings and code; True if unsure."""
+    """Check whether a forward pass may draw random numbers. True if this is unclear.
+
+    This is judged by the settings and the source code of the modules.
+    """
     kinds = {type(module) for module in model.modules()}
     shares = [getattr(module, name, 0) for module in model.modules() for name in ("p", "dropout")]
     active = any(isinstance(share, int | float) and share > 0 for share in shares)

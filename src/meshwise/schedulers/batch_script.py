@@ -25,10 +25,15 @@ _NODES = re.compile(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?")
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A job for a scheduler: `meshwise run WORDS` in the folder `workdir`, with its records in the folder `run`.
+    """A job for a scheduler, which runs `meshwise run WORDS` in the folder `workdir`.
 
-    nodes: `4`, or `2-8`. seconds: time limit; None: the partition's. gpus: per node; 0: none. command: the words that
-    call meshwise. options: for sbatch.
+    run: the folder for the records of the run.
+    words: the words after `meshwise run`.
+    nodes: the number of nodes, such as `4` or `2-8`.
+    seconds: the time limit. None for the time limit of the partition.
+    gpus: the number of GPUs per node, 0 for none.
+    command: the words that call meshwise.
+    options: options for sbatch.
     """
 
     name: str
@@ -44,7 +49,7 @@ class BatchJob:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Parse `--nodes 4` or `2-8` as (least, most) nodes. Raises UsageError for anything else."""
+    """Parse a number of nodes such as `4` or `2-8`. Return the smallest and the largest number. Raises UsageError."""
     if not _NODES.fullmatch(text):
         raise UsageError(f"--nodes {text}: write a number such as 4, or a range such as 2-8.")
     low, _, high = text.partition("-")
@@ -67,7 +72,8 @@ def batch_script(job: BatchJob) -> str:
 
 
 def _options(job: BatchJob, *, elastic: bool) -> list[str]:
-    """Return the options of sbatch, one per line. Those that the user gives come last, and override the others."""
+    """Return the options of sbatch, one per line. The options that the user gives come last, and override the
+    others."""
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
@@ -85,8 +91,8 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
 
 
 def _setup(site: Site) -> list[str]:
-    """Return the site's setup lines, so that the first line that fails ends the job with a message. A failure inside a
-    sourced file does not."""
+    """Return the site's setup lines. The first line that fails ends the job with a message, except inside a sourced
+    file."""
     return [_SETUP_FAILED, *site.setup, "trap - ERR"] if site.setup else []
 
 
@@ -148,7 +154,7 @@ exit $code""".splitlines()
 
 
 def slurm_time(seconds: float) -> str:
-    """Format a duration for Slurm in whole minutes, rounded up: `1-04:30:00`."""
+    """Format a duration for Slurm, rounded up to whole minutes, such as `1-04:30:00`."""
     minutes = max(1, -(-int(seconds) // 60))
     days, minutes = divmod(minutes, 24 * 60)
     clock = f"{minutes // 60:02}:{minutes % 60:02}:00"
@@ -161,7 +167,8 @@ def _quoted(word: object) -> str:
 
 
 def _word(value: str) -> str:
-    """Format a value for an #SBATCH line, in quotes if needed. Raises UsageError for a quote or backslash in it."""
+    """Format a value for an #SBATCH line, in quotes if needed. Raises UsageError for a double quote or backslash in
+    it."""
     text = _one_line(value)
     if not re.search(r"[\s#'\"\\]", text):
         return text

@@ -29,13 +29,23 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Site:
-    """The defaults of a cluster. A field is "", 0 or an empty tuple if the cluster has no default.
+    """The default settings of a cluster. A field is "", 0 or an empty tuple if the cluster has no default for it.
 
-    machine: one node. network: what a node can send. devices: of a node, as for `--devices`. gpus: one of GPU_FORMS,
-    how GPUs are requested. gpu_type: `h100`. gpus_per_node: 0: those of `machine`. cpus, memory: of a node. command:
-    calls meshwise there. setup: shell lines to run before the job. container: an image, which `runtime` runs with
-    `mounts`. runs: a folder that all nodes share. options: for sbatch. secrets: names of environment variables that the
-    job needs. file: the path of the site file."""
+    machine: the hardware of one node, such as `8xH100`.
+    network: the bandwidth at which a node can send.
+    devices: the devices of a node, as for `--devices`.
+    gpus: how GPUs are requested from Slurm, one of GPU_FORMS.
+    gpu_type: the type of the GPUs, such as `h100`.
+    gpus_per_node: 0 for the number in `machine`.
+    cpus, memory: the CPU cores and the memory to request on a node.
+    command: the words that call meshwise on the cluster.
+    setup: shell lines to run before the job.
+    container: the image in which `runtime` runs the job, with `mounts`.
+    runs: a folder that all nodes share.
+    options: options for sbatch.
+    secrets: the names of environment variables that the job needs.
+    file: the path of the site file.
+    """
 
     machine: str = ""
     network: str = ""
@@ -60,8 +70,10 @@ class Site:
 
 
 def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: Path | None = None) -> Site:
-    """Read a cluster's defaults: from the named file; else from site.toml here, or in the folder `beside`, or in
-    ~/.config/meshwise. Without any such file, return no defaults.
+    """Read the default settings of a cluster.
+
+    They come from the file `named`. If it is None, they come from the first site.toml found in the current folder, in
+    the folder `beside` or in ~/.config/meshwise. If there is no such file, return a `Site` without settings.
 
     Raises UsageError for a file that cannot be read, or that has unknown or invalid settings.
     """
@@ -75,7 +87,7 @@ def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: P
 
 
 def read_site(path: Path) -> Site:
-    """Read a cluster's defaults from a file. Raises UsageError if it is unreadable or invalid."""
+    """Read the default settings of a cluster from a file. Raises UsageError if the file is unreadable or invalid."""
     try:
         if not path.is_file():
             raise UsageError(f"--site {path} does not exist. `meshwise submit --help` says what a site file holds.")

@@ -21,12 +21,16 @@ OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED",
 
 
 class SchedulerError(MeshwiseError):
-    """A command of the scheduler failed, or did not answer in time."""
+    """Raised if a command of the scheduler fails or does not answer in time."""
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A job in Slurm's queue. state: `PENDING`, `RUNNING` and so on. reason: why it waits, such as `Priority`."""
+    """A job in Slurm's queue.
+
+    state: `PENDING`, `RUNNING` and so on.
+    reason: why the job waits, such as `Priority`.
+    """
 
     job: str
     state: str
@@ -35,24 +39,26 @@ class Queued:
 
 
 def is_here() -> bool:
-    """Return whether this machine has `sbatch`, to submit jobs."""
+    """Return whether this machine has `sbatch`, with which jobs are submitted."""
     return shutil.which("sbatch") is not None
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without Slurm's variables, if this shell runs in a job: sbatch would pass them on."""
+    """Return the environment without Slurm's variables. Inside a job, sbatch would pass them on to the new job."""
     return {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
 def send(script: Path, options: Sequence[str] = ()) -> str:
-    """Submit a batch script with sbatch, and return its job number. Raises SchedulerError with sbatch's message."""
+    """Submit a batch script with sbatch. Return its job number. Raises SchedulerError with sbatch's message."""
     said = _asked(["sbatch", "--parsable", *options, str(script)])
     return said.strip().partition(";")[0]
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
-    """Return the queue's entries of these jobs, by job number, if they wait or run. Of an array, a running task comes
-    before waiting ones. Return an empty dict if squeue fails."""
+    """Return the queue entries of these jobs by job number. Jobs that neither wait nor run are left out.
+
+    The entry of a job array is that of a running task, if there is one. If squeue fails, the dict is empty.
+    """
     wanted = set(jobs)
     rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []
     there = [Queued(*row) for row in rows if row[1] not in OVER]
@@ -65,7 +71,10 @@ def _waits(one: Queued) -> bool:
 
 
 def _is_of(row: str, job: str) -> bool:
-    """Return whether an entry of the queue (`7`, `7_3`, or waiting tasks `7_[0-2,5%4]`) belongs to a job or task."""
+    """Return whether a job number of squeue belongs to `job`, which is the number of a job or of a task of a job array.
+
+    row: a number such as `7`, `7_3`, or `7_[0-2,5%4]` for waiting tasks.
+    """
     array, _, tasks = row.partition("_")
     if job in (row, array):
         return True
@@ -81,17 +90,18 @@ def _is_of(row: str, job: str) -> bool:
 
 
 def queued(job: str) -> Queued | None:
-    """Return the queue's entry for a job; for an array, that of one of its tasks. None if it is not in the queue."""
+    """Return the queue entry of a job. None if the job is not in the queue. For a job array, the entry is of one
+    task."""
     return queue([job]).get(job)
 
 
 def answers() -> bool:
-    """Return whether squeue works here."""
+    """Return whether squeue works on this machine."""
     return bool(_queue())
 
 
 def _queue() -> str:
-    """Return what squeue prints, a head line first; "" if it is missing or fails."""
+    """Return what squeue prints, with a header line first. An empty string if squeue is missing or fails."""
     if shutil.which("squeue") is None:
         return ""
     try:
@@ -101,17 +111,17 @@ def _queue() -> str:
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:
-    """Return the queue's entry for the last of a run's jobs; None if there is no job, or it has left the queue."""
+    """Return the queue entry of the last of a run's jobs. None if there is no job, or if it has left the queue."""
     return queued(jobs[-1]) if jobs else None
 
 
 def cancel_waiting(job: str) -> None:
-    """Cancel a job if it waits in the queue; of an array, cancel the waiting tasks."""
+    """Cancel a job if it waits in the queue. Of a job array, cancel the waiting tasks."""
     _asked(["scancel", f"--state={PENDING}", job])
 
 
 def tell(job: str, signal: str) -> None:
-    """Send a signal to the steps of a running job, not to its batch script. signal: its name, `TERM`."""
+    """Send a signal to the steps of a running job, but not to its batch script. signal: a name such as `TERM`."""
     _asked(["scancel", f"--signal={signal}", job])
 
 

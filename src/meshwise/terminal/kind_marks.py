@@ -14,7 +14,13 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class KindMark:
-    """mark: one character. plain: the same for ASCII-only consoles. colour: for rich. word: shown in a legend."""
+    """How one kind of time, such as forward or communication, is drawn.
+
+    mark: the character that stands for the kind.
+    plain: the character on consoles that can show ASCII only.
+    colour: the colour, as rich names it.
+    word: the text in a legend.
+    """
 
     mark: str
     plain: str
@@ -42,18 +48,21 @@ ASCII = str.maketrans({"µ": "u", "·": "|", "±": "~", "…": ".", "×": "x", "
 
 
 def mark_of(kind: str, ascii_only: bool) -> str:
-    """Return the character that marks a kind."""
+    """Return the character that stands for a kind of time."""
     return MARKS[kind].plain if ascii_only else MARKS[kind].mark
 
 
 def style_of(kind: str, filled: bool = True) -> str:
-    """Return the style of a kind's mark: its colour as background; as text colour for waiting, idle and thin rows."""
+    """Return rich's style for the mark of a kind. Its colour is the background.
+
+    For waiting and idle time, and for thin rows (`filled` is False), the colour is that of the text.
+    """
     colour = MARKS[kind].colour
     return f"black on {colour}" if filled and kind not in NOT_FILLED else colour
 
 
 def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
-    """Return lines of at most `width` characters with these kinds' marks and words, in the order of a step."""
+    """Return a legend of these kinds, in lines of at most `width` characters. The order is that of MARKS."""
     present = set(kinds)
     lines = [Text(no_wrap=True)]
     for kind, mark in MARKS.items():
@@ -68,5 +77,5 @@ def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
 
 
 def printable(text: str, ascii_only: bool) -> str:
-    """Return `text` in characters that the console can show."""
+    """Return `text` in characters that the console can show. With `ascii_only`, all other characters are replaced."""
     return text.translate(ASCII).encode("ascii", "replace").decode() if ascii_only else text

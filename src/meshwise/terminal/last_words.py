@@ -20,8 +20,11 @@ _watched: list[_Watched] = []
 
 
 class _Watched:
-    """Wraps a text file, and remembers whether its last line has ended. over: nothing more is written. lost: errors
-    which mean that the reader has left, which is not the command's fault; after one, `over` is set."""
+    """A text file that remembers whether its last line has ended.
+
+    lost: the class of errors which mean that nobody reads the file any more. That is no error of the command. After
+        such an error, `over` is set, and nothing more is written.
+    """
 
     def __init__(self, file: Any, lost: type[OSError]) -> None:
         self.file, self.lost, self.ended, self.over = file, lost, True, False
@@ -46,12 +49,12 @@ class _Watched:
 
 
 def watch(out: Any, beside: Any) -> None:
-    """Keep track of what is written to these text files, stdout and stderr, for `say_last`."""
+    """Keep track of what is written to stdout (`out`) and stderr (`beside`), so that `say_last` can end their lines."""
     _watched[:] = _Watched(out, BrokenPipeError), _Watched(beside, OSError)
 
 
 def end_lines() -> None:
-    """End lines that the program has begun on stdout and stderr; let nothing more be written there."""
+    """End the lines that the program has begun on stdout and stderr. Nothing more is written there afterwards."""
     with _lock:
         for each in _watched:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the program has closed it
@@ -61,7 +64,7 @@ def end_lines() -> None:
 
 
 def say_last(*texts: str) -> None:
-    """Print these texts on stderr, one per line, and nothing after them. Raises OSError if that fails."""
+    """Print these texts on stderr, one per line, as the last output of the command. Raises OSError if that fails."""
     with _lock:
         end_lines()
         file = _watched[-1].file

@@ -30,7 +30,7 @@ class Page:
 
 
 def shown_by(kind: type[Value], view: Callable[[Value, int], RenderableType]) -> None:
-    """Let notebooks show a value of `kind` as `view(value, width)`, the same as a terminal prints."""
+    """Let notebooks show a value of the class `kind` as a terminal would print `view(value, width)`."""
 
     def text(value: Value) -> str:
         console = Console(record=True, width=WIDTH, file=io.StringIO(), force_jupyter=False)

@@ -23,9 +23,11 @@ GLUE = "\ue000"  # stands for a space at which a line must not end
 
 @dataclass(frozen=True)
 class Screen:
-    """The console on which lines are drawn. width: of the longest line; height: how many lines fit, None if all do.
+    """The console on which lines are drawn.
 
-    table_width: the largest width of a table; in a file or a pipe, a table may be as wide as it needs.
+    width: the largest number of characters in a line.
+    ascii_only: whether the console can show ASCII characters only.
+    table_width: the largest width of a table. In a file or a pipe, a table may be as wide as it needs.
     """
 
     console: Console
@@ -35,11 +37,14 @@ class Screen:
 
     @property
     def height(self) -> int | None:
-        """Number of lines that fit on a terminal and leave room for a prompt; None for a file or a pipe."""
+        """The number of lines that fit on a terminal and leave room for a prompt. None for a file or a pipe."""
         return self.console.size.height - 1 if self.console.is_terminal else None
 
     def wrap(self, *texts: Text, indent: int = 0) -> list[Text]:
-        """Wrap the texts into lines, never between a number and its unit. indent: of a text's later lines."""
+        """Wrap the texts into lines, never between a number and its unit.
+
+        indent: the number of spaces before each line of a text, except its first line.
+        """
         return [line for text in texts for line in self._wrapped(text, indent)]
 
     def _wrapped(self, text: Text, indent: int) -> list[Text]:
@@ -55,8 +60,11 @@ class Screen:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Lines, at most `width` characters wide (None: as wide as the console), which `draw` makes only when they are
-    printed, since only the console knows how wide it is and which characters it can show."""
+    """Lines that `draw` makes only when they are printed. Only then is it known how wide the console is and which
+    characters it can show.
+
+    width: the largest width of a line in characters. None for the width of the console.
+    """
 
     draw: Callable[[Screen], Iterable[Text]]
     width: int | None = None
@@ -72,7 +80,10 @@ class Drawn:
 
 
 def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
-    """Join the parts, with an empty line between two parts as long as `height` leaves room for it."""
+    """Join the parts into one list of lines, with an empty line between two parts.
+
+    height: the number of lines that fit. Empty lines for which there is no room are left out. None for no limit.
+    """
     filled = [part for part in parts if part]
     room = len(filled) if height is None else height - sum(map(len, filled))
     lines: list[Text] = []
@@ -85,12 +96,12 @@ def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
 
 
 def labelled(label: str, text: str, style: str = "dim", width: int = LABEL) -> Text:
-    """Return a line of a label, in a column of `width` characters, and a text."""
+    """Return a line with a label, in a column of `width` characters, followed by a text."""
     return Text(f"{label:<{width}}", style).append(text, "default")
 
 
 def fitted(text: str, file: IO[str]) -> str:
-    """Wrap a one-line text between words if `file` is a terminal; a text of several lines stays as it is."""
+    """Wrap a one-line text between words if `file` is a terminal. A text of several lines is returned unchanged."""
     if "\n" in text or not file.isatty():
         return text
     return textwrap.fill(text, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 NO_LIMIT = 10_000
 LEAST_ROOM = 24
-"""The least width of a cell, in characters, if rows become blocks, however narrow the screen is."""
+"""The smallest width of a cell, in characters, if each row becomes a block of lines. It holds on any screen."""
 Cell = str | Text
 
 
@@ -30,10 +30,13 @@ def table_lines(
     left: Sequence[int] = (0,),
     gap: int = 2,
 ) -> list[Text]:
-    """Return a line of titles and a line per row, with `gap` spaces between columns. left: columns to align left.
+    """Return a table as lines: a line of titles, and a line per row.
 
-    If that is wider than `width`, each row becomes a block: each cell follows its column's title, on as many lines
-    as it needs.
+    left: the indices of the columns to align left.
+    gap: the number of spaces between two columns.
+
+    If the table is wider than `width`, each row becomes a block of lines. In a block, each cell follows the title of
+    its column, on as many lines as it needs.
     """
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for at, title in enumerate(titles):
@@ -47,8 +50,12 @@ def table_lines(
 def columns_lines(
     columns: Mapping[str, Sequence[Cell]], width: int, *, left: Sequence[str] = (), less_needed: Sequence[str] = ()
 ) -> list[Text]:
-    """Return a table of the columns that are not empty. Columns of `less_needed` are dropped in order until the table
-    fits into `width`."""
+    """Return a table as lines. Columns without any text are left out.
+
+    columns: the cells of each column, by the title of the column.
+    left: the titles of the columns to align left.
+    less_needed: the titles of columns that are dropped, in this order, until the table fits into `width`.
+    """
     for without in range(len(less_needed) + 1):
         used = {title: cells for title, cells in columns.items() if any(cells) and title not in less_needed[:without]}
         titles, rows = list(used), list(zip(*used.values(), strict=True))
@@ -82,7 +89,7 @@ def _wrapped(cell: Cell, width: int) -> list[Text]:
 
 
 def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:
-    """Return what rich draws for `what`, as lines."""
+    """Return the lines that rich draws for `what`."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     lines = console.render_lines(what, pad=False)
     texts = [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in lines]
