@@ -29,7 +29,10 @@ CONNECT_TIMEOUT = 30.0  # seconds for a worker to reach its launcher
 
 
 class WorkerChannel:
-    """A worker's end of the channel. Any thread may call `send`; `listeners` maps a message's kind to its function."""
+    """A worker's end of the side channel to its launcher. Any thread may call `send`.
+
+    `listeners` maps the kind of a message to the function that is called with the message.
+    """
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -51,14 +54,14 @@ class WorkerChannel:
 
 
 def end_own_process_group() -> None:
-    """End this worker and every process that it started (loader workers) at once, because the launcher is gone."""
+    """End this worker at once, with every process that it started (loader workers). Called if the launcher is gone."""
     if os.getpgid(0) == os.getpid():  # a worker leads its own group; never reach beyond it
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
-    """Connect to the channel that the environment names; return None if meshwise did not start this process."""
+    """Connect to the side channel that the environment names. Return None if meshwise did not start this process."""
     address = environment.get(ADDRESS)
     if address is None:
         return None
@@ -70,9 +73,10 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
 
 
 class LauncherChannel:
-    """The launcher's end: one listening socket, one thread per worker; passes each message to `deliver(rank, message)`.
+    """The launcher's end of the side channel to its workers: one listening socket, and one thread per worker.
 
-    A connection that closes is delivered as the message `{"kind": "closed"}`.
+    Each message is passed to `deliver(rank, message)`. When a connection closes, this is the message
+    `{"kind": "closed"}`.
     """
 
     def __init__(self, token: str, deliver: Callable[[int, Message], None]) -> None:
@@ -105,12 +109,15 @@ class LauncherChannel:
 
 
 LISTENING_PORTS = range(20_000, 32_768)
-"""Linux takes the ports of outgoing connections from 32768 to 60999 (ip_local_port_range)."""
+"""Ports to listen at. Linux takes the ports of outgoing connections from 32768 to 60999 (ip_local_port_range)."""
 
 
 def listening(host: str = "", port: int = 0) -> socket.socket:
-    """Return a socket that listens at a TCP port: by default a free one below the ports of outgoing connections.
-    Without a host, it listens at all addresses of this machine. Raises OSError if the port is taken."""
+    """Return a socket that listens at a TCP port. Raises OSError if the port is taken.
+
+    host: the address to listen at. By default, the socket listens at all addresses of this machine.
+    port: by default, a free port below the ports of outgoing connections.
+    """
     every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
     if port:
         return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]

@@ -27,7 +27,10 @@ Sample = tuple[int, int, int]
 
 
 class ClockServer:
-    """Answers each question (one byte) with this process's clock, on `host` and `port`, to who has proven `secret`."""
+    """A server that tells other processes the clock of this process, at `host` and `port`.
+
+    A client must first prove that it knows `secret`. Each request is one byte.
+    """
 
     def __init__(self, host: str, clock: Callable[[], int]) -> None:
         self._clock = clock
@@ -70,14 +73,16 @@ class ClockServer:
 
 
 class ClockProbe:
-    """Asks a ClockServer for the time. If the server is gone, `sample` returns fewer samples, or none, and no error."""
+    """A client that asks a `ClockServer` for the time. If the server is gone, `sample` returns fewer samples, and no
+    error."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, clock: Callable[[], int]) -> None:
         self._address, self._secret, self._clock = address, secret, clock
         self._connection: socket.socket | None = None
 
     def sample(self, rounds: int) -> list[Sample]:
-        """Measure `rounds` round trips; return (time sent, server's clock, time received) of each, in ns."""
+        """Measure `rounds` round trips. Return three times in ns for each: when the request was sent, the server's
+        clock, and when the reply was received."""
         samples: list[Sample] = []
         try:
             if self._connection is None:

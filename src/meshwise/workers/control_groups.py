@@ -15,9 +15,12 @@ OWN = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of the groups above it. controller: "" for version 2.
+    """Yield the folders of this process's control group and of the groups above it.
 
-    Inside a container, the group's path may be the host's and not exist; `root` is then the container's group.
+    controller: the name of a controller of version 1, or "" for version 2.
+
+    Inside a container, the path of the group may be that on the host, and may not exist. `root` is then the folder of
+    the container's group.
     """
     base = root / controller
     lines = [line.split(":", 2) for line in read_text(own).splitlines()]  # `4:cpu,cpuacct:/box`, or `0::/box`
@@ -29,7 +32,7 @@ def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text, stripped; "" if the file cannot be read."""
+    """Return the text of a file, without surrounding whitespace. An empty string if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

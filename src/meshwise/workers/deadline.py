@@ -23,18 +23,18 @@ from meshwise.workers.gate import StepGate
 from meshwise.workers.launchers import slurm
 
 LIMIT = "MESHWISE_DEADLINE"
-"""When `--time-limit` ends the run, in seconds since 1970."""
+"""The environment variable that holds the time at which `--time-limit` ends the run, in seconds since 1970."""
 LOOK, ASK = 0.5, 60.0  # seconds between two looks at the clock, and two calls of squeue
 ANSWER = 20.0  # seconds in which squeue answers, or is not asked for this time
 SAVES = 3  # a save may meet one that is still being written, on a disk on which all ranks and jobs write at the end
 UNKNOWN, SHARE = 20.0, 0.1
-"""Seconds assumed for a save until one is measured, and the largest share of the time left assumed for all saves."""
+"""The seconds assumed for a save until one is measured, and the largest part of the time left assumed for all saves."""
 LEAVES = 5.0  # seconds for the processes of a job to end once all is saved: last lines, the interpreter
 
 
 @contextlib.contextmanager
 def limited(seconds: float | None) -> Iterator[None]:
-    """Tell workers started inside the `with` block that the run must end after `seconds`; None sets no limit."""
+    """Tell the workers started inside the `with` block that the run must end after `seconds`. None sets no limit."""
     if seconds is not None:
         limit(seconds)
     try:
@@ -55,9 +55,14 @@ def watch(
     environment: Mapping[str, str] = os.environ,
     left_of: Callable[[str], float | None] | None = None,
 ) -> None:
-    """Call `ask` when the time left is just enough for a stop, then return. Return without a call once `over` is set.
+    """Wait until the time left is just enough for a stop. Then call `ask` and return.
 
-    left_of: takes the id of a Slurm job and returns its seconds left, None if unknown; by default asks squeue.
+    If `over` is set before that, return without calling `ask`.
+
+    gate: knows how long steps and saves take.
+    ask: asks all ranks to stop.
+    left_of: takes the id of a Slurm job, and returns the seconds left for it, or None if unknown. By default, squeue is
+        called.
     """
     job = slurm.job_id(environment) if slurm.JOB in environment else ""
     text, left_of = environment.get("SLURM_JOB_END_TIME", ""), left_of or left_by_squeue
@@ -81,12 +86,13 @@ def watch(
 
 
 def least_limit(step: float, limit: float) -> float:
-    """Return the seconds that a step of `step` seconds and the stop after it need. limit: the run's time limit."""
+    """Return the seconds that a step of `step` seconds and the stop after it need. limit: the run's time limit in
+    seconds."""
     return step + SAVES * _guessed(limit) + _leaving(limit)
 
 
 def _guessed(left: float) -> float:
-    """Return the seconds assumed for one save until one is measured. left: seconds left."""
+    """Return the seconds assumed for one save as long as none was measured. left: the seconds left for the run."""
     return min(UNKNOWN, SHARE / SAVES * left)
 
 
@@ -101,13 +107,15 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
 
 
 def seconds_needed(gate: StepGate, guess: float) -> float:
-    """Return the seconds needed to finish the current step and save the state. guess: seconds assumed for a save if
-    none was measured. Without a state to save, only the step counts."""
+    """Return the seconds needed to finish the current step and to save the state, if a stop saves one.
+
+    guess: the seconds assumed for a save as long as none was measured.
+    """
     return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
 
 
 def left_by_squeue(job: str) -> float | None:
-    """Ask squeue how many seconds a Slurm job may still run; infinity without a limit, None if unknown."""
+    """Return how many seconds a Slurm job may still run, as squeue says. Infinity without a limit, None if unknown."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
@@ -117,7 +125,10 @@ def left_by_squeue(job: str) -> float | None:
 
 
 def seconds_left(text: str) -> float | None:
-    """Parse what squeue writes: `1-02:03:04`, `2:03:04`, `3:04`, `UNLIMITED`; None for anything else."""
+    """Parse a duration as squeue prints it: `1-02:03:04`, `2:03:04`, `3:04` or `UNLIMITED`. Return the seconds.
+
+    Returns infinity for `UNLIMITED`, and None for any other text.
+    """
     if text.strip() == "UNLIMITED":
         return math.inf
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text.strip())

@@ -1,9 +1,10 @@
 """Detect that ranks call different verbs, and name the first difference.
 
-One sentence names the difference, with the lines of the user's code.
+A verb is a call that all ranks of a program make together, in the same order (verb_log.py). One sentence names the
+difference, with the lines of the user's code.
 
-Ranks of one program call the same verbs in the same order. If one rank calls another verb, two different collectives
-may meet: gloo aborts, NCCL waits forever, and if the collectives' sizes match, the results are silently wrong.
+If one rank calls another verb than the others, two different collectives may meet: gloo aborts, NCCL waits forever, and
+if the collectives' sizes match, the results are silently wrong.
 """
 
 from __future__ import annotations
@@ -24,23 +25,26 @@ ADVICE = (
 
 
 def trail_path(folder: Path, rank: int) -> Path:
-    """Return the path where the rank records its verbs."""
+    """Return the path of the file in which a rank logs the calls that all ranks must make."""
     return folder / f"verbs-{rank}"
 
 
 class DivergenceWatch:
-    """Follows which verbs the ranks of this machine call."""
+    """The check that the ranks of this machine make the same calls in the same order, from the logs of their calls."""
 
     def __init__(self, folder: Path, ranks: Collection[int]) -> None:
         self._folder, self._ranks = folder, ranks
         self._looked = self._seen = 0.0
 
     def trails(self) -> dict[int, VerbTrail | None]:
-        """Return the verbs of each rank; None for a rank that has called none."""
+        """Return the log of each rank's calls. None for a rank that has logged no call."""
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """Return what `divergence` says, once that has lasted GRACE seconds or all ranks have ended; until then ""."""
+        """Return the sentence of `divergence`, once the ranks have differed for GRACE seconds or all ranks have ended.
+
+        Until then, return an empty string. ended: the ranks whose program has ended.
+        """
         now = time.monotonic()
         if len(ended) == len(self._ranks):
             return divergence(self.trails(), ended)
@@ -53,9 +57,9 @@ class DivergenceWatch:
 
 
 def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
-    """Describe how the ranks have diverged, in one sentence; "" if no divergence is visible.
+    """Describe in one sentence how the calls of the ranks differ. Return an empty string if no difference is visible.
 
-    ended: ranks whose program is over, so that they call nothing more.
+    ended: the ranks whose program has ended, so that they make no more calls.
     """
     number = _first_difference(trails, ended)
     if number is None:
@@ -68,7 +72,7 @@ def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -
 
 
 def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
-    """Say which verb each rank called last; "" if no rank has called any."""
+    """Say which call each rank logged last. Return an empty string if no rank has logged any."""
     told: dict[str, list[int]] = {}
     for rank, trail in sorted(trails.items()):
         told.setdefault(_verb(trail, trail.count) if trail else "none", []).append(rank)
@@ -78,7 +82,7 @@ def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
 
 
 def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> int | None:
-    """Return the number of the first call in which the ranks differ, or which only ranks that have ended lack."""
+    """Return the number of the first call in which ranks differ, or which is missing only on ranks that have ended."""
     counts = {rank: trail.count if trail else 0 for rank, trail in trails.items()}
     common, known = min(counts.values()), [trail for trail in trails.values() if trail]
     first = max((trail.oldest for trail in known), default=1)

@@ -25,8 +25,12 @@ PAUSE = 0.01  # seconds to the next look, where no more can be let in now
 
 
 class Doorkeeper:
-    """Listens at `server`. Each connection that has proven the secret is passed to `serve`, in its own thread, and
-    closed afterwards. Once `serve` returns True, no further connection is accepted."""
+    """A listening socket that lets in only clients that know the secret.
+
+    server: the socket, which listens already.
+    serve: called with each connection that has proven the secret, in a thread of its own. The connection is closed when
+        `serve` returns. Once `serve` returns True, no further connection is accepted.
+    """
 
     def __init__(self, server: socket.socket, secret: bytes, purpose: str, serve: Callable[[Line], object]) -> None:
         self._server, self._secret, self._purpose, self._serve = server, secret, purpose, serve
@@ -34,7 +38,7 @@ class Doorkeeper:
         self._lines: set[Line] = set()
         self._over = False
         self.stranger: str | None = None
-        """The address of the last client that used our protocol but did not know the secret."""
+        """The address of the last client that used our protocol but did not know the secret. None if there was none."""
         self.port = int(server.getsockname()[1])
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -42,7 +46,7 @@ class Doorkeeper:
         self._thread(self._run)
 
     def close(self) -> None:
-        """Accept no more connections, and end the open ones."""
+        """Accept no more connections, and close the open ones."""
         self._over = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
@@ -85,7 +89,7 @@ class Doorkeeper:
         self._selector.register(connection, selectors.EVENT_READ, guest)
 
     def _part(self, guest: Guest) -> None:
-        """Close the connection of a guest and forget it."""
+        """Close the connection of a client that has not proven the secret. Note its address if it used our protocol."""
         if guest.proofs is not None:
             with contextlib.suppress(OSError):
                 self.stranger = str(guest.connection.getpeername()[0])

@@ -24,43 +24,49 @@ if sys.platform != "win32":
     import resource
 
 FILES, FILES_OF_WORKER = 44, 2
-"""Open files that a small job was measured to need, and how many more per worker; user libraries and data add more."""
+"""The number of open files that a small job was measured to need, and how many more it needs per worker. The user's
+libraries and data add more."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"
-"""The folder in which this run keeps its records."""
+"""The environment variable with the folder in which this run keeps its records."""
 PLAN_FILE = "MESHWISE_PLAN"
-"""The run's plan file: `meshwise run --plan` sets it; with torchrun, the user does."""
+"""The environment variable with the run's plan file. `meshwise run --plan` sets it. With torchrun, the user sets it."""
 BLOCKS = "MESHWISE_BLOCKS"
-"""Whether to record the model's blocks."""
+"""The environment variable that says whether to record the model's blocks."""
 EXACT_RANDOM = "MESHWISE_EXACT_RANDOM"
-"""Whether a script's random draws equal those on one device: `meshwise run --exact-random` sets it."""
+"""The environment variable that says whether a script's random draws equal those on one device.
+`meshwise run --exact-random` sets it."""
 LOG = "MESHWISE_LOG"
-"""Trackers of a script, separated by commas: `meshwise run --log` sets it."""
+"""The environment variable with the trackers of a script, separated by commas. `meshwise run --log` sets it."""
 SAVES = "MESHWISE_SAVES"
-"""When a script that uses `mw.checkpoint` saves, and how many states it keeps: `meshwise run --save-every` sets it."""
+"""The environment variable that says when a script with `mw.checkpoint` saves, and how many states it keeps.
+`meshwise run --save-every` sets it."""
 CORES = "MESHWISE_CORES"
 LISTENER = "MESHWISE_LISTENER"
-"""File descriptor of a socket that rank 0 inherits, on which the store of the process group listens."""
+"""The environment variable with the file descriptor of a socket that rank 0 inherits. The process group's store listens
+on it."""
 KEPT = "MESHWISE_KEPT"
-"""Where to open the memory of this rank that outlives its process."""
+"""The environment variable with the path of the memory that outlives this rank's process."""
 ATTEMPT = "MESHWISE_ATTEMPT"
-"""Number of the attempt of the run that the workers belong to, from 1; each start of the workers is an attempt."""
+"""The environment variable with the number of the run's attempt, from 1. Each start of the workers is an attempt."""
 
 
 def attempt() -> int:
-    """Return the number of the run's attempt that this process belongs to, from 1."""
+    """Return the number of the run's attempt to which this process belongs, from 1."""
     return int(os.environ.get(ATTEMPT, "1"))
 
 
 def result_path(task: Path, rank: int) -> Path:
-    """Return where the worker of `rank` puts the result of `task`."""
+    """Return the path of the file to which the worker of `rank` writes the result of `task`."""
     return task.with_name(f"result-{rank}.pickle")
 
 
 def refuse_few_files(workers: int) -> None:
-    """Raise WorkerFailed unless this process, and therefore each worker, may open enough files. A process that cannot
-    open its next file fails in odd ways, or only after everything is computed."""
+    """Raise WorkerFailed if this process, and therefore each worker, may open too few files.
+
+    A process that cannot open its next file fails in odd ways, or only after everything is computed.
+    """
     least = FILES + FILES_OF_WORKER * workers
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else least
     if 0 <= limit < least:
@@ -70,7 +76,10 @@ def refuse_few_files(workers: int) -> None:
 
 
 def visible(index: int) -> str:
-    """Return the driver's name of the accelerator that this process sees as `index`, by CUDA_VISIBLE_DEVICES."""
+    """Return the entry of CUDA_VISIBLE_DEVICES for the accelerator that this process sees as number `index`.
+
+    Without such an entry, return the index as text.
+    """
     shown = [v for v in os.environ.get(VISIBLE, "").split(",") if v]
     return shown[index] if index < len(shown) else str(index)
 
@@ -81,13 +90,19 @@ def started_by_launcher() -> bool:
 
 
 def derived_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_* and, if known, MASTER_*, except variables that are already set."""
+    """Return RANK, WORLD_SIZE, LOCAL_* and, if known, MASTER_*, as the launcher's variables define them.
+
+    Variables that are already set are left out.
+    """
     found = place_in(environment).variables()
     return {name: value for name, value in found.items() if name not in environment}
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """Read the world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; by default one device."""
+    """Return the world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe. Without them, it is one device.
+
+    Raises UsageError if their values are invalid.
+    """
     try:
         size = int(environment.get("WORLD_SIZE", "1"))
         rank = int(environment.get("RANK", "0"))
@@ -101,5 +116,5 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def loaded_with(slot: WorkerSlot) -> dict[str, str]:
-    """Return the environment variables that Python and libraries read in a worker when they are loaded."""
+    """Return those environment variables of a worker that Python and libraries read when they are loaded."""
     return {"PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(slot.threads)} if slot.threads else {})}

@@ -1,7 +1,7 @@
 """Detect diverging ranks under foreign launchers such as torchrun and srun.
 
-Each rank logs its verbs in a file that the machine's other ranks can read; a rank that loses the connection to another
-rank reports where they diverged.
+Each rank logs its verbs, the calls that all ranks must make, in a file that the machine's other ranks can read. A rank
+that loses the connection to another rank reports where they diverged.
 
 No process watches the ranks from outside, as our own launcher does: if two different collectives of the same size meet,
 nobody notices, and NCCL, which waits, reports nothing before its timeout. Tested in tests/workers/test_divergence.py.
@@ -29,7 +29,7 @@ _owned: list[IO[bytes]] = []
 
 
 def begin(world: World) -> None:
-    """Start recording the verbs of this rank. All ranks of a machine must call this."""
+    """Start to log the calls of this rank that all ranks must make. Each rank of a machine must call this function."""
     store, first = default_store(), world.rank - world.local_rank
     if world.local_rank == 0:
         made, owned = made_folder("verbs")
@@ -45,7 +45,12 @@ def begin(world: World) -> None:
 
 
 def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error: Any) -> None:
-    """Show an uncaught exception with `before`; for a communication error also say how the ranks diverged."""
+    """Show an uncaught exception by `before`. For a communication error, also print how the calls of the ranks
+    diverged.
+
+    before: the exception hook that was set before.
+    error: the arguments of the exception hook.
+    """
     before(*error)
     if is_communication_error(error[1]):
         trails = {rank: read_trail(trail_path(folder, rank)) for rank in ranks}
@@ -54,7 +59,7 @@ def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error:
 
 
 def _ends(folder: Path, rank: int, ranks: Sequence[int]) -> None:
-    """Record that the program of this rank is over; the last rank to end removes the folder."""
+    """Record that the program of this rank has ended. The last rank to end removes the folder."""
     if folder.is_dir():
         _mark(folder, rank).touch()
         if all(_mark(folder, each).exists() for each in ranks):

@@ -31,16 +31,27 @@ _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTI
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of one failed worker.
+    """What is known about the failure of one worker.
 
-    kind: `raised`, `killed` (by a signal), `loader` (its loader worker died), `left` (ended without reporting success),
-    `victim` (a collective failed as a peer was gone), `hung` (no progress), `lost` (its machine is gone), `server` (its
-    fork server died), `link` (all ranks live, but lost their connections), `corrupt` (its values differ from those of
-    its replicas), `spoiled` (non-finite parameters: the run must go back) or `diverged` (ranks made different calls).
-    smaller: for a worker that ran out of memory, a plan that needs less memory (TOML) and what that plan changes. more:
-    where docs/ says more about a refusal.
-    step: the step that the rank was in; done: the last step that all ranks of this machine are known to have finished.
-    plain: the message is a sentence for the user, shown unchanged. notes: further facts, one line each.
+    kind: one of
+        `raised`: the task raised an exception
+        `killed`: the worker was killed by a signal
+        `loader`: its loader worker died
+        `left`: it ended without reporting success
+        `victim`: a collective failed because another rank was gone
+        `hung`: it made no progress
+        `lost`: its machine is gone
+        `server`: the fork server that started it died
+        `link`: all ranks live, but lost their connections to each other
+        `corrupt`: its values differ from those of its replicas
+        `spoiled`: parameters are not finite, so the run must go back to a saved state
+        `diverged`: ranks made different calls
+    plain: whether `message` is a sentence for the user, which is shown unchanged.
+    notes: further facts, one line each.
+    smaller: after running out of memory, a plan that needs less memory (TOML), and a text on what it changes.
+    more: where docs/ says more about a refusal.
+    step: the step that the rank was in.
+    done: the last step that all ranks of this machine are known to have finished.
     """
 
     rank: int
@@ -63,12 +74,12 @@ class Failure:
 
     @property
     def has_spoiled(self) -> bool:
-        """Whether the state has wrong values, so that the run must not continue with the state in memory."""
+        """Whether the state in memory has wrong values, so that the run must not continue with it."""
         return self.kind in ("corrupt", "spoiled")
 
 
 def is_gloo_abort(line: str) -> bool:
-    """Check whether a worker printed this line because gloo aborted it after two different collectives met."""
+    """Check whether a worker printed this line because gloo aborted it when two different collectives met."""
     return "instance of 'gloo::EnforceNotMet'" in line or ("what():" in line and "third_party/gloo" in line)
 
 
@@ -117,8 +128,10 @@ def _is_of_system(error: BaseException) -> bool:
 
 
 def by_exit(rank: int, exit: SystemExit) -> Failure:
-    """Return the failure of a worker whose task exited with a non-zero code. The run exits with the same code if it
-    lies between 1 and 255, else with 1."""
+    """Return the failure of a worker whose task exited with a non-zero code.
+
+    The run exits with the same code if that is between 1 and 255, else with 1.
+    """
     code, at = exit.code if isinstance(exit.code, int) else 1, raised_at(exit)
     message = f"{at}: " * bool(at) + f"left with exit code {code}"
     message = message if exit.code == code else readable(text_of(exit.code))
@@ -126,7 +139,8 @@ def by_exit(rank: int, exit: SystemExit) -> Failure:
 
 
 def of_command(error: BaseException) -> MeshwiseError:
-    """Return the error to show for a command that the user's program ended by an error, Ctrl-C or `sys.exit`."""
+    """Return the error to show for a command in which the user's program failed, was interrupted or called
+    `sys.exit`."""
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -151,8 +165,10 @@ def _kind_of(rank: int, error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback without meshwise's frames, and without the middle of a traceback longer than MOST_FRAMES.
-    If it has no other frames than meshwise's, these are kept."""
+    """Return the traceback of an error without meshwise's frames, unless it has no other frames.
+
+    Of a traceback with more than MOST_FRAMES frames, the middle is left out.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((OURS, "<frozen "))] or list(frames)
     lines = traceback.format_list(theirs)
@@ -163,9 +179,10 @@ def user_traceback(error: BaseException) -> str:
 
 
 def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | None] = lambda: None) -> Failure:
-    """Return the failure of a worker that ended without a report, from its exit status as in `Popen.returncode`.
+    """Return the failure of a worker that ended without a report.
 
-    out_of_memory: called after a SIGKILL; returns what `oom_killer.evidence` does.
+    status: the exit status of the worker, as in `Popen.returncode`.
+    out_of_memory: called after a SIGKILL. It returns the result of `oom_killer.evidence`.
     """
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
@@ -180,17 +197,22 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
 
 
 def with_server(died: Failure, server: int | None) -> Failure:
-    """Return the failure of `server`, the process that forked all ranks and whose end ended them. died: one rank's."""
+    """Return the failure of the fork server, which ended all ranks when it ended.
+
+    died: the failure of one of the ranks.
+    server: the process id of the fork server.
+    """
     how = died.message.removesuffix(" without saying that its work is done")
     text = f"process {server}, which starts the ranks of this machine, {how}, which ended the ranks too."
     return replace(died, kind="server", message=" ".join([text, *died.notes]), plain=True)
 
 
 def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
-    """Choose the failure to show: the earliest of those that no other failure caused.
+    """Choose the failure to show: the earliest one that no other failure caused.
 
-    ranks: number of ranks of the run; if each of them lost a connection, and none died, the link between them failed.
-    For a rank that the out-of-memory killer ended, the plan that needs less memory comes from its victims' reports.
+    ranks: the number of ranks of the run. If each rank lost a connection and none died, the link between them failed.
+
+    If the out-of-memory killer ended the rank, a plan that needs less memory is taken from the reports of other ranks.
     """
     later = {"left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
@@ -203,7 +225,7 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
 
 
 def recorded(failure: Failure) -> dict[str, Any]:
-    """Return the facts that an attempt's record keeps about the failure that ended the attempt."""
+    """Return the facts to record about the failure that ended an attempt."""
     verb = "failed: " if failure.kind == "raised" else ""
     first = (failure.message.strip().splitlines() or [""])[0].rstrip(".")
     reason = first if failure.plain else f"rank {failure.rank} {verb}{first}"
@@ -211,7 +233,7 @@ def recorded(failure: Failure) -> dict[str, Any]:
 
 
 def patience(failures: Sequence[Failure]) -> float:
-    """Return how many seconds after the first of these failures to wait for one that may be the culprit."""
+    """Return how many seconds to wait, after the first of these failures, for another failure that may be the cause."""
     if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
         return VICTIMS_TIMEOUT
     certain = any(
@@ -221,9 +243,10 @@ def patience(failures: Sequence[Failure]) -> float:
 
 
 def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str:
-    """Return the text for the user: the culprit's traceback once, then, at the end, who failed and how.
+    """Return the text on a failure for the user: first the traceback, then which rank failed and how.
 
-    others: the other known failures; all ranks may fail alike.
+    size: the number of ranks.
+    others: the other known failures. If all ranks failed alike, the text says so.
     """
     if failure.plain:
         return failure.message

@@ -1,9 +1,10 @@
 """Exchange news of silent ranks between launchers, to explain hangs.
 
-With this news, the launcher of every machine can explain a hang.
+A rank is silent while it makes no progress. With this news, the launcher of every machine can explain a hang.
 
-Nothing goes over the network while all ranks beat. Clocks of machines are not compared: a message says how long
-ago something happened, and its receiver adds the time since the message came.
+Nothing goes over the network while all ranks make progress. Clocks of machines are not compared: a message says how
+long ago something happened, and its receiver adds the time since the message came.
+
 Tested in tests/workers/test_far_beats.py and tests/faults/test_far_hangs.py.
 """
 
@@ -22,8 +23,12 @@ EVERY = 1.0  # seconds between two words on the ranks of a machine
 
 @dataclass(frozen=True)
 class Far:
-    """A rank of another machine. silence: seconds without progress; 0 while the rank makes progress, and then nothing
-    else is known of it. stopped: whether its process is stopped."""
+    """The state of a rank on another machine.
+
+    beat: what the rank last reported.
+    silence: the seconds without progress. While it is 0, the rank makes progress, and nothing else is known about it.
+    stopped: whether its process is stopped.
+    """
 
     beat: Beat = field(default_factory=Beat)
     silence: float = 0.0
@@ -31,23 +36,24 @@ class Far:
 
 
 class FarBeats:
-    """Tells the other machines of an attempt about the silent ranks of this one, and hears about theirs."""
+    """The exchange of news about silent ranks with the other machines of an attempt."""
 
     def __init__(self, nodes: Nodes | None) -> None:
-        """nodes: None on one machine, where nothing needs to be exchanged."""
+        """nodes: the machines of the attempt. None on one machine, where nothing needs to be exchanged."""
         self._nodes, self._told = nodes, 0.0
         self._heard: dict[int, tuple[Any, float]] = {}
         self._said: dict[int, Any] = {}
 
     def tell(self, here: Callable[[], Mapping[int, Far]]) -> None:
-        """Tell the other machines about the ranks of this one, at most once per EVERY seconds."""
+        """Tell the other machines about the ranks of this machine, at most once per EVERY seconds. here: returns their
+        states."""
         now = time.monotonic()
         if self._nodes is not None and now - self._told >= EVERY:
             self._told = now
             self._nodes.set(f"beats/{self._nodes.node_rank}", {rank: _plain(far) for rank, far in here().items()})
 
     def heard(self) -> dict[int, Far]:
-        """Return the state of each rank of the other machines, as far as these have reported."""
+        """Return the state of each rank on the other machines, as far as these machines have reported it."""
         found, now = dict[int, Far](), time.monotonic()
         for node in self._others():
             told, at = self._heard.get(node, (None, now))
@@ -58,12 +64,12 @@ class FarBeats:
         return found
 
     def say(self, text: str) -> None:
-        """Make the other machines show this text."""
+        """Make the launchers of the other machines show this text."""
         if self._nodes is not None:
             self._nodes.set(f"hang/{self._nodes.node_rank}", text)
 
     def news(self) -> Iterator[str]:
-        """Yield what other machines have said since the last call."""
+        """Yield the texts that other machines have sent by `say` since the last call."""
         for node in self._others():
             assert self._nodes is not None
             text = self._nodes.try_get(f"hang/{node}")
@@ -76,7 +82,10 @@ class FarBeats:
 
 
 def _plain(far: Far) -> dict[str, Any]:
-    """Convert a rank's state for JSON: of its recent collectives only the last, with the ns since its call."""
+    """Convert the state of a rank to values for JSON.
+
+    Of the recent collectives only the last one is kept. The times of calls become the ns that have passed since then.
+    """
     if not far.silence:
         return {}
     now, beat = time.perf_counter_ns(), replace(far.beat, steps=(), recent=tuple(far.beat.recent[-1:]))

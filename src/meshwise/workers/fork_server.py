@@ -42,19 +42,22 @@ PACKET = 1 << 16
 KILL_TIMEOUT = 2.0  # seconds for killed workers to be gone
 CALL = "--call"
 LISTENS = "MESHWISE_FORK_SERVER"
-"""The address of a fork server that is kept for many launches, as in our tests."""
+"""The environment variable with the address of a fork server that serves many launches, as in our tests."""
 
 
 class ForkServer:
-    """The launcher's side of the fork server. `start` starts a worker; call `close` after all workers have ended."""
+    """The launcher's side of the fork server. `start` starts a worker. Call `close` after all workers have ended."""
 
     def __init__(self, preload: Sequence[str], variables: Mapping[str, str]) -> None:
-        """preload: modules that the server imports before it forks. variables: its environment, that of the
-        first worker: libraries read the number of threads from it when they are loaded."""
+        """Start the server, which imports the modules of `preload` before it forks.
+
+        variables: the server's environment, which is that of the first worker. Libraries read the number of threads
+            from it.
+        """
         self._started, self._lock = 0, threading.Lock()
         self._known: dict[int, dict[str, int]] = {}
         self.process: subprocess.Popen[bytes] | None = None
-        """The server's process; None if this launcher did not start it (LISTENS)."""
+        """The server's process. None if this launcher did not start it (see LISTENS)."""
         if address := os.environ.get(LISTENS):
             self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._line.connect(address)
@@ -70,8 +73,10 @@ class ForkServer:
             )
 
     def start(self, arguments: list[str], variables: Mapping[str, str], files: Sequence[int]) -> ForkedWorker:
-        """Ask the server for a worker with these arguments, this environment and these open files: stdout, stderr, and
-        for rank 0 the socket of LISTENER. Returns before the worker runs."""
+        """Ask the server for a worker with these arguments and this environment. Return before the worker runs.
+
+        files: the open files of the worker: stdout, stderr, and for rank 0 the socket of LISTENER.
+        """
         with self._lock:
             number, self._started = self._started, self._started + 1
         request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
@@ -83,9 +88,10 @@ class ForkServer:
         return ForkedWorker(self, number)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in a new process, which prints where this process does; return its result, a JSON value.
+        """Call a function in a new process, which prints where this process does. Return its result, a value for JSON.
 
-        Raises the MeshwiseError that the function raises, or WorkerFailed if the process ends without an answer."""
+        Raises the MeshwiseError that the function raises. Raises WorkerFailed if the process ends without an answer.
+        """
         with tempfile.TemporaryDirectory() as folder:
             task = Path(folder, "call")
             task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
@@ -104,7 +110,10 @@ class ForkServer:
         raise error
 
     def known(self, number: int, *, wait: bool = False) -> dict[str, int]:
-        """Return what the server has reported of a worker: `pid`, then `status`. wait: until `status` is known."""
+        """Return what the server has reported about a worker: first `pid`, after its end also `status`.
+
+        wait: whether to wait until `status` is known.
+        """
         while "status" not in self._known.get(number, {}):
             try:
                 with self._lock:  # another launch reads here too
@@ -123,7 +132,7 @@ class ForkServer:
         return self._known.get(number, {})
 
     def close(self) -> None:
-        """Kill the server and all processes that it forked; wait for them for a limited time."""
+        """Kill the server and all processes that it forked. Wait for their end for a limited time."""
         workers = [self.known(number).get("pid") for number in range(self._started)]
         self._line.close()
         if self.process is None or (None not in workers and _waited(self.process) is not None):
@@ -135,21 +144,22 @@ class ForkServer:
 
 
 class Forks:
-    """The fork server of one launch, or of several in turn, of which only the first waits for torch to be imported."""
+    """The fork server of one launch, or of several launches in turn. Only the first launch waits until torch is
+    imported."""
 
     def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
-        """stays: the server serves several launches, until it is closed."""
+        """stays: whether the server serves several launches, until it is closed."""
         self._preload, self._stays = preload, stays
         self._server: ForkServer | None = None
 
     def server(self, variables: Mapping[str, str]) -> ForkServer | None:
-        """Return the server, after starting it if there is none; None on systems other than Linux."""
+        """Return the fork server, after starting it if there is none yet. None on systems other than Linux."""
         if self._server is None and sys.platform == "linux":
             self._server = ForkServer(self._preload, variables)
         return self._server
 
     def end_launch(self, workers: Sequence[subprocess.Popen[bytes] | ForkedWorker]) -> None:
-        """Clean up after a launch whose workers were killed; close the server if one of them may still live."""
+        """Clean up after a launch whose workers were killed. Close the server if one of them may still be alive."""
         until = time.monotonic() + KILL_TIMEOUT
         alive = [w for w in workers if not _is_over(w)] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
@@ -166,7 +176,7 @@ class Forks:
         return None if self._server is None else self._server.process
 
     def close(self) -> None:
-        """End the server, and all processes that it forked."""
+        """End the server and all processes that it forked."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -179,9 +189,11 @@ def start_worker(
     output: tuple[int, int],
     listener: socket.socket | None = None,
 ) -> subprocess.Popen[bytes] | ForkedWorker:
-    """Start a worker process that leads its own session: a Ctrl-C only reaches the launcher, which stops all ranks.
+    """Start a worker process in a session of its own. A Ctrl-C then reaches only the launcher, which stops all ranks.
 
-    output: file descriptors of stdout and stderr. listener: for rank 0, the socket of the process group's store."""
+    output: the file descriptors of stdout and stderr.
+    listener: for rank 0, the socket on which the process group's store listens.
+    """
     kept = [] if listener is None else [listener.fileno()]
     if server is not None:
         return server.start([task], variables, [*output, *kept])
@@ -197,36 +209,38 @@ def start_worker(
 
 
 class ForkedWorker:
-    """A forked worker with the interface of a `subprocess.Popen`."""
+    """A forked worker, with the interface of a `subprocess.Popen`."""
 
     def __init__(self, server: ForkServer, number: int) -> None:
         self.server, self._number = server, number
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id; None until the server has forked it."""
+        """The process id of the worker. None until the server has forked it."""
         return self.server.known(self._number).get("pid")
 
     def poll(self) -> int | None:
-        """Return the worker's exit code, or minus the number of the signal that killed it; None as long as it runs."""
+        """Return the worker's exit code, or minus the number of the signal that killed it. None while the worker
+        runs."""
         status = self.told()
         return _status_of_ended(self.pid) if status is None and self.pid is not None else status
 
     def told(self) -> int | None:
-        """Return the exit status that the server reported; None before, also while the server is stopped."""
+        """Return the exit status that the server has reported. None before that, and while the server is stopped."""
         return self.server.known(self._number).get("status")
 
     def wait(self) -> int:
-        """Wait until the worker has ended; return its status."""
+        """Wait until the worker has ended. Return its exit status."""
         status = self.poll()
         return self.server.known(self._number, wait=True)["status"] if status is None else status
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
-    """Run the server: for each request, fork a process that calls `work`, until the launcher is gone.
+    """Run the fork server: for each request, fork a process that calls `work`. End when the launcher is gone.
 
-    interrupted: handles SIGINT in a worker; the server itself only ends with its launcher.
-    Returns what `work` returns in a forked worker, and 0 in the server.
+    interrupted: the handler of SIGINT in a worker. The server itself ignores SIGINT.
+
+    Returns the result of `work` in a forked worker, and 0 in the server.
     """
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
@@ -270,18 +284,18 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
 
 
 def answer_of(task: Path) -> Path:
-    """Return the path at which the process of `ForkServer.call` leaves the result of `task`."""
+    """Return the path of the file to which a process started by `ForkServer.call` writes the result of `task`."""
     return task.with_suffix(".json")
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process that leads its group, and everything that it started."""
+    """Kill a process that leads a process group, and everything that it started in this group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:
-    """Return a process's exit status; None if it does not end within KILL_TIMEOUT."""
+    """Wait for a process. Return its exit status, or None if it does not end within KILL_TIMEOUT."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(KILL_TIMEOUT)
     return None
@@ -292,7 +306,8 @@ def _is_over(worker: subprocess.Popen[bytes] | ForkedWorker) -> bool:
 
 
 def _status_of_ended(pid: int) -> int | None:
-    """Return the exit status of a process that has ended but was not yet waited for by its parent; else None."""
+    """Return the exit status of a process that has ended but for which its parent has not waited yet. Otherwise,
+    None."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":

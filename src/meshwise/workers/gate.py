@@ -21,7 +21,7 @@ WARM = 3  # the first steps of a process compile, and make the optimizer's state
 
 
 class StepGate:
-    """A gate that each rank passes at the beginning of every step."""
+    """The gate by which all ranks stop after the same step. Each rank calls `begin` before every step."""
 
     def __init__(self, channel: WorkerChannel | None = None) -> None:
         self._changed = threading.Condition()
@@ -31,9 +31,9 @@ class StepGate:
         self.interrupts = False
         """Whether to interrupt the program when no rank has begun a step."""
         self.interrupting = False
-        """Whether the SIGINT that interrupts the program comes from this gate, not from outside."""
+        """Whether the SIGINT that interrupts the program was sent by this gate, and not from outside."""
         self.signal = signal.SIGINT.value
-        """The signal that asked for a stop, under a launcher that is not ours."""
+        """The signal that asked for a stop, under another launcher than ours."""
         self.stopped_after: tuple[int, int | None] | None = None
         """The step and the epoch after which a stop ended the script's loop."""
         self.reached = threading.Event()
@@ -41,8 +41,8 @@ class StepGate:
         self.saves = False
         """Whether a stop saves a state."""
         self.longest_step = self.longest_save = 0.0
-        """The longest so far, in seconds: from the start of one step to that of the next, and for a state to be on
-        the disk."""
+        """The longest times so far, in seconds: from the start of one step to the start of the next, and until a saved
+        state was on the disk."""
         self._last_begun = 0.0
         self._channel = channel
         if channel is not None:
@@ -56,11 +56,14 @@ class StepGate:
 
     @property
     def halted(self) -> bool:
-        """Whether the run was asked to stop; then it is no error if a peer is gone."""
+        """Whether the run was asked to stop. If so, it is no error that another rank is gone."""
         return self._frozen
 
     def stop(self, step: int, epoch: int | None = None) -> BaseException:
-        """Return the exception that a script's loop must raise once `begin` has returned False."""
+        """Return the exception that a script's loop must raise once `begin` has returned False.
+
+        step, epoch: the step and the epoch after which the loop ends.
+        """
         self.stopped_after = step, epoch
         if self._channel is not None:
             self._channel.send("stopping", step=step, epoch=epoch, saves=self.saves)
@@ -68,7 +71,10 @@ class StepGate:
         return SystemExit(code_of_stop(self.signal))
 
     def begin(self) -> bool:
-        """Begin the next step; return False instead if the agreed last step is over."""
+        """Begin the next step. If the agreed last step is over, return False instead.
+
+        If the run was asked to stop, wait until the ranks have agreed on the last step.
+        """
         with self._changed:
             while self._frozen and self._last is None:
                 self._changed.wait()
@@ -85,13 +91,15 @@ class StepGate:
         return True
 
     def freeze(self) -> int:
-        """Let this rank begin no further step; return the last step that it began."""
+        """Let this rank begin no further step until the last step is known. Return the number of steps that it has
+        begun."""
         with self._changed:
             self._frozen = True
             return self._begun
 
     def set_last(self, step: int) -> None:
-        """Set the step after which all ranks stop."""
+        """Set the number of the step after which all ranks stop. If it is 0, interrupt the program, if that is
+        allowed."""
         with self._changed:
             self._last = step
             self._changed.notify_all()

@@ -13,7 +13,8 @@ from meshwise.spec.exit_codes import JOINS, TIME_LIMIT, code_of_stop
 
 
 class Halt:
-    """Asks a running launch to stop all ranks after the same step. Set from a signal handler or another thread.
+    """The request to stop all ranks of a running launch after the same step. A signal handler or another thread makes
+    it.
 
     The attributes are plain values that the launcher polls. A signal handler that takes a lock, as Event.set does,
     would deadlock with its own thread if the next signal came while that thread holds the lock.
@@ -23,17 +24,21 @@ class Halt:
         self.wanted = False
         self.at_once = False
         self.signal = 2
-        """The signal that asked for the stop, or TIME_LIMIT, or JOINS."""
+        """The signal that asked for the stop, or TIME_LIMIT, or JOINS if a machine waits to join the run."""
 
     def ask(self, number: int) -> None:
-        """Ask for a stop, unless one was asked for; a stop that ends the run replaces one for a joining machine."""
+        """Ask for a stop, unless there is such a request already. A stop that ends the run replaces one for a joining
+        machine.
+
+        number: the signal, TIME_LIMIT or JOINS.
+        """
         if not self.wanted or (self.signal == JOINS and number != JOINS):
             self.signal = number
             self.wanted = True
 
     @property
     def ends(self) -> bool:
-        """Whether the run is to end, and not only to pause for a machine that joins."""
+        """Whether the run is asked to end, and not only to pause until a machine has joined."""
         return self.wanted and self.signal != JOINS
 
     def begin_anew(self) -> None:
@@ -43,12 +48,12 @@ class Halt:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a stopped run."""
+        """The exit code of the stopped run."""
         return code_of_stop(self.signal)
 
     @contextlib.contextmanager
     def after(self, seconds: float | None) -> Iterator[None]:
-        """Ask for a stop if the `with` block takes longer than `seconds`; None sets no limit."""
+        """Ask for a stop if the `with` block takes longer than `seconds`. None sets no limit."""
         timer = threading.Timer(seconds or 0.0, self.ask, (TIME_LIMIT,))
         timer.daemon = True
         if seconds is not None:

@@ -28,14 +28,15 @@ from dataclasses import dataclass
 HELLO = b"meshwise 1\n"
 NONCE = CODE = 32
 ASKS, ANSWERS = len(HELLO) + NONCE, len(HELLO) + NONCE + CODE
-"""Length in bytes of the first message in each direction."""
+"""The length in bytes of the first message of a client, and of the first message of a server."""
 MOST = 16 << 20
 """The largest length of a message, in bytes."""
 HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
 
 
 class Unproven(ConnectionError):
-    """The other end has not proven that it knows the secret, or a message's code does not prove who sent it."""
+    """Raised if the other end does not prove that it knows the secret, or if a message has a wrong authentication
+    code."""
 
 
 def code(key: bytes, *parts: bytes) -> bytes:
@@ -45,7 +46,8 @@ def code(key: bytes, *parts: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Proofs:
-    """The proof that each role must send, and the key for the messages that follow."""
+    """The authentication codes by which the two ends of a connection prove the secret, and the key for later
+    messages."""
 
     server: bytes
     client: bytes
@@ -53,13 +55,14 @@ class Proofs:
 
     @classmethod
     def of(cls, secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> Proofs:
-        """Compute the proofs for a connection with this purpose. of_client, of_server: the nonces of both ends."""
+        """Compute the proofs for a connection with this purpose. of_client, of_server: the nonces that the two ends
+        have sent."""
         said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
         return cls(*(code(secret, role, *said) for role in (b"server", b"client", b"session")))
 
 
 class Line:
-    """A connection whose ends have proven the secret. `send` may be called from any thread, `receive` from one."""
+    """A connection after the authentication of both ends. Any thread may call `send`, but only one thread `receive`."""
 
     def __init__(self, connection: socket.socket, proofs: Proofs, *, serves: bool) -> None:
         self.connection = connection
@@ -70,7 +73,7 @@ class Line:
         self._bytes = connection.makefile("rb")
 
     def send(self, message: bytes) -> None:
-        """Send a message of 1 to MOST bytes. Raises OSError if the connection is gone."""
+        """Send a message of 1 to MOST bytes. Raises OSError if the connection is lost."""
         if not 0 < len(message) <= MOST:
             raise ValueError(f"a message must have 1 to {MOST} bytes, and this one has {len(message)}")
         with self._lock:
@@ -79,8 +82,10 @@ class Line:
             self.connection.sendall(HEAD.pack(len(message)) + sealed + message)
 
     def receive(self) -> bytes:
-        """Return the next message; b"" if the other end has closed. Raises OSError if the connection is gone, or if the
-        bytes are not the other end's next message."""
+        """Return the next message. An empty message means that the other end has closed the connection.
+
+        Raises OSError if the connection is lost, or if the bytes are not the next message of the other end.
+        """
         head = self._bytes.read(HEAD.size)
         if not head:
             return b""
@@ -95,13 +100,13 @@ class Line:
         return message
 
     def plain(self) -> socket.socket:
-        """Return the bare connection, for data that needs no codes, and end this line."""
+        """Return the bare socket, for data without authentication codes. This object can no longer be used."""
         mine, self._over = self.connection.dup(), True
         self.close()
         return mine
 
     def close(self) -> None:
-        """Close the connection, and wake a thread that waits for a message."""
+        """Close the connection. A thread that waits for a message wakes up."""
         with contextlib.suppress(OSError):
             if not self._over:
                 self.connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake that thread
@@ -116,8 +121,13 @@ class Line:
 
 
 def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Line:
-    """Connect as the client: prove the secret to the server, once the server has proven it. Close the connection and
-    raise Unproven if the server does not, another OSError if the server is gone or takes over `timeout` seconds."""
+    """Authenticate a connection as its client: check the server's proof of the secret, then send this side's proof.
+
+    timeout: the seconds in which the server must have sent its proof.
+
+    On an error, the connection is closed. Raises Unproven if the server does not know the secret, and another OSError
+    if the server is gone or too slow.
+    """
     try:
         proofs = _proven(connection, secret, purpose, timeout)
         connection.sendall(proofs.client)
@@ -129,7 +139,7 @@ def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float
 
 
 def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Proofs:
-    """Ask the server for its proof of the secret, check it, and return the proofs of both."""
+    """Ask the server for its proof of the secret, and check it. Return the proofs of both ends."""
     until, nonce, answer = time.monotonic() + timeout, secrets.token_bytes(NONCE), b""
     connection.settimeout(timeout)
     connection.sendall(HELLO + nonce)
@@ -148,17 +158,20 @@ def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: flo
 
 
 class Guest:
-    """The server's side: a connection that has not proven the secret yet. Reading from it never blocks."""
+    """The server's side of a connection whose client has not proven the secret yet. Reading from it never blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.proofs: Proofs | None = None
-        """The proofs of both ends; None until the guest has sent its nonce."""
+        """The proofs of both ends. None until the client has sent its nonce."""
         self._heard, self.since = b"", time.monotonic()
 
     def hear(self, secret: bytes, purpose: str) -> Line | None:
-        """Read what has arrived; return the line once the secret is proven. Raises OSError on a wrong proof."""
+        """Read what has arrived. Return the connection once the client has proven the secret, and None before that.
+
+        Raises OSError on a wrong proof.
+        """
         wanted = ASKS if self.proofs is None else CODE
         part = self.connection.recv(wanted - len(self._heard))
         if not part:
