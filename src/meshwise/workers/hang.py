@@ -2,15 +2,16 @@
 
 The launcher detects a hang within seconds and explains it in one sentence.
 
-A rank is silent while it does not beat (heartbeat.py). Not every silence is a hang: a silent rank may wait for another
-rank, and a script may be silent on all ranks as long as it likes. A hang is a silence that lasts longer than the rank's
-present activity may take, of
+A rank is silent while it reports no progress (heartbeat.py). Not every silence is a hang: a silent rank may wait for
+another rank, and a script may be silent on all ranks as long as it likes. A silence is a hang if it lasts longer than
+the present activity of the rank may take. This is checked for
 
     a rank for which another waits in a collective        in every program
-    a rank for which nobody waits, or of all ranks        only in the loop of a job, where only phases take time
+    a rank for which nobody waits, or all ranks at once   only in the loop of a job, where only phases take time
 
 A rank that waits is never blamed before the rank for which it waits. `patience` says how long each activity may take.
-Where steps are too few to tell (a check), silence counts only while the rank computes nothing.
+In a check, there are too few steps to tell how long a step takes. There, silence counts only while the rank computes
+nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +37,20 @@ FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
 OF_PLAIN = 600.0  # a program that waits itself, as NCCL lets it: rank 0 may evaluate or write for minutes
 ASKED = "collectives"
-"""The message by which the launcher asks a rank what its device waits for (on_device.py)."""
+"""The kind of the message by which the launcher asks a rank what its device waits for (on_device.py)."""
 NOBODY: Mapping[int, Far] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A message about a hang. rank: the rank that makes no progress. step: its step; None before the first. over: the
-    limit is reached, so that the run ends. stalls: False once the rank makes progress again."""
+    """A message for the user about a hang.
+
+    rank: the rank that makes no progress.
+    step: the step of that rank. None before the first step.
+    over: whether the limit is reached, so that the run ends.
+    stalls: False if the rank makes progress again.
+    """
 
     rank: int
     text: str
@@ -55,9 +61,13 @@ class Hang:
 
 @dataclass(frozen=True)
 class Stall:
-    """Which `ranks` make no progress, and in which collective the ranks `waiting` wait for them; None if no rank waits.
+    """The ranks that make no progress, and the ranks that wait for them.
 
-    crossed: the ranks wait for each other in different collectives. inside: all are in `collective`, but it never ends.
+    ranks: the ranks that make no progress.
+    waiting: the ranks that wait, each with the collective in which it waits.
+    collective: the collective in which other ranks wait for `ranks`. None if no rank waits.
+    crossed: whether ranks wait for each other in different collectives.
+    inside: whether all ranks have entered `collective`, but it does not end.
     """
 
     ranks: Sequence[int]
@@ -70,10 +80,13 @@ class Stall:
 def patience(
     beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False, message: bool = False
 ) -> tuple[float, float]:
-    """Return the seconds of silence after which a rank in this state is reported, and those after which it is ended.
+    """Return the seconds of silence after which a rank is reported, and the seconds after which the run is ended.
 
-    longest: for each phase, the longest silence that has ended, in seconds. stopped: the rank's process is stopped by
-    SIGSTOP. message: the rank waits for a pipeline message, in whatever phase.
+    beat: what the rank last reported.
+    longest: for each phase, the longest silence so far after which a rank went on, in seconds.
+    limit: the hang limit in seconds.
+    stopped: whether the rank's process is stopped by SIGSTOP.
+    message: whether the rank waits for a pipeline message, in whatever phase.
     """
     if stopped:
         ask = min(OF_STOPPED, patience(beat, longest, limit)[0])
@@ -90,9 +103,11 @@ def patience(
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Find, from the beats of all ranks on all machines, the ranks that make no progress; None if none is known.
+    """Find the ranks that make no progress, from the reports of the ranks on all machines. None if no such rank is
+    known.
 
-    silent: the ranks that beat no more. beats: without those of ranks that have ended.
+    beats: the last report of each rank that has not ended.
+    silent: the ranks that report no more progress.
     """
     waits = {rank: _wait(beats[rank], all_silent=len(silent) == len(beats)) for rank in silent}
     waiting = {rank: wait for rank, wait in waits.items() if wait is not None}
@@ -118,8 +133,10 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
 
 
 def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[int]]) -> list[int]:
-    """Return two ranks between which a message must be lost: one waits for it, and the rank at its other end, instead
-    of sending it, waits in a message or collective too. Return [] if there are none."""
+    """Return two ranks between which a message must be lost. Return an empty list if there are none.
+
+    One of them waits for a message of the other. The other does not send it, but waits in a message or collective, too.
+    """
     for rank, wait in waiting.items():
         for other in late[rank] if _is_message(wait) else ():
             if rank in late[other] or not _is_message(waiting[other]):
@@ -128,14 +145,16 @@ def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[
 
 
 def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
-    """Return the call in which a silent rank waits; on an accelerator, if all ranks are silent, the last call."""
+    """Return the call in which a silent rank waits. On an accelerator, if all ranks are silent, return its last
+    call."""
     if beat.waits_in is None and beat.overlaps and all_silent:
         return max(beat.recent, key=lambda c: c.at, default=None)
     return beat.waits_in
 
 
 def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
-    """Return the ranks of a collective's group that have not reached the collective; for a message, all of them."""
+    """Return the ranks of a collective's group that have not entered it. For a send or receive, return the whole
+    group."""
     members = _members(wait) & beats.keys()
     if _is_message(wait):
         return members
@@ -143,21 +162,24 @@ def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
 
 
 def _is_message(collective: CollectiveCall) -> bool:
-    """Check whether a call is a send or a receive; its group consists of the ranks at the other end."""
+    """Check whether a call is a send or a receive. The group of such a call consists of the ranks at the other end."""
     return collective.group.endswith(f"/{PEERS}")
 
 
 def _members(collective: CollectiveCall) -> set[int]:
-    """Return the ranks of a collective's group."""
     return {int(rank) for rank in collective.group.partition("/")[0].split(",") if rank.isdigit()}
 
 
 class HangWatch:
-    """Follows the beats of this machine's ranks, and reports hangs."""
+    """The detector of hangs among the ranks of this machine, from the progress that they report."""
 
     def __init__(self, folder: Path, limit: float | None, *, idle: bool = False) -> None:
-        """folder: where the ranks beat. limit: seconds of silence after which a run is ended; None: never. idle: judge
-        a rank by whether its process computes; a silence of all ranks at once is then a hang too."""
+        """Begin to watch the ranks that report to the files in `folder`.
+
+        limit: the seconds of silence after which the run is ended. None never ends it.
+        idle: whether to judge a rank by whether its process computes. A silence of all ranks at once is then a hang,
+            too.
+        """
         self._folder, self._limit = folder, limit
         self._idleness = Idleness() if idle else None
         self._looked = time.monotonic()
@@ -172,8 +194,12 @@ class HangWatch:
         far: Mapping[int, Far] = NOBODY,
         server: subprocess.Popen[bytes] | None = None,
     ) -> Hang | None:
-        """Return the next message about a hang, if any. pids: process id of each running rank, None before its fork.
-        far: ranks of other machines, which report their own hangs. server: the process that starts the ranks."""
+        """Return the next message about a hang. None if there is none.
+
+        pids: the process id of each running rank, None before the rank is forked.
+        far: the ranks of other machines, which report their own hangs.
+        server: the process that starts the ranks.
+        """
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
@@ -218,7 +244,8 @@ class HangWatch:
         return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
-        """Add up the silence of each rank; return a message if a rank that was reported makes progress again."""
+        """Add `passed` seconds to the silence of each silent rank. Return a message if a reported rank makes progress
+        again."""
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))
@@ -276,7 +303,7 @@ class HangWatch:
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
-        """Return the ranks of this machine, with details of the silent ones, to send to the other machines."""
+        """Return the state of this machine's ranks for the other machines. It has details of silent ranks only."""
         silent = {rank: seconds for rank in pids if (seconds := self._silence[rank]) >= LEAST}
         beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in silent}
         stopped = set(self._stopped(pids, {})) if silent else set()
@@ -289,7 +316,7 @@ class HangWatch:
         yield from (rank for rank, pid in pids.items() if pid is not None and state_of(pid) in ("T", "t", "D"))
 
     def _where(self, rank: int, beat: Beat, pid: int | None) -> str:
-        """Say what the rank does, and where: `is in forward and stands at train.py:31 in loss`."""
+        """Return what the rank does and where, such as `is in its phase forward and stands at train.py:31 in loss`."""
         phase = f"is in its phase {beat.phase}" if beat.phase else "has begun no step"
         if pid is None:
             return phase
@@ -303,7 +330,7 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
-    """If all ranks are in collectives, and some of their processes are stopped, blame only these ranks."""
+    """Blame only ranks whose process is stopped, if there are such ranks and all ranks wait in collectives."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 

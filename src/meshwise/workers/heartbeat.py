@@ -1,7 +1,8 @@
 """Publish a rank's step, phase and collectives where its launcher reads them.
 
-They lie in a file that is mapped into memory, as do the verbs (verb_log.py): a beat writes a few words, without a
-system call. hang.py looks at a rank that beats no more, and asks by a signal for its Python stack.
+They are written to a file that is mapped into memory, like the verbs (verb_log.py). A report, called a beat, writes a
+few words, without a system call. hang.py looks at a rank that reports no more, and asks by a signal for its Python
+stack.
 
     words     of 8 bytes each: first the single values BEATS to TIMED, then the arrays
     steps     durations of the newest steps, in ns
@@ -30,19 +31,25 @@ RECENT, MOST_RECENT = GROUPS + 3 * MOST_GROUPS, 64
 WORDS = RECENT + 4 * MOST_RECENT
 WARM = 2  # the first steps of a process are no measure of the others
 LONG = ("evaluate", "checkpoint")
-"""Phases between two steps: if one occurs, the time from step to step is not recorded as a step's duration."""
+"""Phases between two steps. If one of them occurs, the time between the two steps is not recorded as a step's
+duration."""
 BETWEEN = ("data", *LONG)
 PEERS = ">"
-"""Suffix of a group's name for a send or a receive; such a group consists of the ranks at the other end."""
+"""The suffix of the group name of a send or a receive. Its group consists of the ranks at the other end."""
 PLAIN = "plain"
-"""Suffix of the name of the group of all ranks in a program that uses none of our verbs, so has hardly any phases."""
+"""The suffix of the name of the group of all ranks, in a program without calls of meshwise. It reports hardly any
+phases."""
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 """The signal that asks a process to write its Python stack to a file."""
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective that a rank has entered. number: its number in its group. at: time of the call (perf_counter_ns)."""
+    """A collective that a rank has entered.
+
+    number: the number of the collective in its group.
+    at: the time of the call (perf_counter_ns).
+    """
 
     name: str
     group: str
@@ -52,10 +59,16 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Beat:
-    """The last report of a rank. ours: its loop is that of a job. overlaps: it runs ahead of its accelerator, so that a
-    collective ends for it as soon as it has entered it. steps: seconds of the newest steps.
+    """What a rank last reported about its progress.
 
-    begun: by group, how many collectives the rank has entered. waits_in: the oldest collective that has not ended.
+    beats: a number that changes with each report.
+    ours: whether the rank is in the loop of a job.
+    compiles: whether the first steps may take long.
+    overlaps: whether the rank runs ahead of its accelerator. A collective then ends for it as soon as it is entered.
+    steps: the seconds that the newest steps took.
+    begun: for each group, how many collectives the rank has entered.
+    waits_in: the oldest collective that has not ended.
+    recent: the newest collectives that the rank has entered.
     """
 
     beats: int = 0
@@ -71,17 +84,17 @@ class Beat:
 
 
 def beat_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file to which a rank writes its heartbeat."""
+    """Return the path of the file to which a rank reports its progress."""
     return folder / f"beats-{rank}"
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Return the file to which the rank, and processes that it forked, write their Python stack."""
+    """Return the path of the file to which a rank, and the processes that it forked, write their Python stack."""
     return folder / f"stack-{rank}"
 
 
 def read_beats(path: Path) -> int:
-    """Return a number that changes each time the rank beats; 0 before the first beat."""
+    """Return a number that changes with each report of a rank. 0 before the first report."""
     try:
         with path.open("rb") as file:
             return int.from_bytes(file.read(8), "little")
@@ -90,7 +103,7 @@ def read_beats(path: Path) -> int:
 
 
 def read_beat(path: Path) -> Beat:
-    """Read the last report of the rank."""
+    """Return the last report of a rank. Without a report, return an empty `Beat`."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -118,7 +131,10 @@ def read_beat(path: Path) -> Beat:
 
 
 def steps_of(folder: Path, ranks: Iterable[int], rank: int) -> tuple[int | None, int]:
-    """Return the step that `rank` is in, None before the first; and the last step that all `ranks` have finished."""
+    """Return the step that `rank` is in, and the last step that all `ranks` have finished.
+
+    The first number is None before the first step.
+    """
     beats = {each: read_beat(beat_path(folder, each)) for each in {*ranks, rank}}
     done = min(beat.step - (beat.phase not in BETWEEN) for beat in beats.values())
     here = beats[rank].step + (beats[rank].phase == "data")
@@ -126,7 +142,7 @@ def steps_of(folder: Path, ranks: Iterable[int], rank: int) -> tuple[int | None,
 
 
 class Heartbeat:
-    """A rank's end: reports what the rank does."""
+    """The reports of a rank on its progress, in memory that its launcher can read."""
 
     def __init__(self, path: Path, *, overlaps: bool = False) -> None:
         self._path = path
@@ -160,12 +176,14 @@ class Heartbeat:
         words[BEATS] = self.beats = self.beats + 1
 
     def loop(self, *, ours: bool, compiles: bool) -> None:
-        """Report whether this rank's loop is that of a job, in which only phases take long. compiles: the first
-        steps may take long too."""
+        """Report whether this rank is in the loop of a job, in which only phases take long.
+
+        compiles: whether the first steps may take long, too.
+        """
         self.words[COMPILES], self.words[OURS] = compiles, ours
 
     def enter(self, name: str, group: str) -> int:
-        """Report that this rank enters a collective of a group; pass the result to `leave`."""
+        """Report that this rank enters a collective of a group. Return a number to pass to `leave`."""
         words, at = self.words, self._groups.get(group) or self._group(group)
         words[at + 1] = number = words[at + 1] + 1
         row = RECENT + 4 * (self._recent % MOST_RECENT)
@@ -176,14 +194,14 @@ class Heartbeat:
         return at
 
     def leave(self, at: int) -> None:
-        """Report that the collective has ended on this rank."""
+        """Report that the collective has ended on this rank. at: the number that `enter` returned."""
         words = self.words
         with self._lock:
             words[at + 2] += 1
             words[BEATS] = self.beats = self.beats + 1
 
     def let_go(self) -> None:
-        """In a forked process, stop reporting: write to memory that nobody reads from now on."""
+        """Stop reporting in a forked process: write to memory that nobody reads."""
         self.words, self._lock = memoryview(bytearray(8 * WORDS)).cast("Q"), threading.Lock()
 
     def _group(self, text: str) -> int:
@@ -193,7 +211,7 @@ class Heartbeat:
         return at
 
     def name(self, text: str) -> int:
-        """Return the number that stands for a text, which is written to the file if it is new."""
+        """Return the number that stands for a text in the file. A new text is appended to the file."""
         number = self.names.get(text)
         if number is None:
             with self._path.open("ab") as file:
@@ -203,11 +221,11 @@ class Heartbeat:
 
 
 beat: Heartbeat | None = None
-"""The heartbeat of this process; None if no launcher of ours watches it."""
+"""The heartbeat of this process. None if no launcher of ours watches this process."""
 
 
 def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
-    """Start this process's heartbeat, and let it write its Python stack to a file on SIGNAL."""
+    """Start the reports of this process, and let it write its Python stack to a file when it receives SIGNAL."""
     global beat
     beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
     if SIGNAL is not None:
@@ -226,18 +244,18 @@ def watched_loop(*, compiles: bool) -> Iterator[None]:
 
 
 def enter(name: str, group: str) -> int:
-    """Report that this rank enters a collective; pass the result to `leave`."""
+    """Report that this rank enters a collective. Return a number to pass to `leave`."""
     return 0 if beat is None else beat.enter(name, group)
 
 
 def leave(at: int) -> None:
-    """Report that the collective has ended."""
+    """Report that the collective has ended. at: the number that `enter` returned."""
     if at and beat is not None:
         beat.leave(at)
 
 
 def _forked() -> None:
-    """Stop beating in a process that a rank forks, such as a loader worker, since that process is no rank."""
+    """Stop the reports in a process that a rank forks, such as a loader worker, since that process is no rank."""
     global beat
     if beat is not None:
         beat.let_go()

@@ -31,13 +31,13 @@ _OF_SYSTEM = {
 }
 _NO_SUCH_INDEX = "invalid device ordinal"
 explainers: list[Callable[[BaseException], None]] = []
-"""Functions of higher layers; each may add a note to an error that it recognises."""
+"""Functions of higher layers. Each may add a note to an error that it recognises."""
 _OTHER_KIND = re.compile(r"'?(\w+)'? object (?:is not callable|is not iterable|has no attribute '(?:step|zero_grad)')")
 _UNPACKED = re.compile(r"cannot unpack non-iterable (\w+) object")
 
 
 def add_hint(error: BaseException) -> None:
-    """Add the notes of `explainers` to the error, and the text of `hint` as a note if there is any."""
+    """Add notes to an error: those of the functions in `explainers`, and the text of `hint` if there is any."""
     for explain in explainers:
         with contextlib.suppress(Exception):  # the error that is there already is the one to tell
             explain(error)
@@ -46,7 +46,7 @@ def add_hint(error: BaseException) -> None:
 
 
 def hint(error: BaseException) -> str:
-    """Return a hint on how to fix the user's code; "" for an unknown error."""
+    """Return a hint on how to fix the user's code. An empty string if the error is unknown."""
     text = text_of(error)
     if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
         return _OF_SYSTEM[error.errno]
@@ -87,8 +87,11 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _is_swapped(error: BaseException, text: str) -> bool:
-    """Check whether the results of mw.distribute were assigned in the wrong order: the message names the class of a
-    model, optimizer, scheduler or loader that a function which calls mw.distribute holds in a variable."""
+    """Check whether the results of mw.distribute were assigned in the wrong order.
+
+    This is so if the message names the class of a model, optimizer, scheduler or loader, and a function that calls
+    mw.distribute holds an object of this class in a variable.
+    """
     match = _OTHER_KIND.search(text) or _UNPACKED.search(text)
     held = [
         value

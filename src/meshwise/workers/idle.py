@@ -21,7 +21,10 @@ class Idleness:
         self._seen: dict[int, tuple[float, float]] = {}
 
     def computes(self, pid: int | None, now: float) -> bool:
-        """Check whether a process or its children computed since the last check; False if that is under WINDOW ago."""
+        """Check whether a process or its children have computed since the last check.
+
+        Returns False if the last check was less than WINDOW seconds ago.
+        """
         if pid is None:
             return False
         used = sum(map(_seconds, (pid, *children_of(pid))))

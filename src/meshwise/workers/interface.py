@@ -16,12 +16,16 @@ import socket
 import psutil
 
 ANYWHERE = "192.0.2.1"
-"""An address reserved for documentation: the route to it starts at the interface that leads out of this machine."""
+"""An address reserved for documentation. The route to it starts at the interface that leads out of this machine."""
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that leads to `host`, or, if `host` is this machine, out of it; None if the machine's name
-    already resolves to the address of one of its interfaces, or if nothing is found."""
+    """Return the network interface that leads to `host`. If `host` is this machine, return the one that leads out of
+    it.
+
+    Returns None if the machine's own name already resolves to the address of one of its interfaces, or if no interface
+    is found.
+    """
     own: dict[str, str] = {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()

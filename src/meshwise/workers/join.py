@@ -31,7 +31,7 @@ from meshwise.workers.stopping import agree_to_stop
 
 @dataclass(frozen=True)
 class RankContext:
-    """What this process knows of its run: its rank and world, its side channel, its step gate, and its `Place`."""
+    """What this process knows about its run: its rank and world, its side channel, its step gate, and its `Place`."""
 
     world: World
     channel: WorkerChannel | None
@@ -45,7 +45,10 @@ _store: object = None  # held as long as this process lives
 
 
 def rank_context() -> RankContext:
-    """Return this process's context. The first call takes the device and opens the side channel; it joins no group."""
+    """Return what this process knows about its run. It joins no process group.
+
+    The first call takes the device and opens the side channel to the launcher.
+    """
     global _session
     if _session is None:
         place = place_in(os.environ)
@@ -56,7 +59,10 @@ def rank_context() -> RankContext:
 
 
 def _world_at(place: Place) -> World:
-    """Return the world of this process, and set its variables; first find rank 0 if no launcher tells where it is."""
+    """Return the world of this process, and set the environment variables that describe it.
+
+    If no launcher tells where rank 0 is, rank 0 is found first.
+    """
     os.environ.update(derived_ranks(os.environ))
     world = read_world(os.environ)
     if place.size > 1 and place.key and place.rendezvous is None:
@@ -70,7 +76,7 @@ def _world_at(place: Place) -> World:
 
 @contextlib.contextmanager
 def standing_for(context: RankContext) -> Iterator[None]:
-    """Let this process act as the rank of `context`, for a rehearsal, inside the `with` block."""
+    """Inside the `with` block, let this process act as the rank of `context`, for a rehearsal."""
     global _session, _stands
     before, (_session, _stands) = (_session, _stands), (context, True)
     try:
@@ -80,7 +86,10 @@ def standing_for(context: RankContext) -> Iterator[None]:
 
 
 def join() -> RankContext:
-    """Join the process group of all ranks, which is collective if it must be made; return this process's context."""
+    """Join the process group of all ranks. Return what this process knows about its run.
+
+    The call is collective if the process group must be made.
+    """
     session = rank_context()
     if session.world.size > 1 and not dist.is_initialized():
         enter_process_group(session.world)
@@ -94,8 +103,11 @@ def join() -> RankContext:
 
 
 def rejoin() -> None:
-    """Replace a process group that the program itself made by one of ours, since the program's may have no CPU backend.
-    Do nothing to a group of ours. Collective."""
+    """Replace a process group that the program itself made by one of ours, since it may have no CPU backend.
+    Collective.
+
+    If the process group is one of ours, do nothing.
+    """
     if dist.is_initialized() and not (_made_group or _stands) and rank_context().world.size > 1:
         store = default_store()
         dist.destroy_process_group()
@@ -103,12 +115,12 @@ def rejoin() -> None:
 
 
 def made_process_group() -> bool:
-    """Check whether `join`, not the program, made the process group that this process is or was in."""
+    """Check whether `join`, and not the program, made the process group that this process is or was in."""
     return _made_group
 
 
 def _take_device(world: World) -> World:
-    """Make this worker see only its own accelerator, so that `cuda` and `cuda:0` mean that one."""
+    """Make this worker see only its own accelerator, so that `cuda` and `cuda:0` mean this accelerator."""
     given = os.environ.get(VISIBLE)
     if not world.device and world.size > 1:
         _see_one_gpu(world.local_rank)  # before anything asks the driver, which reads the environment once
@@ -140,8 +152,10 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 def enter_process_group(world: World, store: Any = None) -> None:
-    """Initialise gloo for CPU tensors and, with CUDA, nccl for CUDA tensors. Leave the group when the process ends.
-    store: where the ranks meet; by default at MASTER_ADDR and MASTER_PORT."""
+    """Make the process group with gloo for CPU tensors and, with CUDA, nccl for CUDA tensors. Leave it at exit.
+
+    store: the store in which the ranks meet. By default, the one at MASTER_ADDR and MASTER_PORT.
+    """
     global _made_group
     _refuse_without_rank_0(world)
     alone = world.local_size == world.size  # on this machine, whose own name often does not resolve
@@ -169,8 +183,10 @@ def _refuse_without_rank_0(world: World) -> None:
 
 
 def store_of_ranks() -> Any:
-    """Connect to a store that all ranks reach before there is a process group; its keys belong to this start only.
-    Raises UsageError if MASTER_ADDR or MASTER_PORT is not set."""
+    """Connect to a store that all ranks can reach before there is a process group. Its keys belong to this start only.
+
+    Raises UsageError if MASTER_ADDR or MASTER_PORT is not set.
+    """
     global _store
     world = rank_context().world
     _refuse_without_rank_0(world)
@@ -185,8 +201,11 @@ def store_of_ranks() -> Any:
 
 
 def keep_store() -> None:
-    """On rank 0, serve the process group's store on the launcher's listening socket, so that no other program can take
-    its port. A process group made with MASTER_ADDR and MASTER_PORT uses this store."""
+    """On rank 0, serve the process group's store on a socket that the launcher opened. No other program can take its
+    port.
+
+    A process group that is made with MASTER_ADDR and MASTER_PORT uses this store.
+    """
     global _store
     listener = os.environ.pop(LISTENER, None)
     if listener is not None:

@@ -18,7 +18,7 @@ from meshwise.workers.scratch import scratch_folder
 
 
 class KeptMemory:
-    """Memory of one machine's ranks, used by all attempts in turn. It is empty until a rank writes."""
+    """Memory for each rank of one machine, which all attempts use in turn. It is empty until a rank writes to it."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

@@ -65,12 +65,12 @@ def launch(
     halt: Halt | None = None,
     preload: Sequence[str] | Forks = (),
 ) -> list[Any]:
-    """Call `function(*arguments)` in one worker per slot; return the results in rank order.
+    """Call `function(*arguments)` in one worker per slot. Return the results in rank order.
 
-    folder: the run folder, which keeps each worker's output; without a folder, the output of ranks above 0 is dropped
-        when all goes well. preload: modules that the workers need, imported once for all of them, or a fork server
-        that several launches share.
-    Raises WorkerFailed with the culprit's rank and traceback when a worker fails.
+    folder: the run folder, which keeps each worker's output. Without it, only rank 0's output is kept if all goes well.
+    preload: modules that the workers need, imported once for all of them, or a fork server for several launches.
+
+    Raises WorkerFailed if a worker fails, with the rank and the traceback of the worker that caused the failure.
     """
     environment.refuse_few_files(len(slots))
     with scratch_folder() as scratch, ExitStack() as stack:
@@ -160,7 +160,7 @@ class _Launcher:
         }
 
     def watch(self) -> None:
-        """Wait until every worker is done. Raises WorkerFailed as soon as the culprit of a failure is known."""
+        """Wait until every worker is done. Raises WorkerFailed as soon as the cause of a failure is known."""
         while not self._over() or any(w.process.poll() is None for w in self.workers):
             self._deliver_one()
             self._look_at_processes()
@@ -188,14 +188,14 @@ class _Launcher:
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
-        """Fail if ranks have diverged without a failure, unless the run is being stopped, when they may diverge."""
+        """Fail if the calls of the ranks have diverged. A run that is being stopped may diverge."""
         if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
         if text := self._divergence.look(self._in(State.DONE, State.EXITED)):
             self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
-        """Report a rank that hangs, and fail at the limit, unless the run is being stopped, when all ranks wait."""
+        """Report a rank that hangs, and fail at the limit. In a run that is being stopped, ranks may wait."""
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
@@ -231,7 +231,7 @@ class _Launcher:
         raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1), failure=chosen)
 
     def _look_at_nodes(self) -> None:
-        """Check whether another machine has failed, is lost, or asks for a stop, and act on it."""
+        """Check whether another machine has failed, is lost, or asks for a stop, and act on this."""
         if self.nodes is None:
             return
         if failed := self.nodes.failed_elsewhere():
@@ -280,7 +280,8 @@ class _Launcher:
                 entry.died(status)
 
     def _failures(self) -> list[Failure]:
-        """Return the failures so far. A rank that exited with 0 counts only if other ranks need it, or one failed."""
+        """Return the failures so far. An exit with code 0 counts only if other ranks need the rank, or another rank
+        failed."""
         if self._over():
             return []
         failed = any(w.state is State.FAILED for w in self.workers)
@@ -289,7 +290,7 @@ class _Launcher:
         ]
 
     def _settled(self, failures: Sequence[Failure]) -> bool:
-        """Check whether the culprit can no longer change: all ranks have reported, or their time to do so is over."""
+        """Check whether the cause is certain: all ranks have reported, or the time in which they may do so is over."""
         waited = max(w.seconds for w in self.workers if w.failure)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
@@ -326,7 +327,7 @@ class _Launcher:
             )
 
     def _agreed_last(self, here: int) -> int | None:
-        """Return the last step that a rank of any machine began; None while a machine has not answered."""
+        """Return the last step that any rank of any machine began. None until all machines have answered."""
         if self.nodes is None:
             return here
         self.nodes.set(f"begun/{self.nodes.node_rank}", here)

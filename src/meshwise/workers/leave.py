@@ -22,13 +22,15 @@ _codes: list[int] = []
 
 
 def prepare() -> None:
-    """Make `leave` end this process without clearing its modules. Call this before anything registers an exit function,
-    so that ours runs last."""
+    """Make `leave` end this process without clearing its modules.
+
+    Call this before anything registers an exit function, so that the function registered here runs last.
+    """
     atexit.register(_end)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code, after its work is done."""
+    """End this process with an exit code, once its work is done."""
     _codes.append(code)
     sys.exit(code)
 

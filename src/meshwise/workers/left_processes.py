@@ -17,9 +17,13 @@ MOST_SAID = 8
 
 
 def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> str:
-    """Describe this user's living processes that were started with this environment variable, as Linux's /proc shows;
-    "" if there are none. server: the fork server, which is not counted. Waits up to half a second for processes that
-    were just killed to end."""
+    """Return a sentence on the living processes of this user that were started with this environment variable.
+
+    An empty string if there are none, as Linux's /proc shows. The call waits up to half a second for processes to end
+    that were just killed.
+
+    server: the fork server, which is not counted.
+    """
     wanted, deadline = f"{variable}={value}\0".encode(), time.monotonic() + 0.5
     own = (os.getpid(), server.pid if server else 0)
     while (left := _found(wanted, own)) and time.monotonic() < deadline:
@@ -32,7 +36,8 @@ def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> s
 
 
 def _found(wanted: bytes, own: tuple[int, ...]) -> list[tuple[int, str]]:
-    """Return id and name of each process in whose environment `wanted` is. own: ids to leave out."""
+    """Return the id and the name of each process with `wanted` in its environment. own: the process ids to leave
+    out."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -16,14 +16,14 @@ from meshwise.workers.channel import Message
 
 @dataclass(frozen=True)
 class Listeners:
-    """Callbacks of the launcher to its caller while the workers run.
+    """Functions of the launcher's caller, which the launcher calls while the workers run.
 
-    message: `(rank, message)` for every message of a worker that the launcher does not use itself.
-    output: `(stream, text)` for every line that rank 0 prints; stream is `stdout` or `stderr`.
+    message: called with a rank and each message of its worker that the launcher does not use itself.
+    output: called with a stream, `stdout` or `stderr`, and each line that rank 0 prints to it.
     look: called several times a second, without arguments.
-    log: called with the run folder and a rank; opens the file that receives the rank's output.
-    hang_limit: a rank without progress for this many seconds ends the run; None: a hang is only reported. idle: only
-    a rank that computes nothing counts as hanging (see hang.py).
+    log: called with the run folder and a rank. It opens the file that receives the rank's output.
+    hang_limit: the seconds without progress of a rank after which the run is ended. With None, a hang is only reported.
+    idle: whether a rank counts as hanging only if it computes nothing (see hang.py).
     """
 
     message: Callable[[int, Message], None] = lambda rank, message: None

@@ -30,7 +30,12 @@ _WITHOUT = "Run without loader workers (num_workers=0, loader_workers=0) to see 
 
 @dataclass(frozen=True)
 class Caught:
-    """An error that a loader worker raised. text: `ValueError: a damaged record`; traceback: user frames only."""
+    """An error that a loader worker raised.
+
+    where: the loader worker, such as `DataLoader worker process 0`.
+    text: the class and the message, such as `ValueError: a damaged record`.
+    traceback: the frames of the user's code only.
+    """
 
     where: str
     text: str
@@ -38,7 +43,7 @@ class Caught:
 
 
 def ended(error: BaseException) -> tuple[str, str] | None:
-    """Return how a loader worker ended, and a remedy; None if neither `error` nor its causes report such an end."""
+    """Return how a loader worker ended, and a remedy. None if neither `error` nor its causes report such an end."""
     found: list[re.Match[str]] = []
     seen: BaseException | None = error
     while seen is not None:
@@ -54,8 +59,11 @@ def ended(error: BaseException) -> tuple[str, str] | None:
 
 
 def await_end(error: BaseException) -> None:
-    """Remove torch's SIGCHLD handler, now that the rank has raised `error`. If its connection to a loader worker broke,
-    first wait MOMENT seconds for that handler to raise how the loader worker ended."""
+    """Remove torch's handler of SIGCHLD, after the rank has raised `error`.
+
+    If the connection to a loader worker broke, first wait MOMENT seconds. In this time, the handler may raise an error
+    that says how the loader worker ended.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
         time.sleep(MOMENT)
@@ -63,7 +71,7 @@ def await_end(error: BaseException) -> None:
 
 
 def caught(error: BaseException) -> Caught | None:
-    """Return the error of a loader worker that `error` carries as text; None if it carries none."""
+    """Return the error of a loader worker that `error` carries as text. None if it carries none."""
     found = _CAUGHT.match(text_of(error))
     traces = list(_FRAMES.finditer(found[2])) if found else []
     if found is None or not traces:

@@ -12,14 +12,20 @@ Values = Mapping[str, float]
 
 
 class LoggedValues:
-    """The launcher's end: keeps, for each call of each source line, the values of the first rank that logged them."""
+    """The launcher's record of the values that ranks log: for each call of each source line, those of the first
+    rank."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, int], tuple[int, Values]] = {}
         self._said: set[str] = set()
 
     def add(self, rank: int, where: str, call: int, values: Values) -> str:
-        """Compare the values that a rank logs at the `call`-th call of a line. Returns a warning, once per line."""
+        """Compare the values that a rank logs with those of the first rank. Return a warning, once per source line,
+        else "".
+
+        where: the source line.
+        call: how often this line was called.
+        """
         other, first = self._first.setdefault((where, call), (rank, values))
         names = [name for name, value in values.items() if name in first and not _same(value, first[name])]
         if not names or where in self._said:

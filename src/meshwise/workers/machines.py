@@ -32,7 +32,7 @@ MOVE_TIMEOUT = 3 * SILENCE  # for the machines that are left to come to another 
 CALL_EVERY = 3.0  # seconds between two calls to machine 0
 LEAD_TIMEOUT = 60.0  # for a leader that is heard of to say how it goes on
 Look = Callable[[], object]
-"""Called repeatedly while waiting; may raise."""
+"""A function that is called repeatedly while waiting. It may raise an error."""
 
 
 class Machines:
@@ -49,18 +49,24 @@ class Machines:
         secret: Secret,
         rdzv: tuple[str, int] | None = None,
     ) -> None:
-        """me: this machine. meeting: at the store of machine 0, which is reached at `rdzv`. secret: the run's."""
+        """Take part in a run on `nnodes` machines.
+
+        meeting: the connection to the store of machine 0, which is reached at `rdzv`.
+        store: the store that this machine keeps.
+        me: this machine.
+        secret: the secret of the run.
+        """
         self._meeting, self._store, self.me, self.nnodes, self._rdzv = meeting, store, me, nnodes, rdzv
         self._secret = secret
         self._leader = 0
         self._report: dict[str, Any] | None = None
         self._ended = False
         self._gone: set[str] = set()
-        """Machines that could not be reached when the others moved to a new leader."""
+        """The machines that could not be reached when the others moved to a new leader."""
 
     @property
     def leads(self) -> bool:
-        """Whether this machine leads, that is, the machines meet at its store."""
+        """Whether this machine leads. The machines then meet at its store."""
         return self._leader == self.me.node
 
     def _present(self) -> None:
@@ -74,10 +80,14 @@ class Machines:
         return None if told is None else Member(**json.loads(told))
 
     def meet(self, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print) -> Nodes:
-        """Wait for all machines and begin the first attempt. If the run is already under way without this machine, join
-        its next attempt, for which the others stop after a step. Raises WorkerFailed if not all machines come in time.
+        """Wait for all machines, and begin the first attempt. If the run is already under way, join its next attempt.
 
-        asked: settings that a joining machine must share, else UsageError. say: prints a line about joining.
+        To let this machine join, the others stop after a step.
+
+        asked: settings that a joining machine must share with the run. Raises UsageError if they differ.
+        say: a function that prints a line about joining.
+
+        Raises WorkerFailed if not all machines come in time.
         """
         if self._meeting.try_get("begins") is not None:
             self._join(dict(asked or {}), say)
@@ -115,7 +125,7 @@ class Machines:
         return self._begin(begins)
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Join a run that continues at the store of another machine. moved: what that one told machine 0."""
+        """Join a run that continues at the store of another machine. moved: what that machine has told machine 0."""
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
         try:
@@ -129,7 +139,8 @@ class Machines:
         self._join(asked, say)
 
     def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Register this machine for the next attempt of a run that is already under way."""
+        """Register this machine for the next attempt of a run that is under way. Raises UsageError if settings
+        differ."""
         theirs = json.loads(self._meeting.try_get("asked") or "{}")
         for name, value in theirs.items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
@@ -145,13 +156,13 @@ class Machines:
         return [member for member in self._waiting() if member.size]
 
     def _waiting(self) -> list[Member]:
-        """Return the machines that are reachable but take no part in the current attempt."""
+        """Return the machines that can be reached, but take no part in the current attempt."""
         taking = {member.name for member in self.nodes.members}
         found = [member for member in map(self._machine, range(self.nnodes)) if member and member.name not in taking]
         return [m for m in found if self._meeting.has_seen(m.name) and self._meeting.silence_of(m.name) is None]
 
     def _call_back(self) -> None:
-        """While this machine leads instead of machine 0, tell a returned machine 0 where the machines meet."""
+        """While this machine leads, tell machine 0, if it is started again, where the machines meet."""
         moved = {"node": self.me.node, "host": self.me.host, "port": self.me.port}
         while self.leads and self._rdzv is not None and not self._meeting.is_over:
             with (
@@ -164,7 +175,7 @@ class Machines:
     # Between two attempts.
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        """Report to the leader that this machine's workers have ended. facts: what the next attempt needs to know."""
+        """Report to the leader that the workers of this machine have ended. facts: what the leader needs to decide."""
         self._report = dict(facts)
         if facts["size"] != self.me.size:
             self.me = replace(self.me, size=facts["size"])
@@ -172,7 +183,8 @@ class Machines:
         self.nodes.set(f"ended/{self.me.node}", self._report)
 
     def reports(self, look: Look) -> dict[Member, dict[str, Any]]:
-        """On the leader, return what each machine of the attempt has reported, except lost machines."""
+        """On the leader, wait for the reports of the attempt's machines, and return them. Lost machines are left
+        out."""
         until = time.monotonic() + MOVE_TIMEOUT
 
         def lost(member: Member) -> bool:
@@ -192,7 +204,7 @@ class Machines:
             time.sleep(0.02)
 
     def announce(self, number: int, members: Sequence[Member], facts: Mapping[str, Any]) -> Nodes:
-        """On the leader, begin an attempt with these machines, of which this one comes first."""
+        """On the leader, begin attempt number `number` with these machines. The leader's ranks come first."""
         others = sorted((m for m in members if m.node != self.me.node), key=lambda m: m.node)
         own = next(m for m in members if m.node == self.me.node)
         listener = listening(listens_at(alone=self._rdzv is not None and is_here(self._rdzv[0])))
@@ -202,7 +214,8 @@ class Machines:
         return self.nodes
 
     def announced(self, after: int) -> Beginning | None:
-        """Return the announced attempt if it is later than number `after` and includes this machine, else None."""
+        """Return the announced attempt. None if its number is not above `after`, or if this machine takes no part in
+        it."""
         told = self._meeting.try_get("begins")
         begins = None if told is None else Beginning.of(told)
         if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):
@@ -216,7 +229,7 @@ class Machines:
             self._meeting.set("ends", json.dumps(facts))
 
     def leave(self, code: int) -> None:
-        """Leave the run. code: the run's exit code, which is told to machines that wait to join."""
+        """Leave the run. Machines that wait to join are told that it has ended, with its exit code `code`."""
         if self.leads and self._waiting():
             text = "the run has ended without this machine."
             self.end({"text": text, "code": code, "failure": None})
@@ -227,8 +240,11 @@ class Machines:
             self._secret.remove()
 
     def next(self, look: Look) -> Nodes | dict[str, Any]:
-        """Return the leader's decision: the next attempt, or how the run ends. If the leader is lost, the next machine
-        leads; if that is this one, the last attempt is returned, and this machine must decide."""
+        """Wait for the leader's decision. Return the machines of the next attempt, or a dict on how the run ends.
+
+        If the leader is lost, the next machine leads. If that is this machine, the machines of the last attempt are
+        returned, and this machine must decide.
+        """
         until = time.monotonic() + LEAD_TIMEOUT
         while not self.leads:
             if begins := self.announced(self.nodes.begins.number):
@@ -247,7 +263,7 @@ class Machines:
         return self.nodes
 
     def _move(self) -> None:
-        """Meet at the store of the next machine that can be reached, or at this machine's store."""
+        """Meet at the store of the next machine that can be reached. This may be this machine's own store."""
         self._meeting.close()
         self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
         others = (m for m in self.nodes.members if m.node != self._leader)

@@ -21,10 +21,10 @@ SILENCE = 5.0  # seconds after which a machine that is not heard of is lost
 
 
 class Meeting:
-    """The connection of one machine, identified by its name, to a store."""
+    """The connection of one machine, which is identified by its name, to the store in which the launchers meet."""
 
     def __init__(self, connect: Callable[[], Exchanges], name: str) -> None:
-        """connect: returns the store, or raises OSError; called once, in the thread."""
+        """connect: a function that returns the store, or raises OSError. It is called once, in the thread."""
         self._connect, self._name = connect, name
         self._out: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._written = self._asked = 0
@@ -33,15 +33,15 @@ class Meeting:
         self._silent: dict[str, float] = {}
         self._wake, self._over = threading.Event(), threading.Event()
         self.store: Exchanges | None = None
-        """The store; None until it is reached."""
+        """The store. None until it is reached."""
         self.error: Exception | None = None
-        """The error by which the store could not be reached, or was lost; else None."""
+        """The error by which the store could not be reached or was lost. None if there was none."""
         self.heard = 0.0
-        """When the store answered last (monotonic); 0 before the first time."""
+        """When the store last answered (monotonic). 0 before the first answer."""
         threading.Thread(target=self._run, name="meshwise-meeting", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
-        """Send a value to the other machines, within ROUND seconds; a value that has not changed is not sent again."""
+        """Send a value to the other machines, within ROUND seconds. A value that has not changed is not sent again."""
         if self._told.get(key) == value:
             return
         self._told[key] = value
@@ -50,17 +50,17 @@ class Meeting:
         self._wake.set()
 
     def try_get(self, key: str) -> str | None:
-        """Return the value that some machine has set, as of the last exchange; None if there is none."""
+        """Return the value that some machine has set, as of the last exchange. None if there is no value."""
         return self._known.get(key)
 
     def flush(self, seconds: float) -> None:
-        """Wait until the store has what was set, for at most `seconds`."""
+        """Wait until everything that was set has reached the store, for at most `seconds`."""
         until, asked = time.monotonic() + seconds, self._asked
         while self._written < asked and self.error is None and time.monotonic() < until:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Stop beating, and close the connection."""
+        """Stop the exchanges with the store, and close the connection."""
         self._over.set()
         self._wake.set()
         if isinstance(self.store, Link):
@@ -68,19 +68,20 @@ class Meeting:
 
     @property
     def is_over(self) -> bool:
-        """Whether the meeting was closed, or its store is gone."""
+        """Whether the connection was closed, or its store is gone."""
         return self._over.is_set() or self.error is not None
 
     @property
     def silence(self) -> float | None:
-        """Seconds since the store answered, if above SILENCE or the store is gone; None otherwise, or after `close`."""
+        """The seconds since the store last answered, if they exceed SILENCE or the store is gone. Otherwise, and after
+        `close`, None."""
         now = time.monotonic()
         if not self.heard or self._over.is_set():
             return None
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """Return the seconds since the store last heard from a machine, if above SILENCE; else None."""
+        """Return the seconds since the store last heard from a machine, if they exceed SILENCE. Otherwise, None."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 

@@ -26,7 +26,8 @@ STRANGERS = 20.0  # seconds to look on, where who listens does not know the secr
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """The machines that run together: how many, the index of this one, and where machine 0 is reached."""
+    """The options about the machines of a run: how many there are, the index of this one, and how to reach machine
+    0."""
 
     nnodes: Annotated[int, OfThisStart("machines that take part")] = 1
     node_rank: Annotated[int, OfThisStart("which of them this is, from 0")] = 0
@@ -44,8 +45,10 @@ class NodeOptions:
     def rendezvous(
         self, local_size: int, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
     ) -> Machines | None:
-        """Meet the launchers of the other machines, waiting until all are there; return None if there is one machine.
-        asked, say: as in `Machines.meet`."""
+        """Meet the launchers of the other machines, and wait until all are there. Return None for a run on one machine.
+
+        asked, say: as in `Machines.meet`.
+        """
         if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
             return None
         host, _, port = (self.rdzv or "").rpartition(":")
@@ -60,8 +63,13 @@ class NodeOptions:
 
 
 def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
-    """Connect this machine to the store of machine 0 at `address`, waiting until that store is there. Raises UsageError
-    if it cannot be reached."""
+    """Connect this machine to the store of machine 0 at `address`, and wait until that store is there.
+
+    node, nnodes: the index of this machine, and the number of machines.
+    local_size: the number of workers on this machine.
+
+    Raises UsageError if the store cannot be reached.
+    """
     name = f"{node}.{secrets.token_hex(8)}"
     where, secret, host = f"--rdzv {address[0]}:{address[1]}", secret_at(address), listens_at(alone=is_here(address[0]))
     port, listens = (address[1], taken(address[1])) if node == 0 else (0, None)

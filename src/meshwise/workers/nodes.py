@@ -28,8 +28,13 @@ TELL_TIMEOUT = 3.0  # seconds for a failure to be heard by the others, before th
 
 @dataclass(frozen=True)
 class Member:
-    """A machine that takes part in an attempt. name: of its launcher, new at each start of it. size: number of workers.
-    host, port: where the machine's store is reached."""
+    """A machine that takes part in an attempt.
+
+    node: the index of the machine.
+    name: the name of its launcher, which is new at each start of the launcher.
+    size: the number of its workers.
+    host, port: the address of its store.
+    """
 
     node: int
     name: str
@@ -40,8 +45,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Beginning:
-    """An attempt as its leader announces it. number: from 1. members: first the leader, which has the first ranks, then
-    the others by machine number. port: where rank 0 will listen. facts: other values that the launchers need."""
+    """The announcement of an attempt by the machine that leads.
+
+    number: the number of the attempt, from 1.
+    members: the machines. The leader comes first and has the first ranks. The others follow by their index.
+    port: the port at which rank 0 will listen.
+    facts: other values that the launchers need.
+    """
 
     number: int
     members: tuple[Member, ...]
@@ -50,19 +60,21 @@ class Beginning:
 
     @classmethod
     def of(cls, text: str) -> Beginning:
-        """Parse a beginning from `json.dumps(asdict(…))`."""
+        """Parse an announcement from the text that `json.dumps(asdict(…))` made of it."""
         told = json.loads(text)
         return cls(**{**told, "members": tuple(Member(**member) for member in told["members"])})
 
 
 class Nodes:
-    """This machine among those of an attempt: its first rank, the number of all ranks, and where rank 0 listens."""
+    """The machines of one attempt, as seen from this one: its first rank, the number of all ranks, where rank 0
+    listens."""
 
     def __init__(
         self, meeting: Meeting, node_rank: int, nnodes: int, begins: Beginning, listener: socket.socket | None = None
     ) -> None:
-        """nnodes: number of machines on which the run was started. listener: on the leader, the socket for rank 0, kept
-        open so that no other program takes the port."""
+        """nnodes: the number of machines on which the run was started.
+        listener: on the leader, the socket for rank 0. It is kept open so that no other program takes the port.
+        """
         self._meeting, self.node_rank, self.nnodes, self.listener = meeting, node_rank, nnodes, listener
         self.begins, self.members = begins, begins.members
         at = [member.node for member in self.members].index(node_rank)
@@ -73,7 +85,7 @@ class Nodes:
 
     @property
     def leads(self) -> bool:
-        """Whether this machine leads, that is, the others meet at its store."""
+        """Whether this machine leads. The other machines then meet at its store."""
         return self.me is self.members[0]
 
     def set(self, key: str, value: object) -> None:
@@ -81,12 +93,13 @@ class Nodes:
         self._meeting.set(f"{self.begins.number}/{key}", json.dumps(value))
 
     def try_get(self, key: str) -> Any:
-        """Return the value that some machine set under `key`; None until it is known here."""
+        """Return the value that some machine has set under `key`. None until it is known here."""
         told = self._meeting.try_get(f"{self.begins.number}/{key}")
         return None if told is None else json.loads(told)
 
     def get(self, key: str) -> Any:
-        """Wait for the value that some machine sets under `key`, and return it. WorkerFailed if a machine is lost."""
+        """Wait for the value that some machine sets under `key`, and return it. Raises WorkerFailed if a machine is
+        lost."""
         while (told := self.try_get(key)) is None:
             if lost := self.lost():
                 raise WorkerFailed(lost.message, rank=lost.rank, exit_code=lost.exit_code, failure=lost)
@@ -94,7 +107,8 @@ class Nodes:
         return told
 
     def compare(self, facts: Mapping[str, object]) -> None:
-        """Check, before workers meet, that these facts are equal on all machines; else raise UsageError on each."""
+        """Check, before workers meet, that these facts are equal on all machines. Raise UsageError on each if they
+        differ."""
         self.set(f"program/{self.node_rank}", facts)
         first, *others = [self.get(f"program/{member.node}") for member in self.members]
         for member, other in zip(self.members[1:], others, strict=True):
@@ -108,7 +122,7 @@ class Nodes:
                     )
 
     def lost(self) -> Failure | None:
-        """Return the failure of a machine that no longer answers; None if there is none."""
+        """Return the failure of a machine that no longer answers. None if there is no such machine."""
         for member in self.others:
             done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # it may have left
             if not done and (why := self._why_lost(member)):
@@ -120,7 +134,7 @@ class Nodes:
         return None
 
     def _why_lost(self, member: Member) -> str:
-        """Say why a machine is lost; "" if it is not."""
+        """Return why a machine is lost, as the end of a sentence. An empty string if it is not lost."""
         leader = member is self.members[0]
         seconds = self._meeting.silence if leader else self._meeting.silence_of(member.name)
         if seconds is not None:
@@ -131,7 +145,7 @@ class Nodes:
         return "its launcher was started again" if again else ""
 
     def fail(self, text: str, failure: Failure | None, exit_code: int) -> None:
-        """Tell the other machines how this one failed. The leader, which keeps the store, waits until they know."""
+        """Tell the other machines how this machine failed. The leader, which keeps the store, waits until they know."""
         facts = None if failure is None else asdict(failure)
         self.set(f"failed/{self.node_rank}", {"text": text, "exit_code": exit_code, "failure": facts})
         if self._meeting.silence is None:
@@ -140,7 +154,7 @@ class Nodes:
             self._until_all("heard", time.monotonic() + TELL_TIMEOUT)
 
     def failed_elsewhere(self) -> WorkerFailed | None:
-        """Return how another machine has failed; None if none has."""
+        """Return the error of another machine that has failed. None if no other machine has failed."""
         for member in self.others:
             if told := self.try_get(f"failed/{member.node}"):
                 self.set(f"heard/{self.node_rank}", True)
@@ -151,12 +165,13 @@ class Nodes:
         return None
 
     def all_done(self) -> bool:
-        """Tell the other machines that this one is done; return whether all are."""
+        """Tell the other machines that the workers of this one are done. Return whether all machines are done."""
         self.set(f"done/{self.node_rank}", True)
         return all(self.try_get(f"done/{member.node}") for member in self.others)
 
     def leave(self) -> None:
-        """Leave the attempt. The leader, which keeps the store, first waits until all machines not lost have left."""
+        """Leave the attempt. The leader, which keeps the store, first waits for each other machine to leave or be
+        lost."""
         self.set(f"left/{self.node_rank}", True)
         self._meeting.flush(TELL_TIMEOUT)
         if self.leads:

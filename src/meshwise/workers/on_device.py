@@ -14,7 +14,10 @@ from meshwise.workers.hang import ASKED
 
 
 def answer(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
-    """Let this rank answer the launcher's message ASKED from now on, with a line for the user."""
+    """Let this rank answer the launcher's message ASKED from now on, with a line for the user.
+
+    ask: returns what torch's flight recorder says about each process group.
+    """
 
     def tell(message: Mapping[str, Any]) -> None:
         found = [str(each) for each in ask()]

@@ -22,14 +22,18 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True)
 class Kills:
-    """Counts of the killer's kills: in this process's control groups, and on the machine; None if unknown."""
+    """How many processes the out-of-memory killer has ended. None if unknown.
+
+    group: in this process's control groups.
+    machine: on the whole machine.
+    """
 
     group: int | None
     machine: int | None
 
 
 def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> Kills:
-    """Return the current counts of the killer's kills."""
+    """Return how many processes the out-of-memory killer has ended so far."""
     found = [count for file in _events(root, own) if (count := _count(file)) is not None]
     return Kills(max(found, default=None), _count(statistics))
 
@@ -37,9 +41,11 @@ def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> 
 def evidence(
     pid: int | None, before: Kills, log: Path = LOG, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS
 ) -> str | None:
-    """Return the evidence that the killer ended process `pid`; None if nothing is known, "" if it certainly did not.
+    """Return what shows that the out-of-memory killer ended process `pid`, as a part of a sentence.
 
-    before: the counts of its kills when the process began.
+    Returns None if nothing is known, and an empty string if the killer certainly did not end the process.
+
+    before: how many processes it had ended when the process began.
     """
     if found := re.search(rf"Killed process {pid} \(.*", _log(log)):
         held = re.search(r"anon-rss:(\d+)kB", found[0])
@@ -74,7 +80,7 @@ def _count(file: Path) -> int | None:
 
 
 def _log(path: Path) -> str:
-    """Read the kernel's log, as far as this process may read it."""
+    """Return the kernel's log, as far as this process may read it."""
     records: list[str] = []
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

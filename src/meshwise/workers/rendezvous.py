@@ -45,10 +45,13 @@ PURPOSE = "rendezvous"
 
 
 def meet(place: Place, folder: Path | None = None) -> tuple[str, int]:
-    """Return host and port of the store that all processes of this start use. On rank 0, the port stays reserved until
-    `taken` takes its socket. folder: a folder that all ranks can read; by default the current one.
+    """Return the host and the port of the store that all processes of this start use.
 
-    Raises UsageError if rank 0 is not found, or if `place` has no key that only this start's processes share.
+    On rank 0, the port stays reserved until the caller takes its socket with `taken`.
+
+    folder: a folder that all ranks can read. By default, the current folder.
+
+    Raises UsageError if rank 0 is not found, or if `place` has no key that only the processes of this start share.
     """
     if not place.key:
         raise UsageError(
@@ -72,14 +75,20 @@ _secrets: dict[tuple[str, int], Secret] = {}
 
 
 def taken(port: int) -> int | None:
-    """Return the descriptor of the socket that `meet` opened at this port, which the caller then owns; else None."""
+    """Return the file descriptor of the socket that `meet` opened at this port. None if there is none.
+
+    The caller then owns the file descriptor.
+    """
     server = _listening_at.pop(port, None)
     return None if server is None else server.detach()
 
 
 def secret_at(where: tuple[str, int]) -> Secret:
-    """Return the secret of the start that meets at this host and port: the one that `meet` used, or the one shared by
-    all processes that name the same host and port in this folder."""
+    """Return the secret that the processes which meet at this host and port share.
+
+    It is the secret that `meet` used. If `meet` did not run, all processes that name the same host and port in this
+    folder share it.
+    """
     return _secrets.get(where) or secret_of(f"{where[0]}:{where[1]}", _folder(alone=is_here(where[0])))
 
 
@@ -89,12 +98,18 @@ def is_here(host: str) -> bool:
 
 
 def listens_at(*, alone: bool) -> str:
-    """Return the address to listen at: all addresses, or with `alone` only this machine's loopback."""
+    """Return the address to listen at. An empty string means all addresses.
+
+    alone: whether only processes of this machine connect. The address is then the loopback address.
+    """
     return "127.0.0.1" if alone else ""
 
 
 def _folder(*, alone: bool) -> Path:
-    """Return the folder that all processes of a start read: the current one, or with `alone` a writable one."""
+    """Return the folder that all processes of a start can read: the current folder.
+
+    alone: whether all processes are on this machine. A folder for temporary files then replaces one that is read-only.
+    """
     here = Path.cwd()
     return Path(tempfile.gettempdir()) if alone and not os.access(here, os.W_OK) else here
 
@@ -106,7 +121,10 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def open_door(place: Place, port: int, folder: Path) -> Secret:
-    """On rank 0, tell each other rank that asks that the store listens at `port` here, until all have asked."""
+    """On rank 0, tell every other rank that the store listens at `port` of this machine, until all ranks have asked.
+
+    The ranks are answered in threads. Returns the secret that a rank must know.
+    """
     secret = secret_of(place.key, folder)
     let_in, answered = dict[int, str](), set[int]()
 
@@ -135,7 +153,8 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
 
 
 def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str, int]:
-    """On another rank, find the store's host and port. Raises UsageError if rank 0 is not found in time."""
+    """On a rank other than 0, find the host and the port of the store. Raises UsageError if rank 0 is not found in
+    time."""
     began, since, said, made = time.monotonic(), math.inf, False, False
     question = json.dumps({"rank": place.rank, "who": uuid.uuid4().hex}).encode()
     while True:
@@ -167,7 +186,7 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
 
 
 def _tried(place: Place, secret: Secret, stranger: str) -> str:
-    """Describe where rank 0 was looked for."""
+    """Return a text on where rank 0 was looked for."""
     host = place.hosts[0] if place.hosts else "no host that is known"
     ports = ", ".join(map(str, _ports(place.key)))
     file = f"{secret.path} ({secret.why})" if secret.why else secret.path
@@ -184,7 +203,8 @@ def _listening(place: Place) -> socket.socket:
 
 
 def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, Any]:
-    """Return the answer of the process there, {} if none answers. Raises Unproven if it lacks the secret."""
+    """Return the answer of the process at this address, or {} if none answers. Raises Unproven if it lacks the
+    secret."""
     try:
         with socket.create_connection((address, port), timeout=REACH) as connection:
             line = enter(connection, secret, PURPOSE, ANSWER)
@@ -200,7 +220,8 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
 
 
 def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
-    """Yield hosts and ports to ask for rank 0: first those in the secret's file, then those derived from the key."""
+    """Yield the addresses at which to ask for rank 0: first those in the secret's file, then those derived from the
+    key."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         yield from [(str(address), int(secret.told["port"])) for address in secret.told["addresses"]]
     if place.hosts or place.nodes == 1:
@@ -208,14 +229,16 @@ def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
 
 
 def _ports(key: str) -> list[int]:
-    """Derive from the key PORTS ports, the same on all machines, below the ports of outgoing connections."""
+    """Derive PORTS ports from the key. They are the same on all machines, and below the ports of outgoing
+    connections."""
     digest = hashlib.sha256(key.encode()).digest()
     numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * PORTS, 4)]
     return [LISTENING_PORTS[number % len(LISTENING_PORTS)] for number in numbers]
 
 
 def _addresses(place: Place) -> list[str]:
-    """Return the names and addresses at which other machines may reach this one; with one machine, the loopback."""
+    """Return the names and addresses at which other machines may reach this one. For one machine, the loopback
+    address."""
     if place.nodes == 1:
         return ["127.0.0.1"]
     known = [each for addresses in psutil.net_if_addrs().values() for each in addresses]

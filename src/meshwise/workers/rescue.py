@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from meshwise.workers.failure import Failure
 
 RESCUES = ("rescues", "rescuing", "rescued")
-"""Messages by which ranks report on a rescue."""
+"""The kinds of the messages by which ranks report on saving their last state."""
 HEARD, WRITTEN = 1.0, 60.0  # seconds in which a rank that was asked says that it heard, and that it is done
 
 
 class Rescue:
-    """Asks the surviving ranks of a launch to save their state."""
+    """The request to the surviving ranks of a launch to save their state before they are ended."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
         self._ask = ask
@@ -27,14 +27,17 @@ class Rescue:
         self._possible = False
 
     def hear(self, rank: int, kind: str) -> None:
-        """Record a rank's message: it has a state to save, has heard the request, or has saved the state or cannot."""
+        """Record a message of a rank: that it can save its state, has heard the request, or has tried to save the
+        state."""
         self._possible = self._possible or kind == "rescues"
         if kind != "rescues":
             (self._heard if kind == "rescuing" else self._over).add(rank)
 
     def is_over(self, failure: Failure, running: Sequence[int]) -> bool:
-        """Check whether no rank is saving any more. running: the surviving ranks; the first call asks them to save,
-        unless the failure has spoiled the state."""
+        """Check whether no rank is saving its state any more. The first call asks the ranks to save their state.
+
+        running: the surviving ranks. They are not asked if the failure has spoiled the state.
+        """
         wanted = (failure.of_machine and not failure.has_spoiled) or bool(failure.smaller)
         if not (self._possible and wanted):
             return True

@@ -30,7 +30,8 @@ PREFIX, OWNED = "meshwise-", "owned.lock"
 
 @contextlib.contextmanager
 def scratch_folder(purpose: str = "") -> Iterator[Path]:
-    """Make a folder that is removed, with its contents, after the `with` block. purpose: a word of its name."""
+    """Make a folder that is removed, with its contents, after the `with` block. purpose: a word in the folder's
+    name."""
     folder, owned = made_folder(purpose)
     try:
         yield folder
@@ -40,7 +41,10 @@ def scratch_folder(purpose: str = "") -> Iterator[Path]:
 
 
 def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
-    """Make a folder; return it and its lock file, which protects it from `sweep` while open. Raises UsageError."""
+    """Make a temporary folder. Return the folder and its lock file, which protects it from `sweep` while it is open.
+
+    Raises UsageError if no folder can be made.
+    """
     sweep_once()
     prefix = PREFIX + (f"{purpose}-" if purpose else "")
     try:
@@ -57,7 +61,7 @@ def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
 
 
 def own(folder: Path) -> IO[bytes]:
-    """Make this process an owner of a folder, as long as the returned file is open."""
+    """Make this process an owner of a folder for as long as the returned file is open."""
     file = (folder / OWNED).open("ab")
     if sys.platform != "win32":
         with contextlib.suppress(OSError):  # a file system without locks: it is not swept either
@@ -73,7 +77,7 @@ def sweep_once() -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove from `parent` those folders of this user's commands that have no living owner."""
+    """Remove from `parent` the folders that commands of this user have made and that have no living owner."""
     if sys.platform == "win32":
         return
     with os.scandir(parent) as entries:
@@ -86,7 +90,8 @@ def sweep(parent: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Check whether a folder had owners, and has none now. Raises OSError without the lock file: not our folder."""
+    """Check whether a folder had owners and has none now. Raises OSError if there is no lock file: then it is not
+    ours."""
     with (folder / OWNED).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -28,7 +28,7 @@ from typing import Any
 from meshwise.spec.errors import UsageError
 
 VARIABLE = "MESHWISE_SECRET"
-"""Environment variable in which the user passes all processes of a start one secret, if they share no folder."""
+"""The environment variable in which the user gives all processes of a start one secret, if they share no folder."""
 LEAST = 32  # characters of it
 MAKING_TIMEOUT = 5.0  # seconds for another process to write what it has made
 PREFIX = ".meshwise-rendezvous-"
@@ -38,8 +38,13 @@ SET_ONE = f"give all processes one secret: export {VARIABLE}=$(openssl rand -hex
 
 @dataclass(frozen=True)
 class Secret:
-    """The secret of a start. path: its file. told: other facts in the file. why: why the file is not trusted. made:
-    whether this process made the file."""
+    """The secret of one start of a run.
+
+    path: the file of the secret.
+    told: other facts in the file.
+    why: why the file is not trusted. An empty string if it is trusted.
+    made: whether this process made the file.
+    """
 
     value: bytes = field(repr=False)
     path: Path
@@ -49,11 +54,11 @@ class Secret:
 
     @property
     def source(self) -> str:
-        """Where the secret comes from: the variable's name, or `from` its file."""
+        """Where the secret comes from: the name of the environment variable, or `from` and the path of the file."""
         return VARIABLE if os.environ.get(VARIABLE) else f"from {self.path}"
 
     def tell(self, **facts: Any) -> None:
-        """Append facts to the secret's file, which is created if missing. Raises OSError if that fails."""
+        """Append facts to the secret's file. The file is made if it is missing. Raises OSError if that fails."""
         try:
             file = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -62,19 +67,19 @@ class Secret:
             writing.write(f"\n{json.dumps(facts)}\n".encode())
 
     def remove_made(self) -> None:
-        """Remove the secret's file if this process created it, since nobody will use it."""
+        """Remove the secret's file if this process made it, since nobody will use it."""
         if self.made:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the secret's file, unless it is not trusted (`why`)."""
+        """Remove the secret's file, unless it is not trusted (see `why`)."""
         with contextlib.suppress(OSError):
             if not self.why:
                 self.path.unlink(missing_ok=True)
 
 
 def secret_of(name: str, folder: Path) -> Secret:
-    """Return the secret of the start called `name`. Raises UsageError if none can be kept to this user."""
+    """Return the secret of the start called `name`. Raises UsageError if no secret can be kept private to this user."""
     path = folder.resolve() / (PREFIX + re.sub(r"[^.\w-]", "_", f"{os.geteuid()}-{name}") + ".json")
     given = os.environ.get(VARIABLE, "").strip()
     if not given:
@@ -108,12 +113,12 @@ def _of_file(name: str, path: Path) -> Secret:
 
 
 def _of(secret: bytes, name: str) -> bytes:
-    """Derive a secret for this start from one that several starts may share, as through the environment."""
+    """Derive the secret of the start called `name` from a secret that several starts may share."""
     return hmac.digest(secret, f"start {name}".encode(), "sha256")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the facts in the file. Raises OSError if it is missing, or not private to this user."""
+    """Return the facts in the file. Raises OSError if the file is missing, or not private to this user."""
     with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
         lines = file.read(MOST).splitlines()
     told = dict[str, Any]()
@@ -124,7 +129,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a file that only this user can access. Raises OSError with the reason if others can."""
+    """Open a file that only this user can access. Raises OSError with the reason if other users can access it."""
     # A pipe at its place is not waited for.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if why := not_private(os.fstat(descriptor)):
@@ -136,7 +141,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def not_private(facts: os.stat_result) -> str:
-    """Say why an open file is not private to this user; "" if it is."""
+    """Return why an open file is not private to this user. An empty string if it is."""
     if not stat.S_ISREG(facts.st_mode):
         return "is no file"
     if facts.st_uid != os.geteuid():

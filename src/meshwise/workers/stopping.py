@@ -36,12 +36,15 @@ LINGER = 10 * ROUND  # seconds at most that the first rank waits at its end for 
 PATIENCE = 60.0  # seconds in which a rank that was asked to stop comes to its next step; then the signal ends it
 _over = threading.Event()  # the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
-"""Signals that arrived. A handler may run at any point, even while a message is sent, so it only puts them here."""
+"""The signals that have arrived. A handler may run at any point, even while a message is sent, so it only puts them
+here."""
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
-    """In a worker of our launcher, report the first signal to the launcher. leads: this is rank 0, which reports the
-    end of the time limit too. Call it in the main thread."""
+    """In a worker of our launcher, report the first signal to the launcher. Call this in the main thread.
+
+    leads: whether this is rank 0, which also reports the end of the time limit.
+    """
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
         _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
@@ -49,10 +52,13 @@ def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
 
 
 def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> None:
-    """In a rank that another launcher started, or that runs alone, let a signal stop all ranks after the same step.
-    Signals that the program handles itself are left to the program. Call it in the main thread.
+    """Let a signal stop all ranks after the same step, in a run without our launcher. Call this in the main thread.
 
-    interrupts: let Ctrl-C do so too, and also in a process that runs alone."""
+    The process was started by another launcher, or runs alone. Signals that the program handles itself are left to the
+    program.
+
+    interrupts: whether Ctrl-C stops the ranks in this way, too. This also holds in a process that runs alone.
+    """
     first = not _threads
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
         return  # a person's process: SIGTERM ends it
@@ -69,8 +75,11 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
 
 
 def leave_in_peace() -> None:
-    """Ignore further warning signals, because this process is about to end: schedulers repeat them, and Python restores
-    their default handlers before it ends, so the exit code would change. Works in the main thread only."""
+    """Ignore further warning signals, because this process is about to end.
+
+    Schedulers repeat these signals, and Python restores their default handlers before it ends, so the exit code would
+    change. The call has an effect in the main thread only.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in WARNINGS:
             signal.signal(number, signal.SIG_IGN)
@@ -85,7 +94,7 @@ def _in_thread(work: Callable[[], None]) -> None:
 
 
 def _each(tell: Callable[[int], object]) -> None:
-    """Wait for the first signal and report it; later ones are ignored."""
+    """Wait for the first signal, and pass its number to `tell`. Later signals are ignored."""
     with contextlib.suppress(OSError):
         tell(_asked.get())
 
@@ -141,8 +150,10 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
 
 
 def _found(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until the store has the keys, but not after this program has ended. The store's blocking wait would go on,
-    and Python ends a process with such a thread by SIGABRT."""
+    """Wait until the store has the keys, for at most `seconds`. Return False if it has not, or this program has ended.
+
+    The store's own wait would go on after the program, and Python ends a process with such a thread by SIGABRT.
+    """
     until = time.monotonic() + seconds
     while not store.check(keys):
         if _over.wait(ROUND) or time.monotonic() > until:
@@ -151,7 +162,8 @@ def _found(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _outlive(store: Any, keys: list[str]) -> None:
-    """Keep this rank, and with it the store, alive until all ranks have read the last step, for at most LINGER."""
+    """Keep this rank alive, and with it the store, until all ranks have read the last step. Wait at most LINGER
+    seconds."""
     until = time.monotonic() + LINGER
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(ROUND / 10)

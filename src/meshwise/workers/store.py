@@ -30,8 +30,12 @@ PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secre
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to an exchange. version: the `since` of the next exchange. new: changed values. silent: seconds since
-    each machine was last heard from; infinity if its process is gone."""
+    """The answer of a store to one exchange.
+
+    version: the value of `since` for the next exchange.
+    new: the values that have changed.
+    silent: the seconds since each machine was last heard from. Infinity if its process is gone.
+    """
 
     version: int
     new: Mapping[str, str]
@@ -39,18 +43,26 @@ class Answer:
 
 
 class Exchanges(Protocol):
-    """The store of this process, or a link to that of another machine."""
+    """A store of this process, or a connection to the store of another machine."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
-        """Send `told` as machine `name`; return what is newer than `since`. Raises OSError or ValueError on loss."""
+        """Send the values `told` as the machine called `name`. Return what has changed after version `since`.
+
+        Raises OSError or ValueError if the store is lost.
+        """
 
 
 class Store:
-    """A store in this process's memory, which other machines reach at a port."""
+    """A key-value store in the memory of this process. Other machines reach it at a port."""
 
     def __init__(self, secret: bytes, port: int = 0, listens: int | None = None, host: str = "") -> None:
-        """secret: what clients must prove. port: 0 for a free one. listens: descriptor of a socket that already listens
-        there. host: the address to listen at, by default all. Raises OSError if the port is taken."""
+        """Begin to serve the store. Raises OSError if the port is taken.
+
+        secret: the secret that clients must prove to know.
+        port: the port to listen at, 0 for a free one.
+        listens: the file descriptor of a socket that already listens there.
+        host: the address to listen at. By default, all addresses.
+        """
         self._kept: dict[str, tuple[int, str]] = {}
         self._heard: dict[str, float] = {}
         self._version, self._lock = 0, threading.Lock()
@@ -68,7 +80,7 @@ class Store:
             return Answer(self._version, new, {other: now - at for other, at in self._heard.items()})
 
     def forget_gone(self) -> None:
-        """Forget machines that hung up: they may have gone to another store, and may come back."""
+        """Forget the machines that have hung up. They may have gone to another store, and may come back."""
         with self._lock:
             self._heard = {name: at for name, at in self._heard.items() if at > -math.inf}
 
@@ -92,13 +104,16 @@ class Store:
 
 
 class Link:
-    """The store of another machine. Raises OSError if it is not reached in time or does not know the secret."""
+    """A connection to the store of another machine.
+
+    Raises OSError if the store is not reached in time, or does not know the secret.
+    """
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout: float) -> None:
         connection = socket.create_connection(address, timeout=timeout)
         self._line = enter(connection, secret, PURPOSE, PROOF_TIMEOUT)
         self.host = str(connection.getsockname()[0])
-        """This machine's address, as the other machine can reach it."""
+        """The address of this machine at which the other machine can reach it."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
         asked: dict[str, Any] = {"name": name, "told": dict(told), "since": since}
@@ -109,5 +124,5 @@ class Link:
         return Answer(**json.loads(message))
 
     def close(self) -> None:
-        """Close the connection, also under an exchange that waits for an answer; later exchanges fail."""
+        """Close the connection, even during an exchange that waits for an answer. Later exchanges fail."""
         self._line.close()

@@ -27,14 +27,17 @@ STATES = {
     "D": "is in uninterruptible sleep, as one that waits for a disk or a network file system is",
     "Z": "has ended",
 }
-"""Process states in which Python cannot answer, by their letter in /proc."""
+"""The states of a process in which Python cannot answer, by their letter in /proc."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands. state: end of the sentence "process PID …" if the kernel holds the process; else empty.
+    """Where in its code a process is, or why it does not run.
 
-    place: the innermost source line of the user, else of any code; empty without an answer. users: it is the user's.
+    state: if the kernel holds the process, the end of a sentence "process PID …" that says so. Otherwise, an empty
+        string.
+    place: the innermost source line of the user, or of any code if there is none. An empty string without an answer.
+    users: whether `place` is in the user's code.
     """
 
     pid: int
@@ -43,14 +46,15 @@ class Standing:
     users: bool = False
 
     def told(self) -> str:
-        """Return the text to put after the name of the process, such as `stands at train.py:31 in load`."""
+        """Return the text that follows the name of the process in a sentence, such as
+        `stands at train.py:31 in load`."""
         if self.state:
             return self.state.replace("PID", str(self.pid))
         return f"stands at {self.place}" if self.place else "does not say where its Python stands"
 
 
 def standing(pid: int, stack: Path) -> Standing:
-    """Find where the process stands. stack: the file to which it writes its Python stack."""
+    """Find out where in its code a process is. stack: the file to which the process writes its Python stack."""
     state = STATES.get(state_of(pid), "")
     if state:
         return Standing(pid, state)
@@ -62,8 +66,10 @@ def standing(pid: int, stack: Path) -> Standing:
 
 
 def stuck_child(pid: int, stack: Path) -> Standing | None:
-    """Return a child process, such as a loader worker, that visibly makes no progress: the kernel holds it, or it is
-    inside the user's code. None if there is none."""
+    """Return a child process, such as a loader worker, that visibly makes no progress. None if there is none.
+
+    The kernel holds such a process, or it is inside the user's code.
+    """
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
     if held is not None:
@@ -72,8 +78,11 @@ def stuck_child(pid: int, stack: Path) -> Standing | None:
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process; empty if unknown. Return D only if the process stays in
-    that state, since it is in it for milliseconds whenever it reads a page from a disk."""
+    """Return the kernel's letter for the state of a process. An empty string if it is unknown.
+
+    D is returned only if the process stays in that state, since each read of a page from a disk takes it there for
+    milliseconds.
+    """
     for _ in range(LOOKS):
         letter = next(iter(stat_of(pid)), "")
         if letter != "D":
@@ -83,7 +92,8 @@ def state_of(pid: int) -> str:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from field 3, the state, on (proc_pid_stat(5)); [] without the process."""
+    """Return the fields of /proc/PID/stat from field 3 on, the state (proc_pid_stat(5)). An empty list without the
+    process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -91,7 +101,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the ids of a process's living children."""
+    """Return the process ids of a process's living children."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError, ValueError):
@@ -100,7 +110,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _asked(pid: int, stack: Path) -> str:
-    """Ask the process by SIGNAL for its Python stack; return what it writes to `stack`, "" without an answer."""
+    """Ask a process by SIGNAL for its Python stack. Return what it writes to `stack`, or "" without an answer."""
     if SIGNAL is None or not _handles(pid, SIGNAL):
         return ""
     before = _size(stack)

@@ -26,8 +26,11 @@ OF_RANK = "{call} ended the process before its work was done. Return, or raise a
 
 @contextmanager
 def told(tell: Callable[[str], object]) -> Iterator[None]:
-    """Inside the `with` block, call `tell("train.py:3: os._exit(0)")` before the program or a library ends this process
-    in this way. Not in forked processes, where this is normal, nor for meshwise's calls, which report the reason."""
+    """Inside the `with` block, report a call that ends this process at once before it takes effect.
+
+    For the call, `tell("train.py:3: os._exit(0)")` is called. Forked processes are left out, where such calls are
+    normal, and so are the calls of meshwise itself, which reports the reason.
+    """
     process, before = os.getpid(), (os._exit, os.abort)
     modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too
     libc, key = ctypes.CDLL(None), ctypes.byref(ctypes.c_char())

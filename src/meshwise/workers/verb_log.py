@@ -29,16 +29,18 @@ HEADER, ENTRY = struct.Struct("<QII"), struct.Struct("<IIIII")
 SLOTS = 4096
 LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
-"""The verb by which a loop asks for its next batch."""
+"""The name of the verb by which a loop asks for its next batch."""
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
 NOWHERE = (0, 0)
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb that a rank called. place: source line. times: how often that line has called it; for a batch, its number.
+    """A verb that a rank called, that is, a call that all ranks must make.
 
-    left: where the rank left a loop just before this verb, and after how many batches; None if it left none.
+    place: the source line of the call.
+    times: how often that line has made the call. For a batch, the number of the batch.
+    left: where the rank left a loop just before this call, and after how many batches. None if it left no loop.
     """
 
     name: str
@@ -49,7 +51,11 @@ class Verb:
 
 @dataclass(frozen=True)
 class VerbTrail:
-    """The verbs of a rank at the time of reading. left: the loop that the rank has left since its last verb."""
+    """The verbs that a rank had called when its log was read.
+
+    count: the number of verbs.
+    left: the loop that the rank has left since its last verb.
+    """
 
     count: int
     left: tuple[str, int] | None
@@ -58,15 +64,15 @@ class VerbTrail:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest verb that is certainly intact; older ones may be overwritten while they are read."""
+        """The number of the oldest verb that is certainly intact. Older ones may be overwritten while they are read."""
         return max(1, self.count - SLOTS // 2)
 
     def checksum(self, number: int) -> int:
-        """Return the checksum of verbs 1 to `number`, which is equal on ranks that have called the same verbs."""
+        """Return the checksum of verbs 1 to `number`. It is equal on ranks that have called the same verbs."""
         return self._entry(number)[2]
 
     def verb(self, number: int) -> Verb:
-        """Return the rank's verb number `number`, from 1."""
+        """Return the verb that the rank called as number `number`, counted from 1."""
         line, times, _, left, batches = self._entry(number)
         name, _, where = self._lines[line].partition("\t")
         return Verb(name, where, times, _left(self._lines, left, batches))
@@ -80,7 +86,7 @@ def _left(lines: list[str], line: int, batches: int) -> tuple[str, int] | None:
 
 
 def read_trail(path: Path) -> VerbTrail | None:
-    """Read the verbs that a rank has logged in the file; None if it has logged none."""
+    """Read the verbs that a rank has logged to a file. None if it has logged none."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -93,7 +99,7 @@ def read_trail(path: Path) -> VerbTrail | None:
 
 
 class VerbLog:
-    """A rank's end: logs the verbs of the first thread that calls one, and of no other thread."""
+    """A rank's log of the verbs that it calls. Only the first thread that calls a verb is logged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,20 +113,22 @@ class VerbLog:
         self._left = NOWHERE
 
     def _is_first(self) -> bool:
-        """If no thread has called a verb yet, log this thread's verbs from now on and return True."""
+        """Check whether no thread has called a verb yet. If so, log the verbs of this thread from now on."""
         known = bool(self._thread)
         self._thread = self._thread or threading.get_ident()
         return not known
 
     def left_loop(self, batches: int) -> None:
-        """Log that this rank leaves a loop early, after `batches` batches. That is shown, but not compared between
-        ranks, since an iterator may be dropped at any time."""
+        """Log that this rank leaves a loop early, after `batches` batches.
+
+        That is shown to the user, but not compared between ranks, since an iterator may be dropped at any time.
+        """
         if threading.get_ident() == self._thread:
             self._left = (self._add_line("left", user_frame())[0], batches)
             HEADER.pack_into(self._map, 0, self._count, *self._left)
 
     def _add_line(self, verb: str, frame: FrameType | None) -> list[int]:
-        """Return the entry of a verb's line, which is written to the file if it is new."""
+        """Return the entry of a source line that calls a verb. A new line is appended to the file."""
         at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
         line = self._lines.get(at)
         if line is None:
@@ -136,22 +144,24 @@ _log: VerbLog | None = None
 
 
 def begin(path: Path) -> None:
-    """Log the verbs of this process from now on."""
+    """Start to log the verbs that this process calls."""
     global _log
     _log = VerbLog(path)
 
 
 def end() -> None:
-    """Stop logging. Runs also in a process that this one forks, such as a loader worker, since that is no rank."""
+    """Stop logging. This also runs in a process that this one forks, such as a loader worker, since that is no rank."""
     global _log
     _log = None
 
 
 def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
-    """Log that this process calls `verb`, as every rank must. Does nothing if no log was begun. All of it is in one
-    function for speed, since every verb of every step calls it.
+    """Log that this process calls the verb `verb`, as every rank must. Does nothing if no log was begun.
 
-    which: values that must be equal on all ranks too; the last is the verb's number. log: by default the process's.
+    All of it is in one function for speed, since every verb of every step calls it.
+
+    which: values that must be equal on all ranks, too. The last one is the number of the verb.
+    log: the log to write to. By default, the log of this process.
     """
     log = log or _log
     if log is None or (threading.get_ident() != log._thread and not log._is_first()):
@@ -174,7 +184,7 @@ def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
 
 
 def left_loop(batches: int) -> None:
-    """Log that this process leaves a loop before its end."""
+    """Log that this process leaves a loop before its end, after `batches` batches."""
     if _log is not None:
         _log.left_loop(batches)
 

@@ -19,7 +19,7 @@ from meshwise.workers.oom_killer import Kills
 
 
 class State(Enum):
-    """The state of a worker. EXITED: left with exit code 0 before its task was done, without a reported failure."""
+    """The state of a worker. EXITED: it exited with code 0 before its task was done, without reporting a failure."""
 
     RUNNING = auto()
     DONE = auto()
@@ -29,10 +29,12 @@ class State(Enum):
 
 @dataclass
 class WatchedWorker:
-    """A worker process, and what its launcher knows of it.
+    """A worker process, and what its launcher knows about it.
 
-    in_progress: the worker exited in the middle of an epoch. since: when it entered its state (monotonic). kills: the
-    counts of the kernel's out-of-memory killer before the worker started."""
+    in_progress: whether the worker exited in the middle of an epoch.
+    since: when the worker entered its state (monotonic).
+    kills: how many processes the kernel's out-of-memory killer had ended before the worker started.
+    """
 
     rank: int
     process: subprocess.Popen[bytes] | ForkedWorker
@@ -58,19 +60,21 @@ class WatchedWorker:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the worker entered its state."""
+        """The seconds since the worker entered its state."""
         return time.monotonic() - self.since
 
     def kill(self) -> None:
-        """Kill the worker and its process group, that is, all processes that it started."""
+        """Kill the worker and all processes in its process group, which it started."""
         pid = self.process.pid
         if pid is not None:
             kill_group(pid)
 
 
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:
-    """Start a thread that writes each line of a worker's output to its log and shows the line, until the log is closed.
-    So the output of processes that outlive the launch is not shown."""
+    """Start a thread that writes each line of a worker's output to its log and shows it, until the log is closed.
+
+    Output of processes that outlive the launch is therefore not shown.
+    """
 
     def forward() -> None:
         with pipe, contextlib.suppress(ValueError):

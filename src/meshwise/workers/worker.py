@@ -42,11 +42,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
 
 in_progress: set[str] = set()
-"""Activities that a rank is in the middle of, such as an epoch. To exit now would abandon the other ranks."""
+"""What a rank is in the middle of, such as an epoch. An exit would then leave the other ranks waiting."""
 
 
 def main() -> int:
-    """Run a worker: bind it to its cores, open its side channel, run its task. Returns the process's exit code."""
+    """Run a worker: bind it to its CPU cores, open its side channel, and run its task. Return the exit code of the
+    process."""
     if sys.argv[1] == CALL:
         return answer(Path(sys.argv[2]))
     die_with_parent()
@@ -68,8 +69,11 @@ def main() -> int:
 
 
 def main_of_fork() -> int:
-    """Run `main` in a forked process. If something, such as a torch plugin, has initialised the accelerator before the
-    fork, which makes the accelerator unusable, restart the worker as a new program."""
+    """Run `main` in a forked process.
+
+    If something, such as a torch plugin, has initialised the accelerator before the fork, the accelerator is unusable.
+    The worker is then started again as a new program.
+    """
     if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
         if LISTENER in os.environ:
             os.set_inheritable(int(os.environ[LISTENER]), True)
@@ -78,7 +82,7 @@ def main_of_fork() -> int:
 
 
 def answer(task: Path) -> int:
-    """Call the function of `task`, and write its result, or how it failed, to a file, for `ForkServer.call`."""
+    """Call the function of `task` for `ForkServer.call`. Write its result, or how it failed, to a file."""
 
     if sys.stdout is not None and sys.stderr is not None:
         last_words.watch(sys.stdout, sys.stderr)
@@ -102,7 +106,7 @@ def answer(task: Path) -> int:
 
 
 def watch_files(channel: WorkerChannel) -> None:
-    """Tell the launcher which files the user's code writes, except the records of the run."""
+    """Tell the launcher which files the user's code writes, except those in the run folder."""
     records = [os.environ[RUN_FOLDER]] if RUN_FOLDER in os.environ else []
     watch = FileWatch(lambda path, where: channel.send("writes", path=path, where=where), ignored=records)
     watch.begin()
@@ -110,23 +114,28 @@ def watch_files(channel: WorkerChannel) -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux, let the kernel kill this process when its parent dies, even while this process holds the GIL. On other
-    systems, the closed side channel ends it."""
+    """On Linux, let the kernel kill this process when its parent dies, even while this process holds the GIL.
+
+    On other systems, the closed side channel ends the process.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def bind_to_cores(cores: str) -> None:
-    """Bind this process to the comma-separated `cores`; do nothing if the text is empty or the system cannot."""
+    """Bind this process to the CPU cores in a comma-separated text. Do nothing if it is empty or the system cannot do
+    it."""
     if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def keep_sockets_in(scratch: Path) -> None:
-    """Make loader workers put their sockets for passing tensors into `scratch`, so that sockets left by killed workers
-    are removed with it."""
+    """Make loader workers put their sockets for passing tensors into the folder `scratch`.
+
+    Sockets that killed workers leave are then removed with the folder.
+    """
     if len(str(scratch)) > SOCKET_ROOM:
         return
     before, tempfile.tempdir = tempfile.tempdir, str(scratch)
@@ -135,7 +144,7 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """Prepare what a task needs: the rank's files in the launch's folder, a store, and answers to the launcher."""
+    """Prepare a worker for its task: its files in the launch's folder, the store, and its answers to the launcher."""
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()
@@ -147,7 +156,7 @@ def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
 
 
 def run_task(task: Path, world: World, channel: WorkerChannel) -> int:
-    """Run the task and report how it ended. Returns the exit code of the process."""
+    """Run the task, and report to the launcher how it ended. Return the exit code of the process."""
     rank = world.rank
     try:
         prepare(task.parent, world, channel)

@@ -23,7 +23,8 @@ from typing import Any
 from meshwise.spec.user_code import place, user_frame
 
 MOST = 1000
-"""The most paths that a worker reports: of a program that writes a picture every step, the first ones suffice."""
+"""The largest number of paths that a worker reports. If a program writes a picture every step, the first ones
+suffice."""
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden folders and files are caches and settings
@@ -42,21 +43,23 @@ Tell = Callable[[str, str], None]
 
 
 class FileWatch:
-    """A worker's end: reports the paths that the user's code writes, with the source line that writes each."""
+    """A worker's reports on the paths that the user's code writes, each with the source line that writes it."""
 
     def __init__(self, tell: Tell, *, ignored: Iterable[str] = ()) -> None:
-        """tell: called with a path and a source line. ignored: folders whose files are never reported."""
+        """tell: called with a path and a source line.
+        ignored: folders whose files are never reported.
+        """
         caches = [os.environ[name] for name in CACHES if name in os.environ]
         self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
         self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # asked here: it opens files itself
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
 
     def begin(self) -> None:
-        """Watch every file that this process opens, until the process ends: Python cannot remove an audit hook."""
+        """Watch every file that this process opens until it ends, since Python cannot remove an audit hook."""
         sys.addaudithook(lambda event, arguments: self._opened(*arguments) if event == "open" else None)
 
     def saving(self, save: Callable[..., None]) -> Callable[..., None]:
-        """Return torch.save wrapped so that the paths it writes are reported too."""
+        """Return a function that calls torch.save and also reports the path that it writes."""
 
         @functools.wraps(save)
         def looked_at(obj: Any, f: Any, *arguments: Any, **keywords: Any) -> None:
@@ -98,14 +101,17 @@ class FileWatch:
 
 
 class WrittenFiles:
-    """The launcher's end: keeps which ranks write which files."""
+    """The launcher's record of which ranks write which files."""
 
     def __init__(self) -> None:
         self._writers: dict[str, set[int]] = {}
         self._said = False
 
     def add(self, rank: int, path: str, where: str) -> str:
-        """Record that a rank writes a file. Returns a warning on the first file that several ranks write; else ""."""
+        """Record that a rank writes a file. Return a warning for the first file that several ranks write, else "".
+
+        where: the source line that writes the file.
+        """
         events = _EVENTS in path
         file = Path(path).parent if events else Path(path)
         key = _TIME_OF_DAY.sub("", str(file))

@@ -15,7 +15,8 @@ from meshwise.workers.launchers.place import ALONE, Place
 
 
 def place_in(environment: Mapping[str, str]) -> Place:
-    """Return the place of a process with these environment variables. Raises UsageError for impossible values."""
+    """Return the place that a launcher gave a process with these environment variables. Raises UsageError if
+    invalid."""
     inner = torchrun.read(environment)
     if inner is not None and "LOCAL_RANK" not in environment:
         step = slurm.read(environment)  # a script of `srun` that sets RANK by hand: where it runs is Slurm's

@@ -15,7 +15,10 @@ OPEN = "OMPI_COMM_WORLD_"
 
 
 def read(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that mpirun started, with consecutive ranks on each machine; else None."""
+    """Return the place of a process that mpirun started. None if mpirun did not start it.
+
+    The ranks of each machine are taken to be consecutive.
+    """
     if number(environment, OPEN + "SIZE", 1) > 1:
         names = [OPEN + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
         job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")

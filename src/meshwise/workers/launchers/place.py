@@ -17,11 +17,16 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Place:
-    """One process among `size`, on machine `node` of `nodes`; without a launcher, the only process.
+    """The place of one process among the `size` processes that a launcher started. Without a launcher, it is the only
+    one.
 
-    launcher: `Slurm`, `torchrun`, …; "" without one. job: the launcher's job id. attempt: the launcher's count of the
-    job's starts, from 1; 0 if unknown. hosts: names of the machines in the order of the nodes, if known; more than
-    `nodes` if some machines of a job run no process. rendezvous: host and port of rank 0, if the launcher sets them.
+    launcher: `Slurm`, `torchrun`, … An empty string without a launcher.
+    node, nodes: the index of the process's machine, and the number of machines.
+    job: the id of the launcher's job.
+    attempt: how often the launcher has started the job, from 1. 0 if unknown.
+    hosts: the names of the machines in the order of the nodes, if known. There are more than `nodes` if some machines
+        of a job run no process.
+    rendezvous: the host and the port of rank 0, if the launcher sets them.
     key: a text that only the processes of one start share.
     """
 
@@ -40,7 +45,7 @@ class Place:
 
     @property
     def one_a_node(self) -> bool:
-        """Whether there is one process on each of several machines, which may start that machine's workers."""
+        """Whether there is one process on each of several machines. It may start the workers of its machine."""
         return self.size > 1 and self.size == self.nodes
 
     def variables(self) -> dict[str, str]:
@@ -53,15 +58,19 @@ class Place:
         return {name: str(value) for name, value in (named | where).items()}
 
     def record(self) -> dict[str, object]:
-        """Return the facts about this place for an attempt's record; none without a job."""
+        """Return the facts about this place to record for an attempt. An empty dict without a job."""
         return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
 
     def work(self) -> Work:
-        """Return the owner for a run folder's lock: the launcher's job, or unknown without a job."""
+        """Return the owner to name in the lock of a run folder: the launcher's job. It is unknown without a job."""
         return Work(f"{self.launcher} job {self.job}", self.attempt) if self.job else Work()
 
     def told(self, devices: int, nodes: int | None = None) -> str:
-        """Write `Slurm job 4711, 2 nodes × 4 devices, attempt 2`; "" without a launcher. devices: on all nodes."""
+        """Return a text such as `Slurm job 4711, 2 nodes × 4 devices, attempt 2`. An empty string without a launcher.
+
+        devices: the number of devices on all nodes.
+        nodes: the number of nodes that are used. By default, all nodes of this place.
+        """
         if not self.launcher:
             return ""
         count = self.nodes if nodes is None else nodes
@@ -78,7 +87,8 @@ ALONE = Place()
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a whole number from the environment. Raises UsageError for other text, or for neither value nor default."""
+    """Return a whole number from the environment. Raises UsageError if it is no whole number, or missing without a
+    default."""
     text = environment.get(name, "" if default is None else str(default))
     try:
         return int(text)

@@ -25,7 +25,8 @@ OF_STEPS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID", 
 
 
 def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | None:
-    """Return the place of a process of a Slurm job; None outside one. Raises UsageError for contradictory variables."""
+    """Return the place of a process of a Slurm job. None outside of a job. Raises UsageError if variables
+    contradict."""
     if JOB not in environment:
         return None
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
@@ -67,13 +68,14 @@ def job_id(environment: Mapping[str, str]) -> str:
 
 
 def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
-    """Check whether this process is a task of the step that the variables name, and did not just inherit them."""
+    """Check whether this process is a task of the step that the variables name, and did not only inherit the
+    variables."""
     real = step_of_process(environment, proc)
     return _agree(environment) if real is None else real == environment.get("SLURM_STEP_ID", real)
 
 
 def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) -> str | None:
-    """Return this process's step as the system knows it: `0`, `batch`, `interactive` …; None if unknown."""
+    """Return the step of this process as the system knows it: `0`, `batch`, `interactive` … None if unknown."""
     job = environment[JOB]
     for text, pattern in (
         (_text(proc / "self" / "cgroup"), rf"/job_{job}/step_(\w+)"),
@@ -85,7 +87,7 @@ def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) 
 
 
 def _command_above(pid: str, proc: Path) -> str:
-    """Return the command line of the parent process of `pid`; "" if unknown."""
+    """Return the command line of the parent of process `pid`. An empty string if it is unknown."""
     parent = re.search(r"^PPid:\s*(\d+)", _text(proc / pid / "status"), re.MULTILINE) if pid.isdigit() else None
     return "" if parent is None else _text(proc / parent[1] / "cmdline")
 

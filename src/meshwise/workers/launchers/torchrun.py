@@ -15,8 +15,10 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def read(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that has RANK and WORLD_SIZE. In Kubernetes without LOCAL_RANK, these count pods,
-    not processes, as a PyTorchJob sets them."""
+    """Return the place of a process that has RANK and WORLD_SIZE. None if one of them is missing.
+
+    In Kubernetes without LOCAL_RANK, the two variables count pods and not processes, as a PyTorchJob sets them.
+    """
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
