@@ -24,7 +24,7 @@ weights."""
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:
     """Return the job's metrics over the whole test set, or only the loss if the job has no metrics. Collective.
 
-    Padding samples have weight 0. The model's buffers, such as running statistics, are first set to those of rank 0.
+    Padding samples have weight 0. First, all ranks take the model's buffers, such as running statistics, from rank 0.
     """
     collectives.broadcast_tensors(list(model.buffers()))
     sums: dict[str, Sum] = {}

@@ -167,7 +167,7 @@ class LastStep:
         return True
 
     def answer(self, channel: WorkerChannel) -> None:
-        """Register a listener by which the launcher can ask this rank to write its state.
+        """Let the launcher ask this rank to write its state, by a message on the side channel.
 
         The state is written in the thread that listens to the launcher, even during a step.
         """

@@ -34,7 +34,7 @@ class LeftOut:
     """The batches that a run leaves out because their loss or gradient was not finite. All ranks hold the same list."""
 
     is_step = False
-    """Whether a step without an update still counts as a step."""
+    """False: a step without an update does not count as a step."""
 
     def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
         """Read the batches that earlier attempts have left out. Collective.

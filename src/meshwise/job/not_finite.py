@@ -75,7 +75,7 @@ class SkippedSteps:
     """The check that skips the update of each step with gradients that are not finite, and counts these steps."""
 
     is_step = True
-    """Whether a step without an update still counts as a step."""
+    """True: a step without an update counts as a step."""
 
     def __init__(self, model: nn.Module, notify: Callable[[str], None]) -> None:
         self._model, self._notify, self._kept = model, notify, KeptBuffers(model)

@@ -134,7 +134,7 @@ class RunOptions(NodeOptions):
 
     @property
     def seconds_limit(self) -> float | None:
-        """The time limit in seconds; None without a limit."""
+        """The time limit in seconds. None without a limit."""
         return None if self.time_limit is None else seconds_of(self.time_limit, "--time-limit")
 
     def seconds_left(self, began: float) -> float | None:
@@ -151,7 +151,7 @@ class RunOptions(NodeOptions):
 
     @property
     def memory_cap(self) -> int | None:
-        """The memory limit in bytes; None without a limit."""
+        """The memory limit in bytes. None without a limit."""
         return None if self.memory_limit is None else int(read_quantity(self.memory_limit, "bytes", "--memory-limit"))
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class RunOptions(NodeOptions):
         return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
 
     def override(self, job: Job) -> Job:
-        """Return `job` with its epochs, batch size and seed replaced by those in these options, if given."""
+        """Return `job` with the epochs, the batch size and the seed of these options, as far as they are given."""
         given = {name: getattr(self, name) for name in ("epochs", "batch_size", "seed")}
         return replace(job, **{name: value for name, value in given.items() if value is not None})
 

@@ -160,7 +160,7 @@ class JobRun:
     evaluated: tuple[int, bool] = (-1, False)
     """The step of the last evaluation, and whether that evaluation was the best so far."""
     began: dict[str, int] = field(default_factory=dict)
-    """The epoch and the step at which this session of the run began."""
+    """The epoch and the step at which this start of the run began."""
 
 
 def made_with(job: Job, optimizer: Optimizer, samples: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Spikes:
         return told
 
     def _judge(self, loss: float) -> str:
-        """Add a loss to those before it. Return a sentence if a spike begins with this loss, else an empty string."""
+        """Add a loss to the previous ones. Return a sentence if a spike begins with this loss, else an empty string."""
         was_high, self._high, text = self._high, False, ""
         if len(self._before) >= LEAST:
             median = statistics.median(self._before)

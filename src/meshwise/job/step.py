@@ -48,7 +48,7 @@ class LossOfJob:
     where: the name of the loss in error messages.
     key: the pair (seed, step), from which random draws are derived.
     scale: multiplies a loss by the factor of the loss scaler.
-    reduction: `mean` or `sum`, or None if the job does not say which.
+    reduction: `mean` or `sum`. None if the job does not define it.
     """
 
     function: Callable[[Any], Any]

@@ -64,5 +64,5 @@ class DevicesLeft:
         return len(self._left)
 
     def use(self, count: int) -> None:
-        """Let the next attempt use the first `count` devices of those that `left` counted."""
+        """Let the next attempt use the first `count` of the devices that the last call of `left` found."""
         self._used = self._left[:count]

@@ -29,8 +29,9 @@ ASKED = "asked"
 def continued(options: RunOptions) -> RunOptions:
     """Return the options with which to start the run in the folder `options.folder`.
 
-    If the folder holds a run, its recorded options are returned. Of the given options, only those that differ from the
-    options of the run's first start replace recorded ones. If the folder holds no run, `options` is returned.
+    If the folder holds no run, `options` is returned. Otherwise, the options that the run was recorded with are
+    returned. A given option replaces a recorded one only if it differs from the option with which the run was first
+    started.
 
     Raises UsageError if the run in the folder belongs to another job, or if the program has changed since the run was
     submitted.

@@ -84,7 +84,9 @@ def _devices_here(options: RunOptions, place: Place) -> int:
 
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
-    """Raise UsageError if `--devices` contradicts the number of tasks on this machine, of which each uses one device.
+    """Raise UsageError if `--devices` asks for another number of devices than there are tasks on this machine.
+
+    Each task uses one device, so `--devices` may also ask for one.
 
     otherwise: a text for the error message on what else may be started.
     """

@@ -206,7 +206,8 @@ class Restarts:
         return told | {"states": None if self.states is None else str(self.states)}
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """Take over the values that another machine's `told` returned. They describe the next attempt."""
+        """Take over the values that the launcher of the leading machine returned from its `told`. They define the next
+        attempt."""
         for name in _TOLD:
             setattr(self, name, told[name])
         self._last = None if told["_last"] is None else tuple(told["_last"])
@@ -283,10 +284,10 @@ class Restarts:
 
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raise WorkerFailed for a submitted run that makes no progress.
+    """Raise WorkerFailed for a submitted run if its last three starts began at the step at which this start would
+    begin.
 
-    This is so if its last three starts began at the same step at which this start would begin. Only starts since the
-    run was submitted count.
+    Such a run makes no progress. Only starts since the run was submitted count.
     """
     submission, sessions = facts.get("submission"), facts.get("sessions", [])
     if not isinstance(submission, Mapping):

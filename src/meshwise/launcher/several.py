@@ -46,7 +46,7 @@ class Several:
     shares: bool = True
     lock: FolderLock | None = None
     world: int = 0
-    """The number of ranks in the first attempt."""
+    """The number of ranks in the first attempt of the run."""
 
     @property
     def nodes(self) -> Nodes:
@@ -231,7 +231,7 @@ def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
 
 
 def _error_of(reports: Reports) -> WorkerFailed:
-    """Return the error that ended the attempt: of the failures that machines reported, the one that caused the
+    """Return the error that ended the attempt. Of the failures that machines reported, it is the cause of the
     others."""
     known = [(Failure(**told["failure"]), told) for told in reports.values() if told["failure"] is not None]
     if not known:

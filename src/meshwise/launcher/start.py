@@ -85,8 +85,7 @@ class Started:
 
     @property
     def keeps_record(self) -> bool:
-        """Whether this machine writes those files of the run folder that do not belong to one rank, such as
-        run.json."""
+        """Whether this machine writes the files of the run folder that belong to no single rank, such as run.json."""
         return self.machines.keeps and not is_over(self.folder, self.restarts.number)
 
     def close(self) -> None:

@@ -65,7 +65,9 @@ class Viewer:
         halt: Halt | StepGate,
         machines: Alone | Several | None,
     ) -> None:
-        """halt: says which signal stopped the run. machines: None if this process does not write the run's record."""
+        """halt: the request to stop the run, which has the signal that stopped it.
+        machines: the machines of the run. None if this process does not write the run's record.
+        """
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._machines = restarts, machines
         self.stopped = ""

@@ -55,9 +55,10 @@ def send(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
-    """Return the queue entries of these jobs by job number. Jobs that neither wait nor run are left out.
+    """Return the queue entries of these jobs by job number. Only jobs that wait or run have an entry.
 
-    The entry of a job array is that of a running task, if there is one. If squeue fails, the dict is empty.
+    For a job array, the entry of a running task is preferred to the entry of waiting tasks. If squeue fails, the dict
+    is empty.
     """
     wanted = set(jobs)
     rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []

@@ -53,16 +53,16 @@ def mark_of(kind: str, ascii_only: bool) -> str:
 
 
 def style_of(kind: str, filled: bool = True) -> str:
-    """Return rich's style for the mark of a kind. Its colour is the background.
+    """Return rich's style for the mark of a kind. The kind's colour is used for the background.
 
-    For waiting and idle time, and for thin rows (`filled` is False), the colour is that of the text.
+    For waiting and idle time, and for thin rows (`filled` is False), it is used for the text.
     """
     colour = MARKS[kind].colour
     return f"black on {colour}" if filled and kind not in NOT_FILLED else colour
 
 
 def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
-    """Return a legend of these kinds, in lines of at most `width` characters. The order is that of MARKS."""
+    """Return a legend of these kinds, in lines of at most `width` characters. The kinds are in the order of MARKS."""
     present = set(kinds)
     lines = [Text(no_wrap=True)]
     for kind, mark in MARKS.items():

@@ -115,7 +115,8 @@ def seconds_needed(gate: StepGate, guess: float) -> float:
 
 
 def left_by_squeue(job: str) -> float | None:
-    """Return how many seconds a Slurm job may still run, as squeue says. Infinity without a limit, None if unknown."""
+    """Ask squeue how many seconds a Slurm job may still run. Return infinity if there is no limit, and None if
+    unknown."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)

@@ -84,7 +84,7 @@ def is_gloo_abort(line: str) -> bool:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Check whether `error`, or an error that caused it, came from a collective that lost a peer."""
+    """Check whether `error`, or an error that caused it, was raised by a collective that lost another rank."""
     seen: BaseException | None = error
     while seen is not None:
         if type(seen).__name__ in _COMMUNICATION_ERRORS:
@@ -96,7 +96,7 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def by_error(rank: int, error: BaseException) -> Failure:
-    """Return the failure of a worker whose task raised `error`, as the worker itself reports it."""
+    """Return the failure of a worker whose task raised `error`. The worker itself calls this function."""
     if lost := loader_failure.ended(error):
         return Failure(rank, "loader", lost[0], notes=[lost[1], *_notes(error)], time=time.time())
     ours, caught = isinstance(error, MeshwiseError), loader_failure.caught(error)
@@ -208,7 +208,7 @@ def with_server(died: Failure, server: int | None) -> Failure:
 
 
 def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
-    """Choose the failure to show: the earliest one that no other failure caused.
+    """Choose the failure to show: the earliest one that was not caused by another failure.
 
     ranks: the number of ranks of the run. If each rank lost a connection and none died, the link between them failed.
 

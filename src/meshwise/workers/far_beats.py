@@ -69,7 +69,7 @@ class FarBeats:
             self._nodes.set(f"hang/{self._nodes.node_rank}", text)
 
     def news(self) -> Iterator[str]:
-        """Yield the texts that other machines have sent by `say` since the last call."""
+        """Yield the texts that other machines have sent with `say` since the last call."""
         for node in self._others():
             assert self._nodes is not None
             text = self._nodes.try_get(f"hang/{node}")

@@ -51,8 +51,8 @@ class ForkServer:
     def __init__(self, preload: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the server, which imports the modules of `preload` before it forks.
 
-        variables: the server's environment, which is that of the first worker. Libraries read the number of threads
-            from it.
+        variables: the environment of the first worker, which the server gets too. Libraries read the number of threads
+            there.
         """
         self._started, self._lock = 0, threading.Lock()
         self._known: dict[int, dict[str, int]] = {}

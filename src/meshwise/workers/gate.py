@@ -21,7 +21,8 @@ WARM = 3  # the first steps of a process compile, and make the optimizer's state
 
 
 class StepGate:
-    """The gate by which all ranks stop after the same step. Each rank calls `begin` before every step."""
+    """The gate that each rank passes before every step, by calling `begin`. It lets all ranks stop after the same
+    step."""
 
     def __init__(self, channel: WorkerChannel | None = None) -> None:
         self._changed = threading.Condition()
@@ -37,7 +38,7 @@ class StepGate:
         self.stopped_after: tuple[int, int | None] | None = None
         """The step and the epoch after which a stop ended the script's loop."""
         self.reached = threading.Event()
-        """Set once this rank has finished the last step."""
+        """An event that is set once this rank has finished the agreed last step."""
         self.saves = False
         """Whether a stop saves a state."""
         self.longest_step = self.longest_save = 0.0

@@ -42,7 +42,7 @@ class Halt:
         return self.wanted and self.signal != JOINS
 
     def begin_anew(self) -> None:
-        """Withdraw the request for a stop, since the machine has joined."""
+        """Withdraw the request for a stop, if it was made only so that a machine can join."""
         if not self.ends:
             self.wanted = False
 

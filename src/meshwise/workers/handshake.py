@@ -62,7 +62,8 @@ class Proofs:
 
 
 class Line:
-    """A connection after the authentication of both ends. Any thread may call `send`, but only one thread `receive`."""
+    """A connection after the authentication of both ends. Any thread may call `send`, but only one thread may call
+    `receive`."""
 
     def __init__(self, connection: socket.socket, proofs: Proofs, *, serves: bool) -> None:
         self.connection = connection

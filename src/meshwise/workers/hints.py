@@ -37,7 +37,7 @@ _UNPACKED = re.compile(r"cannot unpack non-iterable (\w+) object")
 
 
 def add_hint(error: BaseException) -> None:
-    """Add notes to an error: those of the functions in `explainers`, and the text of `hint` if there is any."""
+    """Let each function in `explainers` add a note to an error, and add the text of `hint` if there is any."""
     for explain in explainers:
         with contextlib.suppress(Exception):  # the error that is there already is the one to tell
             explain(error)
@@ -89,7 +89,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 def _is_swapped(error: BaseException, text: str) -> bool:
     """Check whether the results of mw.distribute were assigned in the wrong order.
 
-    This is so if the message names the class of a model, optimizer, scheduler or loader, and a function that calls
+    The error message then names the class of a model, optimizer, scheduler or loader, and a function that calls
     mw.distribute holds an object of this class in a variable.
     """
     match = _OTHER_KIND.search(text) or _UNPACKED.search(text)

@@ -20,8 +20,8 @@ ANYWHERE = "192.0.2.1"
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the network interface that leads to `host`. If `host` is this machine, return the one that leads out of
-    it.
+    """Return the network interface that leads to `host`. If `host` is this machine, return the interface that leads out
+    of it.
 
     Returns None if the machine's own name already resolves to the address of one of its interfaces, or if no interface
     is found.

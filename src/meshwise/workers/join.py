@@ -154,7 +154,7 @@ def _put_back(name: str, value: str | None) -> None:
 def enter_process_group(world: World, store: Any = None) -> None:
     """Make the process group with gloo for CPU tensors and, with CUDA, nccl for CUDA tensors. Leave it at exit.
 
-    store: the store in which the ranks meet. By default, the one at MASTER_ADDR and MASTER_PORT.
+    store: the store in which the ranks meet. By default, it is reached at MASTER_ADDR and MASTER_PORT.
     """
     global _made_group
     _refuse_without_rank_0(world)

@@ -12,19 +12,20 @@ Values = Mapping[str, float]
 
 
 class LoggedValues:
-    """The launcher's record of the values that ranks log: for each call of each source line, those of the first
-    rank."""
+    """The launcher's record of the values that ranks log. For each call of each source line, it keeps the first rank's
+    values."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, int], tuple[int, Values]] = {}
         self._said: set[str] = set()
 
     def add(self, rank: int, where: str, call: int, values: Values) -> str:
-        """Compare the values that a rank logs with those of the first rank. Return a warning, once per source line,
-        else "".
+        """Compare the values that a rank logs with the values of the first rank that logged them.
 
         where: the source line.
         call: how often this line was called.
+
+        Returns a warning if the values differ, but only once per source line. Otherwise, returns an empty string.
         """
         other, first = self._first.setdefault((where, call), (rank, values))
         names = [name for name, value in values.items() if name in first and not _same(value, first[name])]

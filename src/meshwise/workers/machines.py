@@ -36,7 +36,10 @@ Look = Callable[[], object]
 
 
 class Machines:
-    """This machine and the others on which the run was started. `nodes`: the machines of the current attempt."""
+    """This machine and the others on which the run was started. One of them, the leader, decides about each attempt.
+
+    `nodes` holds the machines of the current attempt.
+    """
 
     nodes: Nodes
 
@@ -125,7 +128,8 @@ class Machines:
         return self._begin(begins)
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Join a run that continues at the store of another machine. moved: what that machine has told machine 0."""
+        """Join a run that continues at the store of another machine. moved: the address which that machine has told
+        machine 0."""
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
         try:
@@ -229,7 +233,7 @@ class Machines:
             self._meeting.set("ends", json.dumps(facts))
 
     def leave(self, code: int) -> None:
-        """Leave the run. Machines that wait to join are told that it has ended, with its exit code `code`."""
+        """Leave the run. Machines that wait to join learn that the run has ended. code: the exit code of the run."""
         if self.leads and self._waiting():
             text = "the run has ended without this machine."
             self.end({"text": text, "code": code, "failure": None})

@@ -73,20 +73,23 @@ class Meeting:
 
     @property
     def silence(self) -> float | None:
-        """The seconds since the store last answered, if they exceed SILENCE or the store is gone. Otherwise, and after
-        `close`, None."""
+        """The seconds since the store last answered, if there are more than SILENCE of them or the store is gone.
+
+        None if the store has answered recently, and after `close`.
+        """
         now = time.monotonic()
         if not self.heard or self._over.is_set():
             return None
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """Return the seconds since the store last heard from a machine, if they exceed SILENCE. Otherwise, None."""
+        """Return the seconds since the store last received something from a machine, if there are more than SILENCE.
+        Else None."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 
     def has_seen(self, name: str) -> bool:
-        """Check whether the store has ever heard from a machine."""
+        """Check whether the store has ever received something from a machine."""
         return name in self._silent
 
     def _run(self) -> None:

@@ -220,7 +220,7 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
 
 
 def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
-    """Yield the addresses at which to ask for rank 0: first those in the secret's file, then those derived from the
+    """Yield the addresses at which to ask for rank 0: first the addresses in the secret's file, then ports from the
     key."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         yield from [(str(address), int(secret.told["port"])) for address in secret.told["addresses"]]

@@ -150,7 +150,7 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
 
 
 def _found(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until the store has the keys, for at most `seconds`. Return False if it has not, or this program has ended.
+    """Wait until the store has the keys, for at most `seconds`. Return False if time is over or this program has ended.
 
     The store's own wait would go on after the program, and Python ends a process with such a thread by SIGABRT.
     """

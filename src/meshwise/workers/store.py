@@ -34,7 +34,7 @@ class Answer:
 
     version: the value of `since` for the next exchange.
     new: the values that have changed.
-    silent: the seconds since each machine was last heard from. Infinity if its process is gone.
+    silent: the seconds since each machine last sent something. Infinity if its process is gone.
     """
 
     version: int

@@ -34,8 +34,8 @@ STATES = {
 class Standing:
     """Where in its code a process is, or why it does not run.
 
-    state: if the kernel holds the process, the end of a sentence "process PID …" that says so. Otherwise, an empty
-        string.
+    state: why the kernel does not let the process run, as the end of a sentence "process PID …". An empty string if it
+        runs.
     place: the innermost source line of the user, or of any code if there is none. An empty string without an answer.
     users: whether `place` is in the user's code.
     """

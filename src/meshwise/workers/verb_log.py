@@ -29,14 +29,14 @@ HEADER, ENTRY = struct.Struct("<QII"), struct.Struct("<IIIII")
 SLOTS = 4096
 LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
-"""The name of the verb by which a loop asks for its next batch."""
+"""The name of the `Verb` by which a loop asks for its next batch."""
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
 NOWHERE = (0, 0)
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb that a rank called, that is, a call that all ranks must make.
+    """A call that a rank has made and that all ranks must make, in the same order. Such a call is named a verb.
 
     place: the source line of the call.
     times: how often that line has made the call. For a batch, the number of the batch.
@@ -51,10 +51,10 @@ class Verb:
 
 @dataclass(frozen=True)
 class VerbTrail:
-    """The verbs that a rank had called when its log was read.
+    """A rank's log of its calls (see `Verb`), as it was when it was read.
 
-    count: the number of verbs.
-    left: the loop that the rank has left since its last verb.
+    count: the number of calls.
+    left: the loop that the rank has left since its last call.
     """
 
     count: int
@@ -64,15 +64,16 @@ class VerbTrail:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest verb that is certainly intact. Older ones may be overwritten while they are read."""
+        """The number of the oldest call that is certainly intact. Older entries may be overwritten while they are
+        read."""
         return max(1, self.count - SLOTS // 2)
 
     def checksum(self, number: int) -> int:
-        """Return the checksum of verbs 1 to `number`. It is equal on ranks that have called the same verbs."""
+        """Return the checksum of calls 1 to `number`. It is equal on ranks that have made the same calls."""
         return self._entry(number)[2]
 
     def verb(self, number: int) -> Verb:
-        """Return the verb that the rank called as number `number`, counted from 1."""
+        """Return the rank's call number `number`, counted from 1."""
         line, times, _, left, batches = self._entry(number)
         name, _, where = self._lines[line].partition("\t")
         return Verb(name, where, times, _left(self._lines, left, batches))
@@ -86,7 +87,7 @@ def _left(lines: list[str], line: int, batches: int) -> tuple[str, int] | None:
 
 
 def read_trail(path: Path) -> VerbTrail | None:
-    """Read the verbs that a rank has logged to a file. None if it has logged none."""
+    """Read the calls (see `Verb`) that a rank has logged to a file. None if it has logged none."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -99,7 +100,7 @@ def read_trail(path: Path) -> VerbTrail | None:
 
 
 class VerbLog:
-    """A rank's log of the verbs that it calls. Only the first thread that calls a verb is logged."""
+    """A rank's log of its calls (see `Verb`). Only the first thread that makes such a call is logged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,7 +114,7 @@ class VerbLog:
         self._left = NOWHERE
 
     def _is_first(self) -> bool:
-        """Check whether no thread has called a verb yet. If so, log the verbs of this thread from now on."""
+        """Check whether no thread has made a call yet. If so, log the calls of this thread from now on."""
         known = bool(self._thread)
         self._thread = self._thread or threading.get_ident()
         return not known
@@ -128,7 +129,7 @@ class VerbLog:
             HEADER.pack_into(self._map, 0, self._count, *self._left)
 
     def _add_line(self, verb: str, frame: FrameType | None) -> list[int]:
-        """Return the entry of a source line that calls a verb. A new line is appended to the file."""
+        """Return the entry of a source line that makes a call. A new line is appended to the file."""
         at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
         line = self._lines.get(at)
         if line is None:
@@ -144,7 +145,7 @@ _log: VerbLog | None = None
 
 
 def begin(path: Path) -> None:
-    """Start to log the verbs that this process calls."""
+    """Start to log the calls of this process that all ranks must make (see `Verb`)."""
     global _log
     _log = VerbLog(path)
 
@@ -156,11 +157,11 @@ def end() -> None:
 
 
 def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
-    """Log that this process calls the verb `verb`, as every rank must. Does nothing if no log was begun.
+    """Log that this process makes the call `verb`, as every rank must. Does nothing if no log was begun.
 
-    All of it is in one function for speed, since every verb of every step calls it.
+    All of it is in one function for speed, since every such call of every step uses it.
 
-    which: values that must be equal on all ranks, too. The last one is the number of the verb.
+    which: values that must be equal on all ranks, too. The last one is the number of the call.
     log: the log to write to. By default, the log of this process.
     """
     log = log or _log

@@ -106,7 +106,7 @@ def answer(task: Path) -> int:
 
 
 def watch_files(channel: WorkerChannel) -> None:
-    """Tell the launcher which files the user's code writes, except those in the run folder."""
+    """Tell the launcher which files the user's code writes. Files in the run folder are left out."""
     records = [os.environ[RUN_FOLDER]] if RUN_FOLDER in os.environ else []
     watch = FileWatch(lambda path, where: channel.send("writes", path=path, where=where), ignored=records)
     watch.begin()

@@ -100,7 +100,8 @@ def _text(path: Path) -> str:
 
 
 def _agree(environment: Mapping[str, str]) -> bool:
-    """Check whether the step's own variables agree with those that slurmd sets for every task and batch script."""
+    """Check whether the variables of the step agree with the variables that slurmd sets for every task and batch
+    script."""
     tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = number(environment, "SLURM_NODEID", 0)
     nodes = set(host_list(environment["SLURM_STEP_NODELIST"]))
