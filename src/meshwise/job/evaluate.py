@@ -17,8 +17,7 @@ from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 
 Sum = tuple[Tensor, Tensor]
-"""For one batch: a mean value and its weight. For several batches: the weighted sum of values and the sum of
-weights."""
+"""A batch's mean value and its weight. Over several batches, the weighted sum of values and the sum of weights."""
 
 
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:

@@ -81,8 +81,7 @@ class Restarts:
     plan: str = ""
     """The plan with which the run continues, as TOML. An empty string if it is the first plan."""
     smaller: str = ""
-    """The plan with which the run continues after running out of memory, as TOML. Empty if it has not run out of
-    memory."""
+    """The plan (TOML) with which the run continues after it ran out of memory. Empty if it has not."""
     resumes: bool = False
     """Whether the attempt resumes from a saved state."""
     plan_now: Plan | None = None

@@ -72,8 +72,7 @@ class Viewer:
         self._restarts, self._machines = restarts, machines
         self.stopped = ""
         self.steps = self.joins = False
-        """`steps`: whether the workers of the attempt make steps. `joins`: whether they have stopped so that a machine
-        can join."""
+        """Whether the attempt's workers make steps. `joins`: whether they have stopped to let a machine join."""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
@@ -173,8 +172,7 @@ def metrics_line(message: Mapping[str, Any]) -> str:
 
 
 PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
-"""Modules that a fork server imports for training workers. (The first optimizer of a process imports
-`torch._dynamo`.)"""
+"""Modules that a fork server imports for training workers. (The first optimizer imports `torch._dynamo`.)"""
 
 
 def supervise(
@@ -188,14 +186,12 @@ def supervise(
     hang_limit: float | None = None,
     forks: Forks | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch workers on the slots, show the run, and restart it as often as `restarts` allows.
+    """Launch workers on the slots, show the run, and restart it as `restarts` allows. Return the results in rank order,
+    and the exit code. Afterwards, the status in run.json says how the run ended. Raises WorkerFailed if the run fails.
 
-    task: returns the function that each worker calls, and its arguments. It is called before each attempt.
+    task: called before each attempt. It returns the function that each worker calls, and its arguments.
     limit: the number of seconds after which the run stops at the end of a step.
     forks: the fork server that makes the workers. It is closed at the end.
-
-    Returns the results in rank order, and the exit code. Afterwards, the status in run.json says how the run ended.
-    Raises WorkerFailed if a worker fails and the run does not restart.
     """
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:

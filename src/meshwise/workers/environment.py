@@ -24,32 +24,28 @@ if sys.platform != "win32":
     import resource
 
 FILES, FILES_OF_WORKER = 44, 2
-"""The number of open files that a small job was measured to need, and how many more it needs per worker. The user's
-libraries and data add more."""
+"""The open files that a small job was measured to need, and how many more per worker. User libraries add more."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"
-"""The environment variable with the folder in which this run keeps its records."""
+"""Environment variable: the folder in which this run keeps its records."""
 PLAN_FILE = "MESHWISE_PLAN"
-"""The environment variable with the run's plan file. `meshwise run --plan` sets it. With torchrun, the user sets it."""
+"""Environment variable: the run's plan file. `meshwise run --plan` sets it. With torchrun, the user sets it."""
 BLOCKS = "MESHWISE_BLOCKS"
-"""The environment variable that says whether to record the model's blocks."""
+"""Environment variable: whether to record the model's blocks."""
 EXACT_RANDOM = "MESHWISE_EXACT_RANDOM"
-"""The environment variable that says whether a script's random draws equal those on one device.
-`meshwise run --exact-random` sets it."""
+"""Environment variable: whether random draws equal those on one device. `meshwise run --exact-random` sets it."""
 LOG = "MESHWISE_LOG"
-"""The environment variable with the trackers of a script, separated by commas. `meshwise run --log` sets it."""
+"""Environment variable: the trackers of a script, separated by commas. `meshwise run --log` sets it."""
 SAVES = "MESHWISE_SAVES"
-"""The environment variable that says when a script with `mw.checkpoint` saves, and how many states it keeps.
-`meshwise run --save-every` sets it."""
+"""Environment variable: when a script saves and how many states it keeps. `meshwise run --save-every` sets it."""
 CORES = "MESHWISE_CORES"
 LISTENER = "MESHWISE_LISTENER"
-"""The environment variable with the file descriptor of a socket that rank 0 inherits. The process group's store listens
-on it."""
+"""Environment variable: the file descriptor of the socket on which rank 0 serves the process group's store."""
 KEPT = "MESHWISE_KEPT"
-"""The environment variable with the path of the memory that outlives this rank's process."""
+"""Environment variable: the path of the memory that outlives this rank's process."""
 ATTEMPT = "MESHWISE_ATTEMPT"
-"""The environment variable with the number of the run's attempt, from 1. Each start of the workers is an attempt."""
+"""Environment variable: the number of the run's attempt, from 1. Each start of the workers is an attempt."""
 
 
 def attempt() -> int:

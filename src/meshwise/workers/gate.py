@@ -42,8 +42,8 @@ class StepGate:
         self.saves = False
         """Whether a stop saves a state."""
         self.longest_step = self.longest_save = 0.0
-        """The longest times so far, in seconds: from the start of one step to the start of the next, and until a saved
-        state was on the disk."""
+        """The largest number of seconds so far from the start of one step to the start of the next, and from the start
+        of a save until the state was on the disk."""
         self._last_begun = 0.0
         self._channel = channel
         if channel is not None:

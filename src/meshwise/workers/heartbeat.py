@@ -31,14 +31,12 @@ RECENT, MOST_RECENT = GROUPS + 3 * MOST_GROUPS, 64
 WORDS = RECENT + 4 * MOST_RECENT
 WARM = 2  # the first steps of a process are no measure of the others
 LONG = ("evaluate", "checkpoint")
-"""Phases between two steps. If one of them occurs, the time between the two steps is not recorded as a step's
-duration."""
+"""Phases between two steps. If one of them occurs, the time between the steps is not recorded as a duration."""
 BETWEEN = ("data", *LONG)
 PEERS = ">"
 """The suffix of the group name of a send or a receive. Its group consists of the ranks at the other end."""
 PLAIN = "plain"
-"""The suffix of the name of the group of all ranks, in a program without calls of meshwise. It reports hardly any
-phases."""
+"""Suffix of the name of the group of all ranks, in a program without calls of meshwise: it has hardly any phases."""
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 """The signal that asks a process to write its Python stack to a file."""
 

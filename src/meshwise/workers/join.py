@@ -103,10 +103,9 @@ def join() -> RankContext:
 
 
 def rejoin() -> None:
-    """Replace a process group that the program itself made by one of ours, since it may have no CPU backend.
-    Collective.
+    """Replace a process group that the program itself made by one of ours. Do nothing if it is ours. Collective.
 
-    If the process group is one of ours, do nothing.
+    The program's process group may have no CPU backend.
     """
     if dist.is_initialized() and not (_made_group or _stands) and rank_context().world.size > 1:
         store = default_store()
@@ -201,8 +200,7 @@ def store_of_ranks() -> Any:
 
 
 def keep_store() -> None:
-    """On rank 0, serve the process group's store on a socket that the launcher opened. No other program can take its
-    port.
+    """On rank 0, serve the process group's store on a socket that the launcher opened, so that its port is not taken.
 
     A process group that is made with MASTER_ADDR and MASTER_PORT uses this store.
     """

@@ -188,14 +188,15 @@ class _Launcher:
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
-        """Fail if the calls of the ranks have diverged. A run that is being stopped may diverge."""
+        """Fail if the calls of the ranks have diverged, unless a worker has failed or the run is being stopped."""
         if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
         if text := self._divergence.look(self._in(State.DONE, State.EXITED)):
             self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
-        """Report a rank that hangs, and fail at the limit. In a run that is being stopped, ranks may wait."""
+        """Report a rank that hangs, and fail at the limit. Do nothing while the run is being stopped, when all ranks
+        wait."""
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}

@@ -84,10 +84,10 @@ def taken(port: int) -> int | None:
 
 
 def secret_at(where: tuple[str, int]) -> Secret:
-    """Return the secret that the processes which meet at this host and port share.
+    """Return the secret of the processes that meet at this host and port.
 
-    It is the secret that `meet` used. If `meet` did not run, all processes that name the same host and port in this
-    folder share it.
+    If `meet` was called, it is the secret that `meet` used. Otherwise, it is shared by all processes that name the same
+    host and port in this folder.
     """
     return _secrets.get(where) or secret_of(f"{where[0]}:{where[1]}", _folder(alone=is_here(where[0])))
 

@@ -27,8 +27,8 @@ class Rescue:
         self._possible = False
 
     def hear(self, rank: int, kind: str) -> None:
-        """Record a message of a rank: that it can save its state, has heard the request, or has tried to save the
-        state."""
+        """Record a message of a rank: it can save its state, has heard the request, or has finished the attempt to save
+        it."""
         self._possible = self._possible or kind == "rescues"
         if kind != "rescues":
             (self._heard if kind == "rescuing" else self._over).add(rank)

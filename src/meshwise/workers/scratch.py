@@ -90,7 +90,7 @@ def sweep(parent: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Check whether a folder had owners and has none now. Raises OSError if there is no lock file: then it is not
+    """Check whether a folder had owners and has none now. Raises OSError for a folder without a lock file, which is not
     ours."""
     with (folder / OWNED).open("rb") as file:
         try:

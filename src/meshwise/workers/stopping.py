@@ -36,8 +36,7 @@ LINGER = 10 * ROUND  # seconds at most that the first rank waits at its end for 
 PATIENCE = 60.0  # seconds in which a rank that was asked to stop comes to its next step; then the signal ends it
 _over = threading.Event()  # the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
-"""The signals that have arrived. A handler may run at any point, even while a message is sent, so it only puts them
-here."""
+"""Signals that arrived. A handler may run at any point, even while a message is sent, so it only puts them here."""
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:

@@ -23,8 +23,7 @@ from typing import Any
 from meshwise.spec.user_code import place, user_frame
 
 MOST = 1000
-"""The largest number of paths that a worker reports. If a program writes a picture every step, the first ones
-suffice."""
+"""The largest number of paths that a worker reports. If a program writes a file every step, the first ones suffice."""
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden folders and files are caches and settings
