@@ -169,7 +169,7 @@ class Restarts:
         return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
-        """Record that the next attempt uses other devices, which the sentence of `next` then mentions. where: these
+        """Record that the next attempt uses other devices. The sentence of `next` names them. where: a text on these
         devices."""
         under = "" if self.plan_now is None else f" under {self.plan_now}"
         self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
@@ -251,7 +251,8 @@ class Restarts:
         self._commands.append(subprocess.Popen(self.command, shell=True, env=variables, stdin=subprocess.DEVNULL))
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Wait for the commands of --on-failure. Report commands that failed, and injected faults that did not happen.
+        """Wait for the commands of --on-failure for a limited time. Report commands that failed or still run, and
+        injected faults that did not happen.
 
         say: a function that prints a line for the user.
         """
@@ -309,10 +310,10 @@ def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
 
 
 def keep_left(folder: Path, kept: KeptMemory, attempt: int, failure: Failure | None) -> str:
-    """Save the newest complete state that the ranks of an attempt left in memory. Return a sentence if that fails, else
-    "".
+    """Save the newest complete state that the ranks of an attempt left in memory.
 
-    Nothing is saved if the failure is unknown, or if the state may hold wrong values.
+    Returns a sentence if that fails, else an empty string. Nothing is saved if the failure is unknown, or if the state
+    may hold wrong values.
     """
     if failure is None or failure.has_spoiled or (failure.kind == "raised" and failure.plain):
         return ""  # a value is wrong, and would be so there too

@@ -103,8 +103,8 @@ class Several:
         self.machines.leave(code)
 
     def has_more(self, restarts: Restarts) -> bool:
-        """Return whether a machine waits to join the run and the plan could use it. On a machine that does not lead,
-        False."""
+        """Return whether a machine that the plan could use waits to join the run. Always False on a machine that does
+        not lead."""
         if not (self.nodes.leads and restarts.resumable and restarts.most):
             return False
         more = sum(member.size for member in self.machines.joiners())

@@ -81,8 +81,10 @@ def scratch_files(folder: Path) -> Iterator[None]:
 
 
 def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
-    """Replace functions in each module and class that holds them. functions: by the id of the old one, the old and the
-    new."""
+    """Replace functions in each module and class that holds them.
+
+    functions: the old and the new function, by the id of the old function.
+    """
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
     for holder in (*modules, *CLASSES):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
