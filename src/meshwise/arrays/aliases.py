@@ -23,8 +23,7 @@ from meshwise.arrays.strides import Strides, is_descending, of, of_result
 
 Rule = Callable[[Array], Array]
 FOREIGN = ViewedMemory()
-"""The shared memory of all arrays that come from other libraries. Any two of these arrays are assumed to share memory.
-"""
+"""The memory of all arrays that come from other libraries. Any two of these arrays may share memory."""
 
 
 def is_number(x: Array) -> bool:

@@ -217,10 +217,8 @@ class Generator:
 
 
 BLOCKS = {"cpu": 1 << 15}
-"""The number of elements to draw at a time, by the type of device.
-
-It is so small that the random bits stay in a processor's cache. On a GPU they take little memory.
-"""
+"""The number of elements to draw at a time, by type of device: few enough that their random bits stay in a processor's
+cache, or take little memory on a GPU."""
 
 
 def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: tuple[int, int], draw: Draw) -> Tensor:

@@ -26,10 +26,7 @@ from meshwise.arrays.unsigned import extreme as of_ordered
 Reduce = Callable[[Tensor, tuple[int, ...]], Tensor]
 """A function (tensor, dims) that reduces the tensor over these dims, of which there is at least one."""
 IN_ORDER = frozenset((*REAL, *COMPLEX))
-"""The dtypes whose partial sums are added one after another in their own type.
-
-float16 and bfloat16 are not among them, because their partial sums are added in float32.
-"""
+"""The dtypes whose partial sums are added in their own type, one by one. float16 and bfloat16 are added in float32."""
 
 
 def as_array(name: str, x: Any) -> Array:

@@ -65,11 +65,8 @@ class Rows:
 
 GENERATOR = " from a generator of the program's own"
 DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
-"""A function (call, operator, shape on this rank) that returns the layout of a draw, or None if the layout is unknown.
-
-The layout is (shape on one device, the dim along which this rank has a part of it). The dim is None if this rank has
-all of it. If the layout is unknown, the rank draws independently of other ranks.
-"""
+"""(call, operator, shape on this rank) -> (shape on one device, the dim that is divided over ranks; None if none is).
+It returns None if the layout is unknown. Then the rank draws independently of other ranks."""
 
 
 class KeyedDraws:

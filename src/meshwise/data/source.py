@@ -31,10 +31,7 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 
 _INDICES = attrgetter("indices")
 LOOKS = 16
-"""How often ready batches are checked for random draws, if several ranks read the same batches.
-
-The first 16 batches that a data set returns ready-made are checked, then every 16th.
-"""
+"""If several ranks read the same batches, the first 16 batches are checked for random draws, then every 16th."""
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,7 @@ class Sharded:
         self._staged, self._apart = setup.plan.pipeline > 1, setup.apart
         absent = stages.absent_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
-        """The mesh of this rank's stage, which also has the axes over which parameters are split in addition to
-        `mesh`."""
+        """The mesh of the parameters. Besides the axes of `mesh`, it has the other axes that split them."""
         self._own_numbers = list[SingleNumbers]()  # none, or one
         if not (self._staged or setup.parts_on_host):
             absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)

@@ -17,10 +17,7 @@ from meshwise.spec.user_code import OURS, is_users, place
 MOST_FRAMES = 100
 LEFT_OUT = (f"{OURS}races", f"{OURS}compat", f"{OURS}equivalence")
 MODES = {"__torch_function__", "_handled"}
-"""Functions of meshwise that run in place of an operator that the user calls.
-
-Lines of meshwise inside them are left out.
-"""
+"""Functions of meshwise that run in place of an operator that the user calls. Lines inside them are left out."""
 LIBRARIES = ("/site-packages/", "/dist-packages/")
 UNSEEN = "code that no line of Python is running"
 

@@ -59,10 +59,7 @@ MOST_RANKS, LATEST = 1_000_000, 4e9
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
 _own: dict[Path, int] = {}
-"""The number of the attempt that this process has claimed, for each run.
-
-The process does not change the records of a later attempt.
-"""
+"""By run, the number of the attempt that this process has claimed. It does not change records of later attempts."""
 _unwritten: dict[Path, dict[str, Any]] = {}
 """Contents of run.json that could not be written yet because the disk is full."""
 STOP = "stop"

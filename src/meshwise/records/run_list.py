@@ -62,10 +62,7 @@ class RunEntry:
     """The number of the run's newest job in a cluster's queue, or "" if it was not submitted."""
     partition: str = ""
     queue: str = ""
-    """The state of that job in the queue, such as `pending (Priority)`.
-
-    `partition` is where it is queued, such as `gpu`.
-    """
+    """The job's state in the queue, such as `pending (Priority)`. `partition` is the queue's name, such as `gpu`."""
 
     @property
     def name(self) -> str:

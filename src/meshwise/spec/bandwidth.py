@@ -25,9 +25,8 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "reduce": lambda ranks: 1.0,
     "send-receive": lambda ranks: 1.0,
 }
-"""The ratio of bus bandwidth to algorithm bandwidth for each collective. For all-reduce, broadcast, reduce and
-send-receive (each rank sends to the next rank), the size of the data is the size of the tensor. For all other
-collectives, it is the size of the parts of all ranks together."""
+"""For each collective, bus bandwidth divided by algorithm bandwidth. The size of an all-reduce, broadcast, reduce or
+send-receive (to the next rank) is that of the tensor. For all others it is that of the parts of all ranks together."""
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:

@@ -18,9 +18,8 @@ DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
 IN_WORDS = "all, 4xcpu, 2xcuda or cuda:0,1"
 """Examples of how an option names devices."""
 STREAMED = ("cuda", "xpu")
-"""The kinds of device that run asynchronously to the host, in streams (`torch.Stream`, `torch.Event`). For everything
-else that depends on the device, use `torch.get_device_module(device)`: `torch.accelerator` knows only one kind, which
-may be the fake device of a rehearsal."""
+"""Kinds of device that run asynchronously to the host, in streams (`torch.Stream`, `torch.Event`). For all else use
+`torch.get_device_module(device)`: `torch.accelerator` knows only one kind, maybe the fake device of a rehearsal."""
 
 
 @functools.cache  # asked in every step

@@ -19,8 +19,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 
 UNDECIDED = -1
-"""The device number of a tensor that an operator or a backward has made without a device. The tensor gets the device of
-the first tensor with which it is combined."""
+"""The device number of a tensor that was made without a device. It gets the device of the first tensor it meets."""
 
 Hook = Callable[[Tensor, Tensor, str], object]
 """A function `hook(dst, src, path)` that is called after a copy and before the copy is verified."""
