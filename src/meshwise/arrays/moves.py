@@ -132,7 +132,7 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
 
 
 Step = tuple[int, int, Shape, Slices | None, Slices | None]
-"""(source part, target part, shape of the piece, its slices in the source, its slices in the target); None means all."""
+"""(source part, target part, shape of the piece, its slices in the source, its slices in the target). None: all."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -42,7 +42,7 @@ from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
-"""(name of a tensor, a box of it on this rank, slices of this box, the buffer to copy into). None as slices means all."""
+"""(name of a tensor, a box of it on this rank, slices of this box, the buffer to copy into). None: all."""
 OVER = (
     "a later attempt of this run has begun elsewhere, while this one stood still or was cut off. It ends; nothing that "
     "it has written since then is read."
