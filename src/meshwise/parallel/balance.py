@@ -43,9 +43,9 @@ def _apply(setup: Setup) -> None:
     drops = [name for name, module in setup.model.named_modules() if _counts_tokens(type(module))]
     if drops and setup.plan.devices > setup.plan.within_samples:
         setup.notes.append(
-            f"{some(drops)} gives each expert as many tokens as its capacity and drops the rest, counted over the "
-            "samples of a rank: where tokens are dropped, what is trained is not quite what one device trains. Set a "
-            "capacity that nothing exceeds."
+            f"{some(drops)}: the router drops tokens above an expert's capacity, and counts only the tokens of one "
+            "rank. If tokens are dropped, the training differs slightly from one device. Set a capacity that no expert "
+            "exceeds."
         )
     for name, module in setup.model.named_modules():
         function = _balance_of(module)
@@ -53,8 +53,8 @@ def _apply(setup: Setup) -> None:
             continue
         if "gate_logits" not in inspect.signature(function).parameters:
             setup.notes.append(
-                f"the balance loss of {name or type(module).__name__} is of each rank's own samples: it is no mean "
-                "over them, so what is trained is not quite what one device trains."
+                f"{name or type(module).__name__} computes its balance loss from the samples of each rank separately. "
+                "This loss is not a mean over samples, so the training differs slightly from one device."
             )
             continue
         _install(type(module).__module__)

@@ -48,8 +48,8 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
     for name, module in found:
         if isinstance(module, torch.jit.ScriptModule):
             raise PlanError(
-                f"batch norm {name or type(module).__name__} is TorchScript, which meshwise cannot read: it would take "
-                "the statistics of one rank's samples. Distribute the model before torch.jit.script, or use one device."
+                f"batch norm {name or type(module).__name__} is TorchScript, which meshwise cannot change, so it would "
+                "use one rank's statistics. Distribute the model before torch.jit.script, or use one device."
             )
         if not is_joined(module):
             whole = type(module).forward is nn.SyncBatchNorm.forward
@@ -138,9 +138,9 @@ def _forward(module: Any, own: Callable[..., Any], samples: Samples, name: str, 
     written = running is not None and (module.running_mean is not running or version(running) != before)
     if isinstance(module, BatchNorm) and written and not joined.calls:
         raise PlanError(
-            f"batch norm {name or 'of the model'} is a {type(module).__name__}, which computes its statistics itself, "
-            "and would take those of one rank's samples. Let its forward call super().forward or "
-            "torch.nn.functional.batch_norm, or use one device."
+            f"batch norm {name or 'of the model'} is a {type(module).__name__}. This class computes its statistics "
+            "itself, and would use only one rank's samples. Call super().forward or torch.nn.functional.batch_norm in "
+            "its forward, or use one device."
         )
     return result
 

@@ -50,12 +50,12 @@ def check_can_compile(device: str) -> None:
     if BACKEND != "inductor":
         return
     if has_streams(device) and importlib.util.find_spec("triton") is None:
-        raise PlanError("compile=True needs triton on a GPU, and it is not here. Leave compile out, or install it.")
+        raise PlanError("compile=True on a GPU needs triton, which is missing. Install triton, or leave compile out.")
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if device.startswith("cpu") and shutil.which(name) is None:
         raise PlanError(
-            f"compile=True needs a C++ compiler on CPU, and '{name}' is not found. Leave compile out, install one, or "
-            "name it with the variable CXX."
+            f"compile=True on a CPU needs a C++ compiler, but '{name}' is not found. Install a compiler, set the "
+            "environment variable CXX to one, or leave compile out."
         )
 
 
@@ -68,7 +68,7 @@ def _apply(setup: Setup) -> None:
     if not setup.plan.compile and not setup.was_compiled:
         return
     blocks = compile_blocks(unwrapped(setup.model))
-    before = "torch.compile was around the model, and is removed: " if setup.was_compiled else ""
+    before = "torch.compile of the whole model is removed, and " if setup.was_compiled else ""
     setup.notes.append(f"compile: {before}each of {len(blocks)} blocks is compiled separately: {some(blocks)}.")
 
 

@@ -28,11 +28,11 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
     if computed in ("fp64", "fp32"):
         return
     if computed == "bf16" and not computes_bf16(device):
-        raise PlanError(f"{lacks(device, computed)}: this GPU is too old for it. {instead(computed)}")
+        raise PlanError(f"{lacks(device, computed)}: this GPU is too old for {computed}. {instead(computed)}")
     with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
     for kind_of, wrong in _tried(device, computed, with_lstm):
         other = "fp32" if _tried(device, "bf16", with_lstm) else "bf16"
-        raise PlanError(f"{lacks(device, computed)}: {kind_of} fails ({wrong}). {_use(other)}")
+        raise PlanError(f"{lacks(device, computed)}: a trial of {kind_of} failed ({wrong}). {_use(other)}")
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]
 
 def lacks(device: str, computed: str) -> str:
     """Return the beginning of an error message, which says in which dtype the device cannot compute."""
-    return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute it on {device.split(':')[0]}"
+    return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute {computed} on {device.split(':')[0]}"
 
 
 def instead(computed: str) -> str:
@@ -62,4 +62,4 @@ def instead(computed: str) -> str:
 
 
 def _use(precision: str) -> str:
-    return f"Use precision='{precision}', or a device that has it."
+    return f"Use precision='{precision}', or a device that can compute in this dtype."

@@ -366,11 +366,11 @@ class DataParallel:
         key = f"{self._key}/{what}/{self._backwards}"
         other = agree(key, text, collectives.world_size(), LATE_GRACE)
         if other is not None:
-            others = f"that of another rank reaches {other}" if other else "which other ranks do not reach now"
+            others = f"the loss of another rank depends on {other}" if other else "the losses of other ranks do not"
             raise PlanError(
-                f"backward {self._backwards}: the loss of this rank reaches {text}, which it did not reach before, and "
-                f"{others}. Use these parameters on every rank in the same step, or freeze them with "
-                f"requires_grad_(False). {SKIPPED}"
+                f"backward {self._backwards}: the loss of this rank depends on {text or 'no parameter'}, and {others}. "
+                "Use the same parameters on every rank in the same step, or freeze them with requires_grad_(False). "
+                f"{SKIPPED}"
             )
 
 
@@ -400,8 +400,8 @@ def check_can_be_averaged(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):
             raise PlanError(
-                f"parameter {name} has no shape yet: it belongs to a lazy module, and each rank would create "
-                "its own. Run a batch through the model before it is distributed, or give its sizes."
+                f"parameter {name} belongs to a lazy module and has no shape yet, so each rank would create its own. "
+                "Run a batch through the model before it is distributed, or use a module with given sizes."
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

@@ -57,9 +57,9 @@ def deferred() -> Iterator[None]:
             if isinstance(error, torch.OutOfMemoryError | UsageError):
                 raise
             raise UsageError(
-                "mw.deferred runs a constructor without values, and this one needs values: "
-                f"{str(error).splitlines()[0]} Build the model outside of mw.deferred, or compute this value without "
-                "torch (numpy, math)."
+                "mw.deferred runs a constructor without values, but this constructor needs values: "
+                f"{str(error).splitlines()[0]} Build the model outside of mw.deferred, or compute the value without "
+                "torch, for example with numpy or math."
             ) from error
     record.leave()
 
@@ -80,7 +80,7 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
             return model, ""
     except UsageError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
-        return make(), f"the model was built whole on every rank: its constructor needs values ({reason})"
+        return make(), f"every rank built the whole model, because its constructor needs values ({reason})"
 
 
 def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
@@ -102,7 +102,7 @@ def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device |
         return None
     records = {record_of(t) for t in fakes.values()}
     if len(records) > 1:
-        raise UsageError("the models were built in several mw.deferred blocks. Build all of them in one.")
+        raise UsageError("the models were built in several mw.deferred blocks. Build all models in one block.")
     return _Skeleton(model, fakes, records.pop()).fill
 
 
@@ -172,8 +172,8 @@ class _Skeleton:
         for number in record.loaded.keys() & filling.others.keys():
             t, _ = filling.others[number][0]
             raise UsageError(
-                f"{t.shape}: a tensor that is not a parameter or buffer shares memory with one that was loaded. Build "
-                "the model outside of mw.deferred."
+                f"a tensor of shape {tuple(t.shape)} is neither a parameter nor a buffer, but shares memory with a "
+                "loaded tensor. Build the model outside of mw.deferred."
             )
         wanted = filling.slots.keys() | filling.others.keys()
         if wanted:
@@ -237,8 +237,8 @@ def _agree(record: OpRecord) -> None:
         of_rank_0, digest = collectives.broadcast_object((record.drawn_from(), record.digest()), everyone)
         if not all(collectives.gather_objects(digest == record.digest(), everyone)):
             raise PlanError(
-                "the model's constructor did not do the same on every rank. Seed what it draws outside of torch "
-                "(random, numpy) with the same number on every rank."
+                "the model's constructor ran other operators on some ranks than on rank 0. If it draws numbers outside "
+                "of torch (random, numpy), seed these generators with the same number on every rank."
             )
         record.draw_from(*of_rank_0)
 
@@ -275,8 +275,8 @@ def _check_model(setup: Setup) -> None:
     )
     if hooked and made_anew:
         raise PlanError(
-            f"{some(hooked)}: the program has put a hook on the gradient of this parameter, which the plan makes anew, "
-            "in parts or with its start values: the hook would not run. Put it on what the forward uses (weight = "
+            f"{some(hooked)}: the program registered a hook on the gradient of this parameter. The plan replaces the "
+            "parameter, so the hook would not run. Register the hook in the forward (weight = "
             "self.weight.view_as(self.weight); weight.register_hook(...)), or use data."
         )
 

@@ -50,10 +50,10 @@ def _check_model(setup: Setup) -> None:
     found, lists = list(_experts(setup.model)), list(lists_of(setup.model))
     if not found and not lists:
         raise PlanError(
-            f"expert={ranks} divides experts: a module with stacked parameters, (experts, ...) each, whose forward "
-            "takes (hidden_states, top_k_index, top_k_weights), as transformers' MixtralExperts; or an nn.ModuleList "
-            f"whose name or entries have 'expert' in their name. {type(setup.model).__name__} has none. Any other "
-            f"mixture of experts is exact under data={ranks} and shard={ranks}."
+            f"expert={ranks} finds no experts to divide in {type(setup.model).__name__}. It divides a module with "
+            "parameters of shape (experts, ...) whose forward takes (hidden_states, top_k_index, top_k_weights), such "
+            "as transformers' MixtralExperts, and an nn.ModuleList with 'expert' in its name or in the class of its "
+            f"entries. Use data={ranks} or shard={ranks}, which are exact for any mixture of experts."
         )
     for each in lists:
         check_list(each, setup.model, ranks)
@@ -65,7 +65,7 @@ def _check_model(setup: Setup) -> None:
             if p is not None and p.shape[1] % setup.plan.shard:
                 raise PlanError(
                     f"shard={setup.plan.shard} with expert={ranks} divides dim 1 of {name}.{own}, of shape "
-                    f"{tuple(p.shape)}, and does not divide {p.shape[1]}. Use a shard that does, or data."
+                    f"{tuple(p.shape)}, but cannot divide {p.shape[1]} evenly. Use a shard that can, or data."
                 )
 
 
@@ -127,7 +127,7 @@ def _apply(setup: Setup) -> None:
     setup.coupled_gradients = True
     total = sum(p.numel() for p in setup.model.parameters())
     setup.notes.append(
-        f"expert={axis.size}: {divided / total:.0%} of the parameters are experts' and divided, {some(names)}."
+        f"expert={axis.size}: {divided / total:.0%} of the parameters belong to experts and are divided: {some(names)}."
     )
 
 
@@ -173,8 +173,8 @@ def _run(experts: Experts, forward: Callable[..., Any], /, *given: Any, **named:
     sizes = list(map(int, more[0])) if layout == "sizes" else [len(hidden) // experts.count] * experts.count
     if not isinstance(hidden, Tensor) or hidden.dim() != 2 or len(sizes) != experts.count or sum(sizes) != len(hidden):
         raise PlanError(
-            f"expert={experts.axis.size}: {experts.name} was given parts of {sizes} rows, and needs rows "
-            f"(tokens, width) in the order of its {experts.count} experts. Use data or shard."
+            f"expert={experts.axis.size}: {experts.name} was called with parts of {sizes} rows. It needs one tensor of "
+            f"rows (tokens, width) that has a part for each of its {experts.count} experts. Use data or shard."
         )
     index = torch.repeat_interleave(torch.tensor(sizes, device=hidden.device)).view(-1, 1)
 
@@ -192,8 +192,8 @@ def _check_given(experts: Experts, hidden: Any, index: Any, weights: Any) -> Non
     if not tensors or index.dim() != 2 or index.shape != weights.shape or len(hidden.flatten(0, -2)) != len(index):
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else each for each in (hidden, index, weights)]
         raise PlanError(
-            f"expert={experts.axis.size}: {experts.name} was given {shapes}, and needs hidden states (tokens, width), "
-            "the experts of each token (tokens, k), and their weights (tokens, k). Use data or shard."
+            f"expert={experts.axis.size}: {experts.name} was called with {shapes}. It needs hidden states (tokens, "
+            "width), the experts of each token (tokens, k), and the routing weights (tokens, k). Use data or shard."
         )
 
 
@@ -229,8 +229,8 @@ def route(
     axis, flat = experts.axis, index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < experts.count:
         raise PlanError(
-            f"expert={axis.size}: {experts.name} has {experts.count} experts, and a token was sent to expert "
-            f"{int(flat.max())}. Use data or shard."
+            f"expert={axis.size}: {experts.name} has {experts.count} experts, but tokens were routed to experts "
+            f"{int(flat.min())} to {int(flat.max())}. Use data or shard."
         )
     order = torch.argsort(flat, stable=True)
     every = axis.all_gather(torch.bincount(flat, minlength=experts.count)).cpu()

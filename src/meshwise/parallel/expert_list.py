@@ -39,7 +39,7 @@ from meshwise.spec.errors import PlanError
 from meshwise.transfer import stages
 
 Given = tuple[Tensor, ...]
-INSTEAD = "Use data or shard, under which every mixture of experts is exact."
+INSTEAD = "Use data or shard, which are exact for every mixture of experts."
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ def check_list(found: Found, model: nn.Module, ranks: int) -> None:
     places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     why = ""
     if any(each != shapes[0] for each in shapes):
-        why = "are not all of one shape"
+        why = "have parameters of different names or shapes"
     elif len({p.dtype for expert in found.experts for p in expert.parameters()}) > 1:
         why = "are stored in several dtypes"
     elif any(not shape for shape in shapes[0].values()):
-        why = "have a parameter that is a single number, which has no parts"
+        why = "have a parameter that is a single number, which cannot be divided"
     elif any(places[id(p)] > 1 for expert in found.experts for p in expert.parameters()):
         why = "share a parameter with another part of the model"
     elif any(True for expert in found.experts for _ in expert.buffers()):
-        why = "have buffers (a batch norm's statistics), which would be written on one rank alone"
+        why = "have buffers (such as a batch norm's statistics), which only one rank would update"
     if why:
         raise PlanError(f"expert={ranks}: the experts of {found.name} {why}. Use data or shard: both are exact.")
 
@@ -121,7 +121,7 @@ class ExpertList:
 
     def _run(self, forward: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
         if self._mode:
-            raise self.refused("the forward of this list calls the list itself")
+            raise self.refused("its forward calls itself")
         try:
             self._mode, self._calls = "note", []
             with _without_trace(self, (given, named)), stages.uncounted():
@@ -133,7 +133,7 @@ class ExpertList:
             self._answers = deque((*call, answer) for call, answer in zip(self._calls, made, strict=True))
             result = forward(*given, **named)
             if self._answers:
-                raise self.refused("its forward calls fewer experts when it runs again")
+                raise self.refused("its forward runs twice, and called fewer experts the second time")
             tie: Any = link  # of what it gives, so that every rank has its part in the backward
             return result if tie is None else map_tensors(lambda t: t + tie if t.is_floating_point() else t, result)
         finally:
@@ -143,16 +143,16 @@ class ExpertList:
         if self._mode == "run":
             return self._forwards[number](*given, **named)
         if not self._mode:
-            raise self.refused(f"expert {number} runs outside of that forward, or again in the backward (recompute)")
+            raise self.refused(f"expert {number} runs outside of this forward, or again in the backward (recompute)")
         rows = {len(each) if isinstance(each, Tensor) and each.dim() > 1 else None for each in given}
         if named or None in rows or len(rows) != 1:
-            raise self.refused(f"expert {number} is given something other than tensors with as many rows")
+            raise self.refused(f"expert {number} must take only tensors of 2 dims or more, with equal numbers of rows")
         if self._mode == "note":
             self._calls.append((number, given))
             return given[0].new_zeros(given[0].shape, dtype=_computed_in(given[0]))
         noted, before, made = self._answers.popleft() if self._answers else (-1, given, given[0])
         if noted != number or not all(map(_alike, before, given)):
-            raise self.refused(f"what expert {number} is given depends on what the experts before it give")
+            raise self.refused(f"the input of expert {number} depends on the outputs of earlier experts")
         return made
 
 
@@ -167,7 +167,7 @@ def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[l
     tie, weights = _whole_parameters(experts, called)
     kinds = {tuple((dtype, grad) for _, dtype, grad in forms) for rank in of_axis for _, forms in rank}
     if len(kinds) > 1:
-        raise experts.refused(f"the dtypes of what an expert is given differ between its calls: {kinds}")
+        raise experts.refused(f"inputs of experts differ in dtype or requires_grad between calls: {kinds}")
     sent = [[given for number, given in calls if experts.owner(number) == r] for r in range(axis.size)]
     taken = [[call for call in rank if experts.owner(call[0]) == axis.rank] for rank in of_axis]
     columns = []
@@ -220,7 +220,7 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
     if torch.is_autocast_enabled(experts.axis.device):
         kinds = set().union(*experts.axis.gather_objects(kinds)[0])
     if kinds - {given} and (len(kinds) > 1 or not torch.is_autocast_enabled(experts.axis.device)):
-        raise experts.refused(f"experts return numbers of {kinds} for {given}")
+        raise experts.refused(f"experts return {kinds} for inputs of {given}; the dtypes must be equal")
     return next(iter(kinds), given)
 
 
@@ -322,7 +322,7 @@ def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
             each.clear()
             each.extend(was) if isinstance(each, list) else each.update(was)
     if [version(t) for t in tensors] != versions:
-        raise experts.refused("its forward changes its inputs, and runs twice (x = x * y instead of x *= y)")
+        raise experts.refused("its forward runs twice, so it must not change its inputs (x = x * y instead of x *= y)")
 
 
 def _containers(value: Any) -> Iterator[Any]:

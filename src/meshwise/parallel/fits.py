@@ -28,18 +28,18 @@ def check_for_scripts(plan: Plan) -> None:
     """Raise PlanError for an option of the plan that a script with its own training loop cannot use."""
     if plan.pipeline > 1:
         raise PlanError(
-            f"pipeline={plan.pipeline}: stages run the loss in an order of their own, and a script runs it "
-            "itself. Write a Job, whose loss(model, batch) they call; or use shard or tensor for this script."
+            f"pipeline={plan.pipeline}: stages decide when the loss runs, but a script runs the loss itself. Write a "
+            "Job, whose loss(model, batch) the stages call, or use shard or tensor for this script."
         )
     if plan.accumulate > 1:
         raise PlanError(
-            f"accumulate={plan.accumulate}: a script that keeps its own loop cuts its batches itself. Leave it out of "
-            "the plan, and put `with mw.accumulate():` around mw.backward for every batch but the last of a step. "
-            "Or write a Job."
+            f"accumulate={plan.accumulate}: a script with its own loop must split its batches itself. Leave accumulate "
+            "out of the plan, and put `with mw.accumulate():` around mw.backward for every batch but the last of a "
+            "step. Or write a Job."
         )
     if plan.dtypes.scaled:
         raise PlanError(
-            "fp16 needs a scaled loss and an optimizer that skips steps, which in a script belong to its own loop. "
-            "Use bf16 in the plan; or leave it out, and write torch.autocast and torch.amp.GradScaler yourself: "
+            "fp16 needs loss scaling, which a script with its own loop must do itself. Use bf16 in the plan. Or leave "
+            "fp16 out of the plan, and use torch.autocast and torch.amp.GradScaler in the script: "
             "mw.backward(scaler.scale(loss)). Or write a Job."
         )

@@ -59,7 +59,7 @@ class GatherOrder:
             return
         self._so_far = hash((self._so_far, number))
         if self._so_far not in self._known:
-            self._agree(f"comes to {self._names[number]}" if number >= 0 else "is through")
+            self._agree(f"calls block {self._names[number]}" if number >= 0 else "ends")
             self._known.add(self._so_far)
         self._passed += 1
 
@@ -71,7 +71,7 @@ class GatherOrder:
         if other is not None:
             others = f"that of another rank: {other}" if other else "those of other ranks do not"
             raise PlanError(
-                f"shard: the forward of this rank {what}, and {others}. Blocks are gathered by all ranks together, and "
-                "a rank has skipped one. Put modules that a rank may skip into a list named experts, which is gathered "
-                f"with the whole model, or use data (shard=1). {SKIPPED}"
+                f"shard: the forward of this rank {what}, and {others}. All ranks gather a block together, but a rank "
+                "has skipped one. Put modules that a rank may skip into a list named experts, because a list of this "
+                f"name is gathered with the whole model, or use data (shard=1). {SKIPPED}"
             )

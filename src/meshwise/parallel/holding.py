@@ -156,8 +156,8 @@ class Holding:
         (`decide`)."""
         if self.decided and tuple(p.requires_grad for p in self.model.parameters()) != self._trained:
             raise PlanError(
-                f"pipeline={self._pipe.size}: parameters were frozen or unfrozen after the first step, which decided "
-                "which stage holds each. Freeze them before the run, or use shard instead of pipeline."
+                f"pipeline={self._pipe.size}: parameters were frozen or unfrozen after the first step. The first step "
+                "decides which stage keeps which parameter. Freeze before the run, or use shard instead of pipeline."
             )
 
     def add_up(self) -> None:
@@ -229,8 +229,8 @@ def _after_load(module: nn.Module, unused: Any) -> None:
 
 def _refuse(name: str, rank: int, p: Tensor) -> None:
     raise PlanError(
-        f"pipeline: the loss on rank {rank} of it uses {name}, whose values are on another rank: the loss reads a "
-        "parameter of a layer directly, or one that the first step did not use. Use shard or tensor for this job."
+        f"pipeline: on pipeline rank {rank}, the loss reads {name} directly, or the first step did not use this "
+        "parameter. Its values are on another rank. Use shard or tensor for this job."
     )
 
 

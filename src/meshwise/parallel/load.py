@@ -113,7 +113,7 @@ def _give(tensor: Tensor, stored: _Stored) -> None:
         record = record_of(tensor)
         view: StorageView = record.known(tensor)
         if not view.whole:
-            raise UsageError(f"{stored.name} is a view of another tensor, and cannot be loaded alone.")
+            raise UsageError(f"mw.deferred cannot load the view {stored.name}. Build the model without mw.deferred.")
         record.loaded[view.storage] = functools.partial(_Stored.part, stored)
         record.loaded_after = len(record.operators)
         return
@@ -137,7 +137,7 @@ def _stored(path: Path) -> dict[str, _Stored]:
     if path.is_dir():
         single = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not (path / INDEX).exists() and len(single) != 1:
-            raise UsageError(f"{path} has neither {INDEX} nor one .safetensors file. Give the file itself.")
+            raise UsageError(f"{path} has neither {INDEX} nor exactly one .safetensors file. Give the file itself.")
         path = path / INDEX if (path / INDEX).exists() else single[0]
     if not path.exists():
         raise UsageError(f"{path} does not exist. Give a .safetensors file, its index, or their folder.")
@@ -162,12 +162,12 @@ def _check(path: Path, chosen: Iterable[tuple[str, Tensor, _Stored]], missing: l
         parts.append(f"it lacks {some(missing)}")
     if foreign:
         parts.append(f"it has {some(foreign)}, which the model lacks")
-    hint = " Use strict=False to keep the start values of what it lacks, and to ignore what the model lacks."
+    hint = " Use strict=False to keep start values of missing tensors, and to ignore tensors that the model lacks."
     other = [(name, there.shape, tuple(t.shape)) for name, t, there in chosen if there.shape != tuple(t.shape)]
     if other:
         name, there, here = other[0]
         more = f" ({len(other) - 1} more differ)" if len(other) > 1 else ""
-        parts.append(f"{name} is {there} there and {here} in the model{more}")
+        parts.append(f"{name} has shape {there} in the checkpoint and {here} in the model{more}")
         hint = " Build the model with the sizes that the checkpoint was saved with."
     if parts:
         raise UsageError(f"{path} does not fit the model: {'; '.join(parts)}.{hint}")

@@ -38,8 +38,8 @@ class OffloadedState:
     def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
         if why := unlike_by_parameters(optimizer):
             raise PlanError(
-                f"offload='optimizer': {type(optimizer).__name__} may not step each parameter by itself, and this plan "
-                f"steps some at a time: {why}. Use another optimizer, or leave its state on the device."
+                f"offload='optimizer' steps some parameters at a time, and {type(optimizer).__name__} may then compute "
+                f"other values: {why}. Use another optimizer, or remove offload='optimizer'."
             )
         self._bucket = bucket
         self._gradients: dict[Tensor, Tensor] = {}

@@ -61,7 +61,7 @@ class OpRecord:
     def _handle(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         for tensor in tensors_in(written_arguments(operator, args, kwargs)):
             if not fake.is_fake(tensor):
-                raise ReplayMismatch(f"{operator_name(operator)} writes a tensor that was made outside of it.")
+                raise ReplayMismatch(f"{operator_name(operator)} writes into a tensor made outside of mw.deferred.")
         before, after = map_kind((Tensor, torch.UntypedStorage), self.known, (args, kwargs)), None
         generator = None
         if fake.is_random(operator):
@@ -113,7 +113,7 @@ class OpRecord:
         if not fake.is_fake(value):
             return value
         if value.layout != torch.strided or value.is_conj() or value.is_neg():
-            raise ReplayMismatch(f"a tensor of layout {value.layout} cannot be recorded.")
+            raise ReplayMismatch(f"a sparse, conjugate or negative tensor (layout {value.layout}) cannot be recorded.")
         number = self._storages.get(value)
         if number is None:
             number, self._count = self._count, self._count + 1
@@ -197,8 +197,8 @@ class OpRecord:
         for entry in self.operators[self.loaded_after :]:
             if not self.loaded.keys().isdisjoint(entry.reads):
                 raise UsageError(
-                    f"the model was changed ({entry.name}) after mw.load_weights, and has no values yet. "
-                    "Change it first, then load."
+                    f"the model was changed ({entry.name}) after mw.load_weights, before its tensors had values. "
+                    "Change the model first, and then load the weights."
                 )
 
     def undraw(self) -> None:
@@ -229,7 +229,7 @@ def record_of(tensor: Tensor) -> OpRecord:
     """Return the record that contains a fake tensor. Raise UsageError if the tensor belongs to no record."""
     record = fake.owner_of(tensor)
     if not isinstance(record, OpRecord):
-        raise UsageError("the model holds fake tensors of another mode. Build it inside mw.deferred.")
+        raise UsageError("the model has fake tensors of another mode than mw.deferred. Build it inside mw.deferred.")
     return record
 
 

@@ -209,6 +209,6 @@ def _check(call: RecordedOp, view: StorageView, result: Tensor) -> None:
     steps = [(a, b) for a, b, n in zip(view.stride, result.stride(), view.size, strict=False) if n > 1]
     if expected != given or (result.numel() and any(a != b for a, b in steps)):
         raise ReplayMismatch(
-            f"{call.name} gave a tensor of shape {given[1]}, {given[0]}, strides {tuple(result.stride())}; "
-            f"on fake tensors {expected[1]}, {expected[0]}, {view.stride}"
+            f"{call.name} returned shape {given[1]}, dtype {given[0]}, strides {tuple(result.stride())}; on fake "
+            f"tensors it returned shape {expected[1]}, dtype {expected[0]}, strides {view.stride}"
         )

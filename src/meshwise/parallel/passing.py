@@ -109,14 +109,14 @@ class Pass:
         name, block = self._blocks[number]
         if self._trains and not torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters()):
             raise PlanError(
-                f"pipeline: block {name} runs without gradients in a forward that trains, as reversible layers and "
-                "reentrant checkpoints do, which have a backward of their own. Use data or tensor for this model."
+                f"pipeline: block {name} runs without gradients while the model trains. Reversible layers and "
+                "reentrant checkpoints do this. Use data or tensor for this model."
             )
         if number != self.lo + self._entered:
             again = number < self.lo + self._entered
-            what = "was called twice" if again else "was called before the blocks that are listed before it"
+            what = "was called twice" if again else "was called before blocks that are listed earlier"
             raise PlanError(
-                f"pipeline: block {name} {what} in one loss. Stages need a loss that calls the model once, and its "
+                f"pipeline: in one loss, block {name} {what}. Stages need a loss that calls the model once, and its "
                 "blocks one after the other. Use shard or tensor for this job."
             )
         self._entered += 1
@@ -139,8 +139,8 @@ class Pass:
         if self._gave != self.hi - self.lo or not (self.is_last or self.left):
             missing = self._blocks[self.lo + self._gave if self._gave < self.hi - self.lo else self.hi][0]
             raise PlanError(
-                f"pipeline={ranks}: the loss did not reach block {missing}. Stages need every block in every "
-                "forward, one after the other. Use shard or tensor for this model."
+                f"pipeline={ranks}: the loss did not call block {missing}. Stages need every block in every forward, "
+                "one after the other. Use shard or tensor for this model."
             )
 
     def end(self, *, check: bool) -> bool:
@@ -258,9 +258,9 @@ class Passing:
                 self._sends.append(stages.send_object(hidden, target, group))
             elif known.tensors != hidden.tensors:
                 raise PlanError(
-                    f"pipeline={self._pipe.size}: of two batches of the same shapes, hidden states have the shapes "
-                    f"{[form.shape for form in known.tensors]} and {[form.shape for form in hidden.tensors]}. Stages "
-                    "need hidden states whose shapes follow from those of the batch. Use shard for this model."
+                    f"pipeline={self._pipe.size}: for two batches of the same shapes, hidden states have the shapes "
+                    f"{[form.shape for form in known.tensors]} and {[form.shape for form in hidden.tensors]}. In "
+                    "stages, the shapes of a batch must determine those of hidden states. Use shard for this model."
                 )
         with on_parts():
             self._sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]

@@ -96,8 +96,8 @@ class Pipeline:
         )
         inside = sum(p.numel() for own in parts for p in own)
         return (
-            f"pipeline={self.pipe.size}: {text}. These blocks have {inside / max(whole, 1):.0%} of the parameters; "
-            "what lies outside is held by every rank during the first step, and then where it is used."
+            f"pipeline={self.pipe.size}: {text}. These blocks have {inside / max(whole, 1):.0%} of the parameters. "
+            "Every rank keeps the other parameters during the first step; later, only ranks that use them do."
         )
 
     def begin(self, keys: Sequence[object]) -> Sequence[Action]:
@@ -147,9 +147,9 @@ class Pipeline:
             if now.came_to_its_blocks or isinstance(error, MeshwiseError):
                 raise
             raise PlanError(
-                f"pipeline={self.pipe.size}: what lies before block {self._blocks[lo][0]} raised "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. On this stage it has no values of the blocks "
-                "before, only shapes. Use shard or tensor for this model."
+                f"pipeline={self.pipe.size}: the code before block {self._blocks[lo][0]} raised "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. On this stage that code has only the shapes of "
+                "earlier blocks' outputs, not their values. Use shard or tensor for this model."
             ) from error
         finally:
             self._now = None
@@ -161,9 +161,9 @@ class Pipeline:
         self._looks -= looks
         if now.end(check=looks):
             raise PlanError(
-                f"pipeline={self.pipe.size}: the stage that begins with {self._blocks[lo][0]} reads more than what the "
-                "block before it gives: a skip connection, the output of an encoder, or layers that run in another "
-                "order than they are listed. Use shard or tensor for this model."
+                f"pipeline={self.pipe.size}: the stage that begins with {self._blocks[lo][0]} reads more than the "
+                "output of the block before it: a skip connection, the output of an encoder, or layers that run in "
+                "another order than they are listed. Use shard or tensor for this model."
             )
         if now.is_last:
             return now, result
@@ -212,13 +212,13 @@ class Pipeline:
             if number < again.hi:
                 return again.passed_by(number, again=True) if number < again.lo else forward(*args, **kwargs)
             raise PlanError(
-                f"pipeline={self.pipe.size}: a checkpoint holds blocks of two stages, and the backward of one runs it "
-                f"again up to block {self._blocks[number][0]} of the other. Give each block its own checkpoint."
+                f"pipeline={self.pipe.size}: torch.utils.checkpoint wraps blocks of two stages, and would recompute "
+                f"block {self._blocks[number][0]}, which is on another stage. Give each block its own checkpoint."
             )
         if now is None:
             raise PlanError(
-                f"pipeline={self.pipe.size}: the model was called outside of the job's loss and metrics, and this rank "
-                "holds only some of its layers. Call it in job.metrics, or load the saved weights into a separate "
+                f"pipeline={self.pipe.size}: the model was called outside of the job's loss and metrics, but this rank "
+                "has only some of its layers. Call the model in job.metrics, or load the saved weights into a separate "
                 "model."
             )
         if number < now.lo:
@@ -255,7 +255,7 @@ def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list
     found = [cost(name, block) for name, block in blocks]
     for (name, _), value in zip(blocks, found, strict=True):
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise PlanError(f"stage_cost({name!r}, block) gave {value!r}. Return a number of at least 0, in any unit.")
+            raise PlanError(f"stage_cost({name!r}, block) returned {value!r}. It must return a number of at least 0.")
     costs: list[float] = collectives.broadcast_object(found, collectives.everyone())
     return costs
 
@@ -268,30 +268,30 @@ def _check_model(setup: Setup) -> None:
     needed = plan.pipeline * CHUNKS.get(plan.schedule, 1)
     if not blocks:
         raise PlanError(
-            f"pipeline={plan.pipeline}: {type(setup.model).__name__} has no repeated layers that stages could be cut "
-            "from: no list or sequence with several entries of one class. Use shard or data."
+            f"pipeline={plan.pipeline}: {type(setup.model).__name__} has no repeated layers to cut into stages, such "
+            "as a ModuleList or Sequential with several entries of one class. Use shard or data."
         )
     if len(blocks) < needed:
-        per = f" of {needed // plan.pipeline} stages each" if needed > plan.pipeline else ""
+        per = f" with {needed // plan.pipeline} stages per rank" if needed > plan.pipeline else ""
         fits = len(blocks) // (needed // plan.pipeline)
         use = f"Use pipeline={fits}" if fits > 1 else "Use shard or data"
         raise PlanError(
-            f"pipeline={plan.pipeline}{per} needs {needed} blocks, and {type(setup.model).__name__} has {len(blocks)} "
+            f"pipeline={plan.pipeline}{per} needs {needed} blocks, but {type(setup.model).__name__} has {len(blocks)} "
             f"({some([name for name, _ in blocks])}). {use}."
         )
     config = getattr(setup.model, "config", None)
     for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
         if getattr(config, name, False) is True:
             raise PlanError(
-                f"pipeline={plan.pipeline}: {name} collects values of all layers, which lie on different ranks. Set "
-                f"{name}=False in the model's configuration, or use shard."
+                f"pipeline={plan.pipeline}: {name} collects values of all layers, but the layers are on different "
+                f"ranks. Set {name}=False in the model's configuration, or use shard."
             )
     for each in (config, *(value for value in vars(config or plan).values() if hasattr(value, "to_dict"))):
         for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
             if getattr(each, name, 0):
                 raise PlanError(
-                    f"pipeline={plan.pipeline}: {name}={getattr(each, name)} leaves out layers at random, and stages "
-                    f"need every block in every forward. Set {name}=0.0 in the model's configuration, or use shard."
+                    f"pipeline={plan.pipeline}: {name}={getattr(each, name)} skips layers at random, but stages need "
+                    f"every block in every forward. Set {name}=0.0 in the model's configuration, or use shard."
                 )
 
 
@@ -315,12 +315,12 @@ def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
     kind = type(optimizer).__name__
     if needs_closure(optimizer) or not takes_hooks(optimizer):
         raise PlanError(
-            f"pipeline={plan.pipeline}: {kind} steps all parameters as one, and a rank holds some. Use data alone."
+            f"pipeline={plan.pipeline}: {kind} may step all parameters as one; a rank has only some. Use data alone."
         )
     if why := unlike_by_parameters(optimizer):
         raise PlanError(
-            f"pipeline={plan.pipeline}: {kind} may not step each parameter by itself, and each rank holds only some of "
-            f"them: {why}. Use data alone, or another optimizer."
+            f"pipeline={plan.pipeline}: each rank steps only some of the parameters, and {kind} may then compute other "
+            f"values: {why}. Use data alone, or another optimizer."
         )
     optimizer.register_load_state_dict_pre_hook(own_state)
     first: list[Any] = []

@@ -219,7 +219,7 @@ def _again(
         if "has been mutated" not in str(error):
             raise
         raise PlanError(
-            f"recompute='selective': {kind} writes in place into a result that was to be kept. Use recompute='full'."
+            f"recompute='selective': {kind} writes in place into a result that must be kept. Use recompute='full'."
         ) from None
     finally:
         for buffers, name, buffer in kept:
@@ -245,8 +245,8 @@ def _apply(setup: Setup) -> None:
     recompute = setup.plan.recompute
     blocks = recompute_blocks(unwrapped(setup.model), recompute)
     if blocks:
-        again = "all but matrix products and attention" if recompute == "selective" else "all of it"
-        setup.notes.append(f"recompute: {again} runs again in the backward, in {len(blocks)} blocks: {some(blocks)}.")
+        again = " (except matrix products and attention)" if recompute == "selective" else ""
+        setup.notes.append(f"recompute: the backward runs {len(blocks)} blocks again{again}: {some(blocks)}.")
 
 
 RECOMPUTE = Technique(apply=_apply)

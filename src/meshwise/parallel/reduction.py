@@ -40,7 +40,7 @@ def reached_parameters(loss: Tensor) -> set[int]:
     return found
 
 
-SKIPPED = "A model that skips layers at random (LayerDrop) skips the same ones on every rank under --exact-random."
+SKIPPED = "If the model skips layers at random (LayerDrop), --exact-random makes every rank skip the same layers."
 
 
 class Reduction(Protocol):

@@ -131,7 +131,7 @@ class Sharded:
     def _take_numbers(self, numbers: SingleNumbers, setup: Setup) -> set[nn.Parameter]:
         if numbers.places:
             self._own_numbers.append(numbers)
-            setup.notes.append(f"shard: {some(list(numbers.places))}, single numbers, are whole on every rank.")
+            setup.notes.append(f"shard: every rank keeps single numbers whole: {some(list(numbers.places))}.")
         return {module.get_parameter(own) for module, own in numbers.places.values()}
 
     def _take_groups(self, model: nn.Module, wide: set[str]) -> None:
@@ -288,7 +288,7 @@ class Sharded:
         self._agree_on_order(index)
         late = sorted(name for name in self._idle or () if reached.get(name))
         if late and self._idle is not None:
-            self._agree(f"reaches {', '.join(late)}, which it did not reach before")
+            self._agree(f"uses {', '.join(late)} for the first time")
             self._idle.difference_update(late)
         self._reached.update(name for name, there in reached.items() if there)
         for place, name in enumerate(self._names[index]):
@@ -304,7 +304,7 @@ class Sharded:
     def _agree_on_order(self, index: int) -> None:
         self._so_far = hash((self._so_far, index))
         if self._so_far not in self._agreed:
-            where = f"comes to the block of {self._names[index][0]}" if index >= 0 else "is through"
+            where = f"computes gradients in the block of {self._names[index][0]}" if index >= 0 else "ends its backward"
             self._agree(f"{where} after {self._passed} blocks")
             self._agreed.add(self._so_far)
         self._passed += 1
@@ -316,11 +316,11 @@ class Sharded:
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)
         if other is not None:
-            others = f"that of another rank {other}" if other else "other ranks do not"
+            others = f"another rank: {other}" if other else "other ranks do not"
             raise PlanError(
-                f"backward {self._backwards}: the loss of this rank {what}, and {others}. Sharded parameters "
-                "are gathered by all ranks together: run the same blocks on every rank in the same step, or use "
-                f"data parallel alone (shard=1). {SKIPPED}"
+                f"backward {self._backwards}: this rank {what}, and {others}. All ranks must gather sharded parameters "
+                "together: run the same blocks on every rank in the same step, or use data parallel alone (shard=1). "
+                f"{SKIPPED}"
             )
 
     def _count(self, name: str) -> None:

@@ -26,13 +26,13 @@ from meshwise.transfer.reading import meet
 
 _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step parts as they step whole parameters
 COPIED = (
-    "A copy of the model (an EMA) is made before mw.distribute and given to it with the model, so that both are "
-    "divided alike: mw.distribute(model, ema, optimizer, loader)."
+    "Make a copy of the model (such as an EMA) before mw.distribute, and pass both models, so that both are divided "
+    "alike: mw.distribute(model, ema, optimizer, loader)."
 )
 OF_ANOTHER = (
-    "{here}: rank {rank} gives mw.backward a loss without a forward of the model, and {other}. Sharded parameters are "
-    "gathered by all ranks together: run the model on every rank in each step, and keep its output in the loss, as in "
-    "loss + 0 * output.sum()."
+    "{here}: rank {rank} calls mw.backward for a loss without a forward of the model, and {other}. All ranks gather "
+    "sharded parameters together. Run the model on every rank in each step, and keep its output in the loss, for "
+    "example as loss + 0 * output.sum()."
 )
 
 
@@ -48,23 +48,23 @@ def note_what_was_not_gathered(error: BaseException) -> None:
         error.add_note("Parameters that ranks hold in parts cannot be pruned. Prune the model before mw.distribute.")
     if "Sharding propagation failed" in text:
         error.add_note(
-            "Outside of the model's call each rank holds a part of a divided parameter p: p.full_tensor() is the whole "
-            "one, which every rank calls."
+            "Outside of model(x), each rank has only a part of a divided parameter p. p.full_tensor() returns the "
+            "whole parameter, and every rank must call it."
         )
     if not isinstance(error, RuntimeError) or "DTensor" not in text:
         return
     if "torch/optim/" in through.replace("torch/optim/swa_utils.py", ""):  # which has averages, and no optimizer
         error.add_note(
-            "This optimizer cannot step where each rank holds a part of a parameter. Use another, or data alone, such "
-            "as --set zero1=true."
+            "This optimizer cannot step parameters of which each rank has only a part. Use another optimizer, or data "
+            "alone, such as --set zero1=true."
         )
     elif re.search(r"aten\.\w+_\.\w+ got mixed", text):  # written in place
-        error.add_note(f"Each rank holds a part of a sharded parameter, and one was given a whole tensor. {COPIED}")
+        error.add_note(f"This in-place operator mixes a sharded parameter with a whole tensor. {COPIED}")
     elif "mixed torch.Tensor and DTensor" in text:
         error.add_note(
-            "A sharded model's parameters are gathered while the model itself is called, model(x). What was called "
-            "here is another method, or a layer of it alone. Let forward call it (with an argument that says so), or "
-            "use data alone, such as --set zero1=true."
+            "Sharded parameters are gathered only during model(x), but this code calls another method or a single "
+            "layer. Call it from the model's forward (with an argument that selects it), or use data alone, such as "
+            "--set zero1=true."
         )
 
 
@@ -78,12 +78,12 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
     elif takes_hooks(optimizer):
         why = unlike_on_parts(optimizer) if divided else ""
     else:
-        why = "it wraps another one, and is none of torch's itself"
+        why = "it wraps another optimizer, and is not a torch optimizer itself"
     if why:
         alone = isinstance(optimizer, LBFGS) or not takes_hooks(optimizer) or unlike_by_parameters(optimizer)
         raise PlanError(
-            f"shard: {name} may make another step where each rank holds a part of every parameter: {why}. Use another "
-            f"optimizer, or data alone{'' if alone else ', such as --set zero1=true'}."
+            f"shard: {name} may compute other values where each rank has only a part of every parameter: {why}. Use "
+            f"another optimizer, or data alone{'' if alone else ', such as --set zero1=true'}."
         )
     if divided:
         _tried.add(optimizer)

@@ -60,7 +60,7 @@ def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.
         if why:
             skipped.setdefault(why, []).append(name)
     said = [
-        f"shard: a rank may skip {some(each)} ({why}), so they are gathered together with {type(root).__name__}."
+        f"shard: a rank may skip {some(each)} ({why}), so all ranks gather this together with {type(root).__name__}."
         for why, each in skipped.items()
     ]
     return [unit for unit, _, why in found if not why], [unit for unit, _, why in found if why is None], said
@@ -79,9 +79,9 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
     for p in own:
         if p.ndim == 0:
             raise PlanError(
-                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks, nor kept "
-                "whole here: in a pipeline, with parts on the host, or as a complex one. Give it the shape (1,), or "
-                "use data alone."
+                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. It cannot be "
+                "kept whole in a pipeline, with parts on the host, or if it is complex. Give it the shape (1,), or use "
+                "data alone."
             )
         if p.numel() == 0 and not isinstance(p, DTensor):
             raise PlanError(
@@ -92,8 +92,8 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
     if len(dtypes) > 1:
         stored = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise PlanError(
-            f"shard: the trained parameters of a block must be stored in one dtype; here are {stored}. "
-            "Store them in one dtype (precision says what is computed in), or use data alone."
+            f"shard: the trained parameters of a block must have one dtype, but here are {stored}. Store them in one "
+            "dtype (the plan's precision sets the compute dtype), or use data alone."
         )
 
 
@@ -104,13 +104,13 @@ def make_contiguous(model: nn.Module) -> list[str]:
     for _, p in changed:
         p.data = p.data.contiguous()
     found = some([name for name, _ in changed])
-    said = f"shard: {found} are contiguous now, as parts must be; transposed or channels_last is undone."
+    said = f"shard: {found} were made contiguous, as shards must be. A transposed or channels_last layout is lost."
     return [said] if changed else []
 
 
 AGAIN = (
-    "A sharded model's parameters are let go after a backward, so torch.autograd.grad(..., create_graph=True) of its "
-    "outputs (a gradient penalty) cannot be differentiated again. Use shard=1, such as --set zero1=true."
+    "A sharded model frees its gathered parameters after a backward, so a gradient from torch.autograd.grad(..., "
+    "create_graph=True), as in a gradient penalty, cannot be differentiated. Use shard=1, such as --set zero1=true."
 )
 
 
@@ -174,10 +174,10 @@ class StaysGathered:
 
 def _written(module: nn.Module, name: str) -> PlanError:
     return PlanError(
-        f"shard: the forward of {type(module).__name__} puts other values into its parameter {name} "
-        "(layer.to(dtype), p.data = ..., p.lerp_(...)), and later steps, which gather it anew, would not be "
-        "seen there. Cast what it is used with (F.linear(x, weight.to(dtype))), write a running average in the loop "
-        "after optimizer.step(), or use data alone, such as --set zero1=true."
+        f"shard: the forward of {type(module).__name__} changes its parameter {name} (layer.to(dtype), p.data = ..., "
+        "p.lerp_(...)). Later steps gather the parameter again, and the change would be lost. Cast where the parameter "
+        "is used (F.linear(x, weight.to(dtype))), write a running average in the loop after optimizer.step(), or use "
+        "data alone, such as --set zero1=true."
     )
 
 

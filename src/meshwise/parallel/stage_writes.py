@@ -53,12 +53,12 @@ def refused(error: RuntimeError, ranks: int) -> PlanError | None:
     error."""
     text = str(error)
     if "written-to tensor refers to a single memory location" in text:
-        what = "the forward writes into a parameter of another stage (p.lerp_(...)), of which this rank has no values"
+        what = "the forward writes into a parameter (p.lerp_(...)) whose values only another stage has"
     elif "has been modified by an inplace operation" in text:
         what = "a forward writes values in place (p.lerp_(...)) that the backward of an earlier microbatch still needs"
     else:
         return None
     return PlanError(
-        f"pipeline={ranks}: {what}. Write parameters in the block that holds them, and use what is written without "
-        "gradients (a teacher, a codebook), or use data or tensor for this model."
+        f"pipeline={ranks}: {what}. Write to a parameter only in the block that contains it, and use it without "
+        "gradients (as a teacher or a codebook). Or use data or tensor for this model."
     )

@@ -119,9 +119,9 @@ def _share(model: nn.Module, ranks: int) -> str:
         return text
     needed = f"expert={ranks}, which divides stacked experts, or " if stacked else ""
     return (
-        f"{UNDIVIDED}{text} Whole on every rank: {some([name for name, _ in whole.most_common()])}. Split are weights "
-        f"of nn.Linear, nn.Embedding, nn.Conv1d to nn.Conv3d and nn.MultiheadAttention, where {ranks} divides them: "
-        f"write others as such. Or take a plan with {needed}shard={ranks}, which divides any parameter."
+        f"{UNDIVIDED}{text} Every rank keeps these whole: {some([name for name, _ in whole.most_common()])}. Only "
+        f"weights of nn.Linear, nn.Embedding, nn.Conv1d to nn.Conv3d and nn.MultiheadAttention that {ranks} divides "
+        f"are split. Use these layers, or a plan with {needed}shard={ranks}, which divides any parameter."
     )
 
 
@@ -153,8 +153,8 @@ def _run(
     """
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
-            f"tensor={axis.size} with data or shard: parameters are gathered only while model(x), or their block, "
-            "runs. Here another method or one layer was called. Call it in the model's forward, or use tensor alone."
+            f"tensor={axis.size} with data or shard: parameters are gathered only during model(x) or a block's call, "
+            "but this code calls another method or a layer. Call it in the model's forward, or use tensor alone."
         )
     changed = _localise(owners, axis)
     try:

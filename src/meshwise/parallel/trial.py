@@ -124,7 +124,7 @@ def _among_other_rows(value: Tensor, stands_for: Tensor) -> Tensor:
 
 def _difference(whole: Sequence[Tensor], other: Sequence[Tensor], dtype: torch.dtype) -> str:
     far = max((float((a - b).abs().max() / a.abs().max().clamp(min=1)) for a, b in zip(whole, other, strict=True)))
-    return "" if far <= TOLERANCE[dtype] else f"tried on small matrices, its numbers differ by {far:.0e}"
+    return "" if far <= TOLERANCE[dtype] else f"its results differ by {far:.0e} in a trial on small matrices"
 
 
 def _as_it_is(value: Tensor, stands_for: Tensor) -> Tensor:

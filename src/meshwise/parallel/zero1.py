@@ -41,17 +41,17 @@ class DividedOptimizer:
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise PlanError(
-                "zero1 divides the optimizer's state by parameters, and LBFGS steps all of them as one. Use data alone."
+                "zero1 divides the optimizer's state by parameters, but LBFGS steps all of them as one. Use data alone."
             )
         if not takes_hooks(optimizer):
             raise PlanError(
-                f"zero1 divides the optimizer, and {type(optimizer).__name__} wraps another one and is not one of "
-                "torch's own. Use data alone."
+                f"zero1 cannot divide {type(optimizer).__name__}, because it wraps another optimizer and is not a "
+                "torch optimizer itself. Use data alone."
             )
         if size > 1 and (why := unlike_by_parameters(optimizer)):
             raise PlanError(
-                f"zero1: {type(optimizer).__name__} may not step each parameter by itself, and each rank would step "
-                f"only some of them: {why}. Use data alone, or another optimizer."
+                f"zero1: each rank steps only some of the parameters, and {type(optimizer).__name__} may then compute "
+                f"other values: {why}. Use data alone, or another optimizer."
             )
         self._rank = rank
         self._owned = owners([p for p in held_parameters(optimizer) if not is_absent(p)], size)

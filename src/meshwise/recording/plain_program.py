@@ -79,15 +79,15 @@ def tell_what_is_missing(script: str) -> None:
         size = program.world.size
         if program.recording is not None and program.world.rank == 0 and not program.exchanges:
             program.say(
-                f"{script}: its {size} workers trained {size} models, each alone: they exchanged nothing. Wrap the "
-                "model in DistributedDataParallel (on CPUs Accelerator(cpu=True), or use_cpu=True of a Trainer), or "
-                "give model, optimizer and loaders to mw.distribute."
+                f"{script}: the {size} workers exchanged nothing, so each trained a separate model. Wrap the model in "
+                "DistributedDataParallel (Accelerate on CPUs needs Accelerator(cpu=True), a Trainer use_cpu=True), or "
+                "pass model, optimizer and loaders to mw.distribute."
             )
         elif program.recording is None and theirs >= UNSEEN:
             program.say(
-                f"{script}: no step was recorded. Processes that it starts itself (mp.spawn, subprocess) are not "
-                f"watched, and they computed for {seconds_text(theirs)}. To record its ranks, let meshwise start them: "
-                "call what it spawns with RANK and WORLD_SIZE of the environment, and use --devices 2xcpu."
+                f"{script}: no step was recorded. meshwise does not watch processes that the script starts itself "
+                f"(mp.spawn, subprocess), and these computed for {seconds_text(theirs)}. Let meshwise start the ranks: "
+                "use --devices 2xcpu, and call the spawned function with RANK and WORLD_SIZE from the environment."
             )
 
 

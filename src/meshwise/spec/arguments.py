@@ -57,7 +57,7 @@ def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str
     for text in texts:
         name, _, value = text.partition("=")
         if name not in known and not any_name:
-            has = f"It takes {', '.join(known)}." if known else "It takes none."
+            has = f"{word} takes {', '.join(known)}." if known else f"{word} takes none."
             raise UsageError(f"--arg {text}: {word} has no parameter '{name}'.{nearest(name, known)} {has}")
         default = parameters[name].default if name in known else inspect.Parameter.empty
         found[name] = _read(value, _kinds(hints.get(name, Any), default), f"--arg {text}: '{name}' of {word}")
@@ -81,8 +81,8 @@ def _read(text: str, kinds: Sequence[Any], what: str) -> Any:
         with contextlib.suppress(ValueError, KeyError):
             return read(text)
     names = " or ".join("None" if k is types.NoneType else getattr(k, "__name__", str(k)) for k in kinds)
-    others = "" if readers else " --arg gives an int, float, bool, str, path or None."
-    raise UsageError(f"{what} is {names}.{others}")
+    others = "" if readers else " --arg can pass only an int, float, bool, str, path or None."
+    raise UsageError(f"{what} must be {names}.{others}")
 
 
 def _none(text: str) -> None:

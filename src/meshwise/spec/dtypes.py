@@ -45,8 +45,8 @@ class Dtypes:
             raise PlanError(f"{text}: fp64 cannot be mixed with other dtypes. Write only precision='fp64'.")
         if self.stored != self.computed and WIDTHS[self.computed] >= WIDTHS[self.stored]:
             raise PlanError(
-                f"compute_dtype={self.computed!r} with param_dtype={self.stored!r}: computing in a wider dtype than is "
-                f"stored gains nothing. Write param_dtype='fp32', or compute_dtype={self.stored!r}."
+                f"compute_dtype={self.computed!r} with param_dtype={self.stored!r}: compute_dtype must be equal to "
+                f"param_dtype, or narrower. Write param_dtype='fp32', or compute_dtype={self.stored!r}."
             )
 
     @property

@@ -15,12 +15,12 @@ KINDS = {
     "exit": "the process ends with exit code 1, without a message",
     "hang": "the rank sleeps for ever",
     "stop": "the process is stopped (SIGSTOP)",
-    "slow": "the phase takes so much longer, in this step and all that follow: slow 20ms:rank=1,step=5",
+    "slow": "the phase takes the given time longer, in this step and all later steps: slow 20ms:rank=1,step=5",
     "oom": "the device is out of memory",
     "nan": "a parameter of the rank becomes NaN",
     "bitflip": "a bit of a parameter of the rank is flipped",
-    "disk-full": "the rank's writes into the run's folder fail, for steps=10, and until one has failed",
-    "drop-link": "the rank's connections to the others carry nothing any more (CPU workers)",
+    "disk-full": "the rank's writes into the run folder fail for 10 steps (steps=10), or longer until one has failed",
+    "drop-link": "the rank's connections to the others stop carrying data (CPU workers)",
     "reset-link": "the rank's connections to the others are closed (CPU workers)",
     "corrupt-checkpoint": "a bit of the newest checkpoint on the disk is flipped",
     "cut-checkpoint": "a file of the newest checkpoint on the disk loses its second half",
@@ -30,7 +30,7 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate
 """The phases of a step. A fault happens when its phase begins, `communication` with a collective of all ranks."""
 FULL_FOR = 10  # steps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-EXAMPLE = "Write --fault kill:rank=1,step=40, and phase=backward or attempt=2 after it where that matters."
+EXAMPLE = "Write --fault kill:rank=1,step=40, and add ,phase=backward or ,attempt=2 if you need them."
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def parse_fault(text: str) -> Fault:
     given = [part.partition("=") for part in rest.split(",") if part.strip()]
     values = {name.strip(): value.strip() for name, _, value in given}
     for name in values:
-        check_known(f"--fault {text!r}: a field", name, ("rank", "step", "phase", "attempt", "steps", "back"))
+        check_known(f"--fault {text!r}: field", name, ("rank", "step", "phase", "attempt", "steps", "back"))
     if missing := [name for name in ("rank", "step") if name not in values]:
         raise UsageError(f"--fault {text!r}: {' and '.join(missing)} is missing. {EXAMPLE}")
     if len(values) < len(given):

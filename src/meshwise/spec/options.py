@@ -80,7 +80,7 @@ def check_script(script: str, options: Any) -> None:
             given = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"
             words = option_name(name, option) + given
             raise UsageError(
-                f"{words}: this option works only for jobs, and {script} is a script. Write options of the script "
+                f"{words}: this option works only for jobs, but {script} is a script. Write the script's own options "
                 "after its name, or make a Job of the script."
             )
 

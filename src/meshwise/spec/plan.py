@@ -35,7 +35,7 @@ BATCH_NORMS = {
     "local": "each rank uses the statistics of its own samples: no communication, but other numbers",
 }
 
-_ZERO1 = " with zero1=True: use shard, which divides more: shard={plan.data}."
+_ZERO1 = " with zero1=True is not supported. Use shard={plan.data} instead, which divides more."
 _ON_HOST = " with offload='parameters' is not supported yet. Use offload='optimizer', or shard."
 _COMPILED = " with compile=True: split tensors are not compiled. Remove compile."
 
@@ -113,8 +113,8 @@ class Plan:
     pipeline: int = _axis(
         Conflict(
             lambda plan: plan.accumulate < plan.pipeline,
-            "pipeline={plan.pipeline} with accumulate={plan.accumulate}: stages work on different microbatches at "
-            "once, so there must be at least as many. Use accumulate={plan.pipeline} or more.",
+            "pipeline={plan.pipeline} with accumulate={plan.accumulate}: each stage works on another microbatch, so a "
+            "step needs at least {plan.pipeline} microbatches. Use accumulate={plan.pipeline} or more.",
         ),
         _not_yet("pipeline", "compile"),
         Conflict(lambda plan: "parameters" in plan.offload, "pipeline={plan.pipeline}" + _ON_HOST),
@@ -299,7 +299,7 @@ def check_name(name: str) -> None:
     """Raise PlanError if a plan has no field of this name."""
     known = {f.name for f in fields(Plan)}
     if name not in known:
-        raise PlanError(f"a plan has no field '{name}'.{nearest(name, known)} Known are {', '.join(sorted(known))}.")
+        raise PlanError(f"a plan has no field '{name}'.{nearest(name, known)} Fields are {', '.join(sorted(known))}.")
 
 
 def _recompute(value: Any) -> str | tuple[str, ...]:
@@ -307,8 +307,8 @@ def _recompute(value: Any) -> str | tuple[str, ...]:
         if value in RECOMPUTES:
             return value
         raise PlanError(
-            f"recompute={value!r} is not known.{nearest(value, RECOMPUTES)} Use one of {', '.join(RECOMPUTES)}, or the "
-            f"names of blocks: recompute=({value!r},), or with a comma after it, --set recompute={value or 'NAME'},"
+            f"recompute={value!r} is not known.{nearest(value, RECOMPUTES)} Use one of {', '.join(RECOMPUTES)}, or "
+            f"names of blocks: recompute=({value!r},), or --set recompute={value or 'NAME'}, (with the comma)."
         )
     names = _words("recompute", value)
     if not names:

@@ -88,7 +88,7 @@ def on_devices(plan: Plan, devices: int) -> Plan:
         bare: dict[str, Any] = {**off, **axes}
         if _is_possible(plan, bare):
             return _with_possible(replace(plan, **bare), plan)
-    raise PlanError(f"{_axes_text(plan)} needs at least {plural(fixed, 'device')}, and the run has {devices} left.")
+    raise PlanError(f"{_axes_text(plan)} needs at least {plural(fixed, 'device')}, but the run has {devices} left.")
 
 
 def _with_possible(bare: Plan, plan: Plan) -> Plan:

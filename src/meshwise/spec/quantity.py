@@ -64,9 +64,9 @@ def read_quantity(text: object, kind: str, where: str) -> float:
         exact = Decimal(found[1])
         value = float(exact * units[found[2]])
     except (ArithmeticError, ValueError):
-        raise UsageError(f"{where} = {value_text(text)}: must be above zero and finite. {write}") from None
+        raise UsageError(f"{where} = {value_text(text)} must be above zero and finite. {write}") from None
     if value == float("inf") or (value == 0 and (exact or kind != "seconds")):  # a latency may be nothing
-        raise UsageError(f"{where} = {value_text(text)}: must be above zero and finite. {write}")
+        raise UsageError(f"{where} = {value_text(text)} must be above zero and finite. {write}")
     return value
 
 

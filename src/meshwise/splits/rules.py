@@ -144,7 +144,7 @@ def prepare() -> None:
 def said() -> list[str]:
     """Return a note on which operators had to gather activations. The list is empty if none had to."""
     names = sorted(_large, key=lambda name: (-gathered[name], name))
-    text = f"whole on every rank, for lack of a rule for parts: {some(names)}. Exact, and not divided."
+    text = f"every rank computes these operators whole, as no rule divides them: {some(names)}. Results are exact."
     return [text] if names else []
 
 
