@@ -99,7 +99,7 @@ SENTENCES = {
     "--resume nowhere": "nowhere is not a run folder",
     "": "meshwise run needs a job. Use meshwise run mnist-mlp",
     "missing.py": "missing.py: no such file",
-    "--epochs 3 mine.py": "--epochs 3: this option works only for jobs, and mine.py is a script",
+    "--epochs 3 mine.py": "--epochs 3: this option works only for jobs, but mine.py is a script",
 }
 
 
@@ -189,7 +189,7 @@ def test_a_script_that_defines_a_job_and_trains_nothing_is_told_how_to_train_it(
     ("words", "sentence"),
     [
         ("bench --nnodes 0", "--nnodes 0: a run needs at least one machine"),
-        ("bench --devices ''", "--devices : this names no device"),
+        ("bench --devices ''", "--devices : this does not name a device"),
         ("check mine.py:job --devices ''", "--devices '' names no device"),
     ],
 )

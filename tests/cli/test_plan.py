@@ -146,7 +146,7 @@ def test_models_that_nobody_named_are_split_or_refused_by_name(name: str, kind: 
     if name == "towers":
         assert len(trace(job, staged, kind)) == 2
         return
-    with pytest.raises(PlanError, match="has no repeated layers that stages could be cut from"):
+    with pytest.raises(PlanError, match="has no repeated layers to cut into stages"):
         trace(job, staged, kind)
 
 

@@ -64,7 +64,7 @@ def test_the_cells_of_a_notebook_run_on_two_t4_or_are_refused(python: Any, fake:
         "copied cuda:1",
     ]
     text = "\n".join(lines)
-    assert "compile=True needs triton on a GPU, and it is not here. Leave compile out, or install it." in text
+    assert "compile=True on a GPU needs triton, which is missing. Install triton, or leave compile out." in text
     assert "mw.distribute was given a DataParallel. Remove that wrapper" in text
     assert "UsageError --devices 4xcuda: this machine has 2 cuda devices" in text
 

@@ -99,7 +99,7 @@ def test_bf16_on_a_device_that_only_emulates_it_is_refused(meshwise: Run, fake: 
     found = meshwise("bench", "--compute", "--devices", "1xcuda", "--seconds", "0.2", check=False).stdout
     assert "fp16 products" in found and "bf16 products" not in found
     done = meshwise("run", JOB, "--devices", "2xcuda", "--set", "precision=bf16", check=False)
-    assert done.returncode == 2 and "this GPU is too old for it" in " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 2 and "this GPU is too old for bf16" in " ".join((done.stdout + done.stderr).split())
     assert "Traceback" not in done.stdout + done.stderr
 
 

@@ -103,7 +103,7 @@ BLOCKS = {
 """A block of each model, to recompute alone."""
 
 
-REFUSED = {("lstm-tagger", "selective"): "LSTM writes in place into a result that was to be kept"}
+REFUSED = {("lstm-tagger", "selective"): "LSTM writes in place into a result that must be kept"}
 """Model and way of recomputing that are refused, and what is said."""
 
 IN_TURN = ("mnist-mlp", "mnist-cnn", "mlp", "two-tower", "lstm-tagger", "resnet", "vit", "gpt2", "bert", "llama")

@@ -233,9 +233,9 @@ def test_a_plan_file_that_is_not_there_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (RunOptions(batch_size=3), "--batch-size 3: this option works only for jobs, and train.py is a script"),
+        (RunOptions(batch_size=3), "--batch-size 3: this option works only for jobs, but train.py is a script"),
         (RunOptions(seed=0), "--seed 0"),
-        (RunOptions(args={"lr": 1}), "--arg lr=1: this option works only for jobs, and train.py is a script"),
+        (RunOptions(args={"lr": 1}), "--arg lr=1: this option works only for jobs, but train.py is a script"),
         (RunOptions(resume="runs/a"), "--resume runs/a"),
     ],
 )

@@ -54,4 +54,4 @@ def test_workers_of_a_script_of_accelerate_train_together(processes: None, tmp_p
     (tmp_path / "train.py").write_text(BY_ACCELERATE, encoding="utf-8")
     command = [sys.executable, "-m", "meshwise", "run", "--devices", "2xcpu", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "ranks 2 of 4 batches" in done.stdout and "each alone" not in done.stdout + done.stderr, done
+    assert "ranks 2 of 4 batches" in done.stdout and "exchanged nothing" not in done.stdout + done.stderr, done

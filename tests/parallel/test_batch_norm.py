@@ -200,7 +200,7 @@ def test_statistics_that_a_subclass_computes_itself_are_refused_by_name(pool: An
         return str(refused.value)
 
     for text in pool(2).run(case):
-        assert text.startswith("batch norm blocks.0.1 is a OwnStatistics, which computes its statistics itself")
+        assert text.startswith("batch norm blocks.0.1 is a OwnStatistics. This class computes its statistics itself")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

@@ -114,7 +114,7 @@ def test_a_model_compiled_whole_is_compiled_block_by_block_and_it_says_so(how: s
     for same, other_keys, notes, apart in pool(2).run(distributed_compiled, how):
         assert same and not other_keys and apart < 1e-9
         assert [note for note in notes if note.startswith("compile")] == [
-            "compile: torch.compile was around the model, and is removed: each of 3 blocks is compiled separately: "
+            "compile: torch.compile of the whole model is removed, and each of 3 blocks is compiled separately: "
             "layers.0, layers.1, layers.2."
         ]
 
@@ -142,15 +142,15 @@ def with_batch_norm() -> None:
 def test_a_missing_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(PlanError, match="needs a C\\+\\+ compiler on CPU, and 'no-such-compiler' is not found"):
+    with pytest.raises(PlanError, match="on a CPU needs a C\\+\\+ compiler, but 'no-such-compiler' is not found"):
         apply(nn.Linear(2, 2), Plan(compile=True), World())
 
 
 @pytest.mark.parametrize(
     ("device", "triton", "says"),
     [
-        ("cpu", None, "compile=True needs a C++ compiler on CPU, and 'no-such-compiler' is not found"),
-        ("cuda:1", None, "compile=True needs triton on a GPU, and it is not here"),
+        ("cpu", None, "compile=True on a CPU needs a C++ compiler, but 'no-such-compiler' is not found"),
+        ("cuda:1", None, "compile=True on a GPU needs triton, which is missing"),
         ("cuda:1", "here", None),
         ("mps:0", None, None),
     ],

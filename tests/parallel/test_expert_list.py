@@ -168,7 +168,9 @@ def test_experts_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(PlanError, match=r"layers.0.experts has 5 experts. Use expert=5 or less"):
         check(model, expert=6)
     model.layers[1].experts[2].up = nn.Linear(WIDTH, 7, bias=False)
-    with pytest.raises(PlanError, match=r"experts of layers.1.experts are not all of one shape. Use data or shard"):
+    with pytest.raises(
+        PlanError, match=r"experts of layers.1.experts have parameters of different names or shapes. Use data or shard"
+    ):
         check(model, expert=2)
     model.layers[1].experts = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(2))
     with pytest.raises(PlanError, match="have buffers"):
@@ -210,7 +212,7 @@ def refusal_of(kind: type[nn.Module]) -> str:
 
 
 def test_a_forward_that_cannot_run_twice_is_refused(pool: Any) -> None:
-    said = {Chained: "what expert 1 is given depends", InPlace: "forward changes its inputs", Wider: "returns (8, 4)"}
+    said = {Chained: "the input of expert 1 depends on", InPlace: "must not change its inputs", Wider: "returns (8, 4)"}
     for kind, words_of_it in said.items():
         found = pool(2).run(refusal_of, kind)
         assert any(words_of_it in text and "Use data or shard" in text for text in found), found
@@ -319,7 +321,10 @@ def test_a_capacity_that_counts_the_tokens_of_a_rank_is_said(
     setup = Setup(nn.ModuleDict({"router": make()}), plan, World(size=2), samples=lambda: 1)
     assert BALANCE.apply is not None
     BALANCE.apply(setup)
-    assert any("drops the rest, counted over the samples of a rank" in note for note in setup.notes) == said
+    assert (
+        any("above an expert's capacity, and counts only the tokens of one rank" in note for note in setup.notes)
+        == said
+    )
 
 
 def of_all_labels(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -318,12 +318,15 @@ def test_a_run_goes_on_under_another_plan(pool: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (job(model=lambda: Net(skip=True)), "reads more than what the block before it gives"),
+        (job(model=lambda: Net(skip=True)), "reads more than the output of the block before it"),
         (job(model=Looking), "before block blocks.2 raised AssertionError: not a number.* Use shard or tensor"),
-        (job(loss=lambda m, b: token_mean(m, b)[0] + token_mean(m, b)[0]), "was called twice in one loss"),
+        (
+            job(loss=lambda m, b: token_mean(m, b)[0] + token_mean(m, b)[0]),
+            r"in one loss, block blocks\.\d was called twice",
+        ),
         (
             job(loss=lambda m, b: token_mean(m, b)[0] + sum(p.sum() for p in m.parameters())),
-            "whose values are on another",
+            "Its values are on another rank",
         ),
     ],
     ids=["skip", "looks", "twice", "penalty"],
@@ -399,7 +402,7 @@ def test_settings_may_come_in_any_order() -> None:
 
 
 def test_a_script_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"stages run the loss .* Write a Job"):
+    with pytest.raises(PlanError, match=r"a script runs the loss itself. Write a Job"):
         check_for_scripts(Plan(pipeline=2, accumulate=4))
 
 
@@ -414,9 +417,13 @@ def dropping(**config: float) -> nn.Module:
     ("model", "plan", "expected"),
     [
         (nn.Linear(2, 2), Plan(pipeline=2, accumulate=2), "has no repeated layers"),
-        (Net(3), Plan(pipeline=4, accumulate=4), r"needs 4 blocks, and Net has 3 .blocks.0, .*Use pipeline=3"),
-        (Net(3), Plan(pipeline=2, accumulate=4, schedule="interleaved"), "of 2 stages each needs 4 blocks"),
-        (dropping(encoder_layerdrop=0.1), Plan(pipeline=2, accumulate=2), "encoder_layerdrop=0.1 leaves out layers"),
+        (Net(3), Plan(pipeline=4, accumulate=4), r"needs 4 blocks, but Net has 3 .blocks.0, .*Use pipeline=3"),
+        (Net(3), Plan(pipeline=2, accumulate=4, schedule="interleaved"), "with 2 stages per rank needs 4 blocks"),
+        (
+            dropping(encoder_layerdrop=0.1),
+            Plan(pipeline=2, accumulate=2),
+            "encoder_layerdrop=0.1 skips layers at random",
+        ),
     ],
 )
 def test_models_that_are_refused(model: nn.Module, plan: Plan, expected: str) -> None:
@@ -452,7 +459,9 @@ def test_stages_are_cut_by_the_cost_of_blocks_that_a_job_gives() -> None:
     blocks = repeated_blocks(Net(4))
     assert stage_ranges(costs_of(blocks, None), 2) == [(0, 2), (2, 4)]
     assert stage_ranges(costs_of(blocks, lambda name, block: 9.0 if name == "blocks.0" else 1.0), 2) == [(0, 1), (1, 4)]
-    with pytest.raises(PlanError, match=r"stage_cost.'blocks.0', block. gave nan. Return a number of at least 0"):
+    with pytest.raises(
+        PlanError, match=r"stage_cost.'blocks.0', block. returned nan. It must return a number of at least 0"
+    ):
         costs_of(blocks, lambda name, block: float("nan"))
     pipe = Pipe(0, 2, None, None, None)
     note = Pipeline(Net(4), Plan(pipeline=2, accumulate=2), pipe, lambda name, block: 1.0).note(4000)

@@ -250,7 +250,7 @@ def test_a_block_that_the_model_does_not_have_is_told() -> None:
 def test_what_runs_again_is_said() -> None:
     notes = apply(build("transformer"), Plan(recompute="selective"), World()).notes
     assert notes == [
-        "recompute: all but matrix products and attention runs again in the backward, in 3 blocks: "
+        "recompute: the backward runs 3 blocks again (except matrix products and attention): "
         "layers.0, layers.1, layers.2."
     ]
 

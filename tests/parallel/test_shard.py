@@ -170,7 +170,7 @@ def late_alone() -> None:
 
 
 def test_a_parameter_that_one_rank_alone_reaches_late_is_told(pool: Any) -> None:
-    with pytest.raises(CaseFailed, match=r"reaches parts\.1, which it did not reach before, and other ranks do not"):
+    with pytest.raises(CaseFailed, match=r"this rank uses parts\.1 for the first time, and other ranks do not"):
         pool(2).run(late_alone)
 
 
@@ -199,10 +199,10 @@ def run_orders(*orders: list[list[int]]) -> None:
 
 def test_a_rank_that_runs_its_blocks_in_another_order_is_told_before_a_step(pool: Any) -> None:
     pool(2).run(run_orders, [[0, 1], [0, 1]], [[1, 0], [1, 0]], [[0, 1], [0, 1]])
-    here = r"comes to the block of layers\.\d\.weight after 0 blocks, and "
+    here = r"computes gradients in the block of layers\.\d\.weight after 0 blocks, and "
     with pytest.raises(CaseFailed, match=here + "other ranks do not"):
         pool(2).run(run_orders, [[0, 1], [0, 1]], [[0, 1], [1, 0]])
-    with pytest.raises(CaseFailed, match=here + "that of another rank"):  # in the first backward: at once
+    with pytest.raises(CaseFailed, match=here + "another rank: "):  # in the first backward: at once
         pool(2).run(run_orders, [[0, 1], [1, 0]])
 
 
@@ -397,13 +397,17 @@ def of_something_else(kind: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "number", "said"),
     [
-        ("another parameter", 1, "rank 1 gives mw.backward a loss without a forward of the model, and rank 0 has gone"),
-        pytest.param("another parameter", 0, "rank 1 gives mw.backward a loss", marks=pytest.mark.slow),
-        pytest.param("a parameter of the model", 1, "rank 1 gives mw.backward a loss", marks=pytest.mark.slow),
+        (
+            "another parameter",
+            1,
+            "rank 1 calls mw.backward for a loss without a forward of the model, and rank 0 has gone",
+        ),
+        pytest.param("another parameter", 0, "rank 1 calls mw.backward for a loss", marks=pytest.mark.slow),
+        pytest.param("a parameter of the model", 1, "rank 1 calls mw.backward for a loss", marks=pytest.mark.slow),
         (
             "an output that is let go",
             1,
-            "the loss of this rank is through after 0 blocks, and other",
+            "this rank ends its backward after 0 blocks, and other",
         ),
     ],
 )

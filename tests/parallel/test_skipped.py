@@ -284,7 +284,8 @@ def test_it_does_so_with_accumulation_and_the_run_says_what_is_gathered_together
     for found in pool(2).run(trained, Plan(shard=2), flat, 2):
         assert_equal(found, want)
         assert any(
-            "a rank may skip first.ffns.0" in note and "gathered together with Twice" in note for note in found[2]
+            "a rank may skip first.ffns.0" in note and "all ranks gather this together with Twice" in note
+            for note in found[2]
         )
 
 
@@ -307,7 +308,7 @@ class Hidden(Chance):
 
 
 def test_a_skipped_layer_that_nobody_could_see_is_refused_at_once(pool: Any) -> None:
-    with pytest.raises(CaseFailed, match=r"comes to layers\.[01] after 0 blocks, and that of another"):
+    with pytest.raises(CaseFailed, match=r"calls block layers\.[01] after 0 blocks, and that of another"):
         pool(2).run(trained, Plan(shard=2), lambda: Hidden(False), timeout=30)
 
 

@@ -157,7 +157,7 @@ def test_reading_a_part_of_a_parameter_as_if_it_were_whole_is_explained(pool: An
         return [], size
 
     for notes, size in pool(2).run(flat):
-        assert size == 4 and any("p.full_tensor() is the whole one" in note for note in notes)
+        assert size == 4 and any("p.full_tensor() returns the whole parameter" in note for note in notes)
 
 
 def test_pruning_parts_of_parameters_is_explained(pool: Any) -> None:

@@ -352,7 +352,9 @@ def test_workers_that_exchanged_nothing_are_told_to_have_trained_alone(
         program._collective(Call("all-reduce", "", number, "", "cpu", 2, True, True))
     ordinary(epochs=1)
     plain_program.tell_what_is_missing("train.py")
-    assert [line.startswith("train.py: its 2 workers trained 2 models, each alone") for line in lines] == [True] * told
+    assert [line.startswith("train.py: the 2 workers exchanged nothing, so each trained") for line in lines] == [
+        True
+    ] * told
 
 
 def test_a_stop_that_came_while_the_process_started_interrupts_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,13 +64,16 @@ def test_a_text_is_read_as_the_signature_says(function: Any, text: str, value: o
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("lrr=1", "--arg lrr=1: train.py:job has no parameter 'lrr'. Did you mean 'lr'? It takes lr, depth,"),
-        ("lr=fast", "--arg lr=fast: 'lr' of train.py:job is float."),
-        ("depth=2.5", "'depth' of train.py:job is int."),
-        ("wide=2", "is bool."),
-        ("clip=x", "is float or None."),
-        ("kind=adagrad", "is adam or sgd or 3."),
-        ("sizes=1,2", "'sizes' of train.py:job is tuple. --arg gives an int, float, bool, str, path or None."),
+        ("lrr=1", "--arg lrr=1: train.py:job has no parameter 'lrr'. Did you mean 'lr'? train.py:job takes lr, depth,"),
+        ("lr=fast", "--arg lr=fast: 'lr' of train.py:job must be float."),
+        ("depth=2.5", "'depth' of train.py:job must be int."),
+        ("wide=2", "must be bool."),
+        ("clip=x", "must be float or None."),
+        ("kind=adagrad", "must be adam or sgd or 3."),
+        (
+            "sizes=1,2",
+            "'sizes' of train.py:job must be tuple. --arg can pass only an int, float, bool, str, path or None.",
+        ),
     ],
 )
 def test_what_the_function_does_not_take_is_refused(text: str, says: str) -> None:
@@ -81,7 +84,7 @@ def test_what_the_function_does_not_take_is_refused(text: str, says: str) -> Non
 
 def test_a_function_of_any_names_takes_any() -> None:
     assert read_arguments(lambda **given: None, ["lr=0.1", "name=x"], "j") == {"lr": 0.1, "name": "x"}
-    with pytest.raises(UsageError, match=r"has no parameter 'lr'\. It takes none"):
+    with pytest.raises(UsageError, match=r"has no parameter 'lr'\. j takes none"):
         read_arguments(lambda: None, ["lr=0.1"], "j")
 
 

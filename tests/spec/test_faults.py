@@ -32,7 +32,7 @@ def test_what_is_written_is_read_and_written_again(text: str, fault: Fault) -> N
         ("kill:rank=1,step=0", "step='0' is not a whole number of at least 1"),
         ("kill:rank=-1,step=2", "rank='-1' is not a whole number of at least 0"),
         ("kill:rank=1,step=2,phase=sleep", "Use one of data, forward, backward"),
-        ("kill:rank=1,step=2,when=now", "a field='when' is not known"),
+        ("kill:rank=1,step=2,when=now", "field='when' is not known"),
         ("kill:rank=1,rank=2,step=2", "given twice"),
         ("slow:rank=1,step=2", "slow needs a duration"),
         ("kill 20ms:rank=1,step=2", "kill takes no duration"),

@@ -104,7 +104,7 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
         ("acumulate = 2", "no field 'acumulate'. Did you mean 'accumulate'?"),
         (
             "colour = 2",
-            "Known are accumulate, batch_norm, bucket_mb, compile, compute_dtype, ",
+            "Fields are accumulate, batch_norm, bucket_mb, compile, compute_dtype, ",
         ),
         ("data = ", "not TOML"),
         ("data = 2.0", "data=2.0 must be a whole number of at least 1"),
@@ -115,7 +115,7 @@ def test_what_a_plan_file_leaves_out_has_its_default() -> None:
         ("data = 2\nshares = '21'", "shares='21' must be numbers above 0"),
         ("data = 4\nshares = [2, 1]", "shares=(2, 1): a batch is divided into 4 parts"),
         ("shares = [2]", "shares=(2,) has no effect with one replica"),
-        ("recompute = 'encoder'", "or with a comma after it, --set recompute=encoder,"),
+        ("recompute = 'encoder'", "or --set recompute=encoder, (with the comma)"),
     ],
 )
 def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str) -> None:
@@ -145,7 +145,7 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"offload": ("parameters",)}, "shard=1 does not divide them. Use shard=2 or more, or offload='optimizer'"),
         ({"grad_dtype": "b16"}, "grad_dtype='b16' is not known. Did you mean"),
         ({"param_dtype": "fp16"}, "which stores in fp32 and computes in fp16"),
-        ({"param_dtype": "bf16", "compute_dtype": "fp32"}, "computing in a wider dtype than is stored"),
+        ({"param_dtype": "bf16", "compute_dtype": "fp32"}, "compute_dtype must be equal to param_dtype, or narrower"),
         ({"param_dtype": "bf16", "precision": "fp16"}, "compute_dtype='fp16' with param_dtype='bf16'"),
         ({"precision": "fp64", "grad_dtype": "fp32"}, "fp64 cannot be mixed with other dtypes"),
         ({"compile": True, "recompute": "selective"}, "compiled code has no separate operators to select from"),

@@ -65,7 +65,7 @@ def parse_devices(words: str) -> DeviceRequest:
     if re.fullmatch(r"[a-z]+", text):
         return DeviceRequest(_known(words, text), count=1)
     raise UsageError(
-        f"--devices {words} does not name a device. Use a count (4xcpu, 2xcuda), indices (cuda:0,1) or all."
+        f"--devices {words}: this does not name a device. Use a count (4xcpu, 2xcuda), indices (cuda:0,1) or all."
     )
 
 
