@@ -157,5 +157,7 @@ def test_rebinding_keeps_settings_and_leaves_counters_alone() -> None:
 def test_an_optimizer_of_another_model_is_told() -> None:
     model = nn.Linear(3, 2)
     other = torch.optim.SGD(nn.Linear(4, 2).parameters())
-    with pytest.raises(PlanError, match=r"group 0 holds a parameter of shape \(2, 4\) that is not the model's"):
+    with pytest.raises(
+        PlanError, match=r"group 0 of the optimizer has a parameter of shape \(2, 4\) that is not the model's"
+    ):
         apply_with(model, Plan(), World(), other)
