@@ -316,7 +316,7 @@ class Sharded:
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)
         if other is not None:
-            others = f"another rank: {other}" if other else "other ranks do not"
+            others = f"another rank differs: {other}" if other else "other ranks do not"
             raise PlanError(
                 f"backward {self._backwards}: this rank {what}, and {others}. All ranks must gather sharded parameters "
                 "together: run the same blocks on every rank in the same step, or use data parallel alone (shard=1). "
