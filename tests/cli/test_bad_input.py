@@ -161,7 +161,10 @@ def test_a_checkpoint_of_another_model_is_refused(
     before = {name: (folder / name).read_bytes() for name in ("run.json", "plan.toml")}
     code, shown = command(["run", "--resume", str(folder), "--epochs", "2"], monkeypatch, capsys)
     assert {name: (folder / name).read_bytes() for name in before} == before  # the run is still finished
-    assert code == 2 and "the checkpoint belongs to another model: weight is (1, 4) there and (13, 4) here" in shown
+    assert (
+        code == 2
+        and "the checkpoint belongs to another model: weight has shape (1, 4) in it and (13, 4) in this" in shown
+    )
 
 
 @pytest.mark.usefixtures("processes")

@@ -261,7 +261,7 @@ def test_ready_batches_whose_draws_would_depend_on_the_devices_are_refused() -> 
     data = ReadyRows()
     data.noise = True
     assert len(list(reader(data, LoaderSettings(collate=as_it_is))([torch.tensor([1])], 0))) == 1
-    with pytest.raises(DataError, match=r"ReadyRows.__getitems__ makes a whole batch and draws random numbers"):
+    with pytest.raises(DataError, match=r"ReadyRows.__getitems__ returns a whole batch and draws random numbers"):
         next(reader(data, LoaderSettings(collate=as_it_is, several=True))([torch.tensor([1])], 0))
 
 
@@ -271,7 +271,7 @@ def test_ready_batches_that_begin_to_draw_are_refused_later() -> None:
     for _ in range(LOOKS + 1):
         next(batches)
     data.noise = True
-    with pytest.raises(DataError, match=r"makes a whole batch and draws random numbers"):
+    with pytest.raises(DataError, match=r"returns a whole batch and draws random numbers"):
         for _ in range(LOOKS):
             next(batches)
 

@@ -84,7 +84,7 @@ def test_on_one_device_a_wrapped_loader_gives_what_it_gave() -> None:
 
 def test_a_loader_that_drops_batches_is_refused() -> None:
     end_sessions()
-    with pytest.raises(UsageError, match="DropsOne gives more or fewer batches than it reads"):
+    with pytest.raises(UsageError, match="DropsOne yields more or fewer batches than it reads"):
         list(mw.distribute(wrapped(DropsOne, 21)))
 
 

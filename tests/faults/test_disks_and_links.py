@@ -62,7 +62,7 @@ def test_a_run_whose_folder_is_gone_trains_on_and_ends_with_1(moved: bool, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("corrupt", "rank1.safetensors is damaged: its hash is not"), ("cut", "rank1.safetensors has ")],
+    [("corrupt", "rank1.safetensors is damaged: its hash differs"), ("cut", "rank1.safetensors has ")],
 )
 def test_a_checkpoint_that_rots_is_noticed_and_the_one_before_it_is_taken(
     kind: str, says: str, undisturbed: Path, tmp_path: Path

@@ -37,8 +37,9 @@ def test_a_missing_wait_is_told_with_both_lines() -> None:
     finding = told(on(DEFAULT, TRAIN, True), on(SIDE, COPIES, False))
     assert finding.text.splitlines() == [
         "meshwise/recovery/side_copies.py:50: stream 1 of cuda:1 reads what the default stream wrote at train.py:88, "
-        "and nothing waits.",
-        "    Let it wait before: stream.wait_stream(other), of stream 1 of cuda:1 for the default stream.",
+        "without waiting for it.",
+        "    Call stream.wait_stream(other) before it, where stream is stream 1 of cuda:1 and other is the default "
+        "stream.",
         "    weights: float32 [4, 4], by add",
         "    reads at meshwise/recovery/side_copies.py:50 SideCopies.copy < train.py:90 main",
         "    wrote at train.py:88 main (copy_)",
@@ -57,7 +58,7 @@ def test_an_event_that_came_too_early_is_named() -> None:
         lambda checker: checker.order.wait(1, SIDE),
         on(SIDE, EVAL, False),
     )
-    assert "recorded at train.py:3, before that: record one after train.py:88" in finding.advice
+    assert "was recorded too early, at train.py:3. Record an event after train.py:88" in finding.advice
 
 
 def test_the_host_is_told_to_wait() -> None:
@@ -74,7 +75,7 @@ def test_memory_that_was_freed_too_early_is_told_with_the_line_that_let_it_go() 
         lambda checker: checker.allocate(64, DEFAULT),
         on(DEFAULT, EVAL, True),
     )
-    assert "memory that stream 1 reads at train.py:88, freed at train.py:3" in finding.sentence
+    assert "memory freed at train.py:3, which stream 1 reads at train.py:88" in finding.sentence
     assert "record_stream" in finding.advice
 
 

@@ -42,7 +42,7 @@ def test_a_job_name_becomes_one_plain_folder_name(tmp_path: Path, job: str, endi
 @pytest.mark.parametrize("below", ["file", "file/deeper"])
 def test_a_file_in_the_way_is_told(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"--out .*a folder cannot be made there.* Name another with --out DIR"):
+    with pytest.raises(UsageError, match=r"--out .*no folder can be made in it.* Name another folder with --out DIR"):
         create_run_folder(tmp_path / below, "mlp")
 
 
@@ -76,7 +76,7 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [('{"job": ', "cannot be read"), ("[1]", "does not hold the facts of a run")]
+    ("text", "says"), [('{"job": ', "cannot be read"), ("[1]", "does not contain the record of a run")]
 )
 def test_a_damaged_record_of_a_run_is_told(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / RUN).write_text(text)

@@ -38,7 +38,7 @@ WRITERS = (
 )
 WAITS = ("_awaited", "_settle", "settle")
 KINDS = ("save", "metrics", "record", "weights", "other rank")
-SENTENCE = "a later attempt of this run has begun elsewhere"
+SENTENCE = "a later attempt of this run began while this attempt was frozen or cut off"
 
 
 @dataclass

@@ -67,10 +67,13 @@ def test_a_part_that_lies_in_another_ones_whole_is_not_written_twice() -> None:
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        ([{"t": rows(0, 4, 8)}, {"t": rows(5, 8, 8)}], "t cannot be saved: the ranks hold 7 of its 8 elements"),
-        ([{"t": rows(0, 5, 8)}, {"t": rows(4, 8, 8)}], "the ranks hold 5 of its 8 elements"),
-        ([{"t": whole(8)}, {"t": whole(9)}], r"one rank holds it as float32 of \(8,\), another as float32 of \(9,\)"),
-        ([{"t": whole(8)}, {"t": whole(8, dtype="int8")}], "as float32 of .* another as int8 of"),
+        ([{"t": rows(0, 4, 8)}, {"t": rows(5, 8, 8)}], "t cannot be saved: the ranks have 7 of its 8 elements"),
+        ([{"t": rows(0, 5, 8)}, {"t": rows(4, 8, 8)}], "the ranks have 5 of its 8 elements"),
+        (
+            [{"t": whole(8)}, {"t": whole(9)}],
+            r"dtype float32 and shape \(8,\) on one rank, but float32 and \(9,\) on an",
+        ),
+        ([{"t": whole(8)}, {"t": whole(8, dtype="int8")}], "dtype float32 and shape .* on one rank, but int8 and"),
     ],
 )
 def test_a_state_that_is_not_whole_is_not_saved(ranks: list[dict[str, Held]], says: str) -> None:

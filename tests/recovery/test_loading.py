@@ -95,12 +95,12 @@ def a_pipe(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped bit": (lambda at: flip(file(at)), "rank0.safetensors is damaged: its hash is not the one that"),
-    "flipped header": (lambda at: flip(file(at), 0.01), "its hash is not the one that was written"),
+    "flipped bit": (lambda at: flip(file(at)), "rank0.safetensors is damaged: its hash differs from"),
+    "flipped header": (lambda at: flip(file(at), 0.01), "its hash differs from the recorded one"),
     "hole": (lambda at: hole(file(at)), "rank0.safetensors is damaged"),
     "cut off": (lambda at: file(at).write_bytes(file(at).read_bytes()[:-10]), "has 3,"),
     "longer": (lambda at: file(at).write_bytes(file(at).read_bytes() + b"x"), "has 3,"),
-    "empty": (lambda at: file(at).write_bytes(b""), "has 0 bytes of 3,"),
+    "empty": (lambda at: file(at).write_bytes(b""), "has 0 bytes instead of 3,"),
     "gone": (lambda at: file(at).unlink(), "rank0.safetensors is missing"),
     "a folder": (lambda at: (file(at).unlink(), file(at).mkdir()), "rank0.safetensors is missing"),
     "a pipe": (lambda at: a_pipe(file(at)), "rank0.safetensors is missing"),
@@ -111,8 +111,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest's end": (lambda at: (at / MANIFEST).write_text((at / MANIFEST).read_text()[:-2]), "is damaged"),
     "manifest empty": (lambda at: (at / MANIFEST).write_text(""), "manifest.json is damaged"),
     "manifest no text": (lambda at: (at / MANIFEST).write_bytes(b"\xff\xfe"), "manifest.json is damaged"),
-    "manifest of another": (lambda at: swap(at / MANIFEST, older(at) / MANIFEST), "it is that of step-00000001.1"),
-    "renamed": (lambda at: at.rename(at.with_name("step-00000009.1")), "it is that of step-00000002.1"),
+    "manifest of another": (lambda at: swap(at / MANIFEST, older(at) / MANIFEST), "it belongs to step-00000001.1"),
+    "renamed": (lambda at: at.rename(at.with_name("step-00000009.1")), "it belongs to step-00000002.1"),
     "emptied": (lambda at: (shutil.rmtree(at), at.mkdir()), "manifest.json is missing"),
 }
 
@@ -123,13 +123,13 @@ def test_damage_is_told_and_the_one_before_is_taken(tmp_path: Path, harm: str) -
     save(tmp_path, 1, 2)
     damage(tmp_path / "step-00000002.1")
     if harm in ("swapped", "manifest of another"):  # both are damaged
-        with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000001\.1.*Start over"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint can be used: .*step-00000001\.1.*Start over"):
             loaded(tmp_path)
         return
     found, said = loaded(tmp_path)
     assert found.saved.step == 1 and whole(found.tree)["model"]["w"].equal(torch.ones(300, 3))
     assert len(said) == 2 and says in said[0] and "is not used" in said[0] and "\n" not in said[0]
-    assert said[1] == "goes on from the checkpoint of step 1 instead."
+    assert said[1] == "the checkpoint of step 1 is used instead."
 
 
 def test_every_byte_of_a_checkpoint_counts(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path: Path) -> None:
             flipped = bytearray(content)
             flipped[at] ^= 1 << at % 8
             path.write_bytes(flipped)
-            with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+            with pytest.raises(CheckpointError, match="no checkpoint can be used"):
                 open_newest(tmp_path)
         path.write_bytes(content)
     assert open_newest(tmp_path).saved == saved
@@ -151,7 +151,7 @@ def test_of_all_damaged_ones_each_is_named(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     for saved in checkpoints_in(tmp_path):
         flip(file(saved.path))
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000002\.1.*step-00000001\.1"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be used: .*step-00000002\.1.*step-00000001\.1"):
         loaded(tmp_path)
 
 
@@ -198,13 +198,13 @@ def test_a_state_of_the_first_format_comes_back_until_there_is_one_of_the_second
         (
             b"x",
             {"sha256": "0"},
-            "is damaged (its SHA-256 is not the one that was saved). Older states are in the same folder.",
+            "is damaged: its SHA-256 differs from the recorded one. The same folder may contain older states.",
         ),
         (b"x", {"file": "step-3.pt"}, "has no checkpoint"),
         (b"x", {"file": None}, "latest.json cannot be read"),
         (b"no state", {}, "step-00000002.pt cannot be read"),
         (torch_file(nn.Linear(1, 1)), {}, "step-00000002.pt cannot be read"),  # code: it is not run
-        (torch_file([1, 2]), {}, "does not hold the state of a run"),
+        (torch_file([1, 2]), {}, "does not contain the state of a run"),
         (torch_file({"format": 7}), {}, "has format 7"),
     ],
 )

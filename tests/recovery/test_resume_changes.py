@@ -58,8 +58,8 @@ def resumed(folder: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> s
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"lr": 0.01}, "lr is 0.01 from here on, and was 0.1"),
-        ({"batch_size": 8}, "The global batch is 8 samples from here on, and was 4"),
+        ({"lr": 0.01}, "lr is 0.01 from now on. Before, it was 0.1"),
+        ({"batch_size": 8}, "The global batch is 8 samples from now on. Before, it was 4"),
     ],
 )
 def test_what_can_be_honoured_is_and_is_said(
@@ -72,11 +72,11 @@ def test_what_can_be_honoured_is_and_is_said(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"seed": 5}, "the seed is 5, and the run was begun with 0"),
-        ({"samples": 48}, "the data set has 48 samples, and had 40 when this epoch began, 20 of which are done"),
+        ({"seed": 5}, "the seed is 5, but the run began with seed 0"),
+        ({"samples": 48}, "the data set has 48 samples, but it had 40 when this epoch began.* after the first 20"),
         (
             {"lr": 0.01, "schedule": True},
-            "lr is 0.01 in the program, and the run was begun with 0.1: the schedule of lr",
+            "lr is 0.01 in the program, but the run began with 0.1. The scheduler continues from the saved lr",
         ),
     ],
 )
@@ -100,9 +100,11 @@ def test_a_new_learning_rate_counts(tmp_path: Path) -> None:
 
 def test_between_epochs_the_data_set_may_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran(job(), tmp_path)
-    assert "The data set has 48 samples from here on, and had 40." in resumed(tmp_path, capsys, samples=48, epochs=2)
+    assert "The data set has 48 samples from now on. Before, it had 40." in resumed(
+        tmp_path, capsys, samples=48, epochs=2
+    )
 
 
 def test_what_is_as_it_was_is_not_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopped_in_the_epoch(tmp_path, schedule=True)
-    assert "from here on" not in resumed(tmp_path, capsys, schedule=True)
+    assert "from now on" not in resumed(tmp_path, capsys, schedule=True)

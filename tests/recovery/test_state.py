@@ -96,7 +96,7 @@ def sequence(*layers: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("there", "here", "says"),
     [
-        (sequence(nn.Linear(3, 4)), sequence(nn.Linear(3, 5)), "0.weight is (4, 3) there and (5, 3) here"),
+        (sequence(nn.Linear(3, 4)), sequence(nn.Linear(3, 5)), "0.weight has shape (4, 3) in it and (5, 3) in this"),
         (sequence(nn.Linear(3, 3)), sequence(nn.Linear(3, 3), nn.Linear(3, 3)), "it lacks 1.bias, 1.weight"),
         (sequence(nn.Linear(3, 3), nn.Linear(3, 3)), sequence(nn.Linear(3, 3)), "it has 1.bias, 1.weight, which this"),
         (
@@ -126,9 +126,8 @@ def test_a_state_of_another_optimizer_is_told(there: type[Optimizer], here: type
     saved, state = make(there), make(here)
     with pytest.raises(CheckpointError) as caught:
         unpack(state, pack(saved))
-    assert f"belongs to another optimizer: {there.__name__} in the checkpoint and {here.__name__} here" in str(
-        caught.value
-    )
+    said = f"belongs to another optimizer: it was saved with {there.__name__}, but this job uses {here.__name__}."
+    assert said in str(caught.value)
 
 
 def test_a_state_of_other_parameter_groups_is_told() -> None:

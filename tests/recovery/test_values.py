@@ -80,7 +80,7 @@ def test_two_tensors_of_one_place_have_two_names() -> None:
 
 
 def test_what_is_no_plain_value_is_told_with_its_place() -> None:
-    with pytest.raises(UsageError, match=r"scheduler\.fn is a builtins\.function\. A checkpoint holds"):
+    with pytest.raises(UsageError, match=r"scheduler\.fn is a builtins\.function\. A checkpoint can store"):
         encoded({"scheduler": {"fn": lambda step: step}})
 
 

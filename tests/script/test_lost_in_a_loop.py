@@ -57,9 +57,11 @@ def said() -> str:
 def test_a_state_that_is_not_finite_is_not_saved_and_ends_the_loop(tmp_path: Path) -> None:
     model, optimizer, loader, _ = begun(tmp_path, every=1)
     message = (
-        r"step 3: the parameter weight is not finite on rank 0, so the state is not saved\. The newest is that of "
+        r"step 3: the parameter weight is not finite on rank 0, so the state is not saved\. The newest saved state "
     )
-    with pytest.raises(LossError, match=message + rf"step 2, in {tmp_path}: the same command goes on from there\."):
+    with pytest.raises(
+        LossError, match=message + rf"is of step 2, in {tmp_path}\. The same command continues from it\."
+    ):
         train(model, optimizer, loader, {2: math.nan})
     end_sessions()
     assert [saved.step for saved in checkpoints_in(tmp_path)] == [1, 2]
@@ -68,7 +70,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_ends_the_loop(tmp_path: Pat
 def test_nor_is_one_at_the_end_of_the_program(tmp_path: Path) -> None:
     model, optimizer, loader, _ = begun(tmp_path)
     train(model, optimizer, loader, {3: math.nan})
-    with pytest.raises(LossError, match=r"step 4: .* None was saved before\."):
+    with pytest.raises(LossError, match=r"step 4: .* No state was saved before\."):
         default_engine().close()
     assert not checkpoints_in(tmp_path)
 
@@ -76,7 +78,9 @@ def test_nor_is_one_at_the_end_of_the_program(tmp_path: Path) -> None:
 def test_nor_does_a_program_end_well_that_turned_so_after_its_last_save(tmp_path: Path) -> None:
     model, optimizer, loader, _ = begun(tmp_path, every=3)
     train(model, optimizer, loader, {3: math.nan})
-    with pytest.raises(LossError, match=r"step 4: the parameter weight .* on rank 0, .* The newest is that of step 3"):
+    with pytest.raises(
+        LossError, match=r"step 4: the parameter weight .* on rank 0, .* The newest saved state is of step 3"
+    ):
         default_engine().close()
 
 

@@ -63,8 +63,8 @@ def test_a_folder_that_another_program_holds_is_refused_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = FolderLock(tmp_path, STATE_LOCK, work=Work("/runs/first", 2))
-    who = rf"{tmp_path}: another program saves its state there, in process {os.getpid()} on .* \(run /runs/first\)"
-    with pytest.raises(UsageError, match=rf"mw.checkpoint: {who}\. Give mw.checkpoint a folder"):
+    who = rf"another program saves its state in this folder, in process {os.getpid()} on .* \(run /runs/first\)"
+    with pytest.raises(UsageError, match=rf"mw.checkpoint: {tmp_path}: {who}\. Give mw.checkpoint another folder"):
         trained(tmp_path)
     for run, number in (("/runs/first", 2), ("/runs/other", 3)):
         as_attempt(monkeypatch, Path(run), number)
@@ -130,13 +130,13 @@ def test_other_settings_are_honoured_and_said_or_refused(tmp_path: Path, capsys:
     trained(tmp_path / "a")
     assert trained(tmp_path / "a", lr=0.01, batch=8).param_groups[0]["lr"] == 0.01
     said = capsys.readouterr().err
-    assert "lr is 0.01 from here on, and was 0.1." in said
-    assert "The global batch is 8 samples from here on, and was 4." in said
-    with pytest.raises(UsageError, match="the data set has 48 samples, and had 40 when this epoch began"):
+    assert "lr is 0.01 from now on. Before, it was 0.1." in said
+    assert "The global batch is 8 samples from now on. Before, it was 4." in said
+    with pytest.raises(UsageError, match="the data set has 48 samples, but it had 40 when this epoch began"):
         trained(tmp_path / "a", samples=48)
     trained(tmp_path / "b", schedule=True)
     with pytest.raises(
-        UsageError, match=r"lr is 0\.01 in the program, and the run was begun with 0\.1: the schedule of lr"
+        UsageError, match=r"lr is 0\.01 in the program, but the run began with 0\.1\. The scheduler continues"
     ):
         trained(tmp_path / "b", lr=0.01, schedule=True)
 

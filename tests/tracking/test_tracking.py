@@ -161,7 +161,7 @@ def test_what_is_checked_logs_nothing(folder: Path) -> None:
     [
         ({"loss": torch.ones(3)}, r"loss has the shape \(3,\)\. Log one number, such as loss\.mean\(\)"),
         ({"loss": np.ones((2, 2))}, r"loss has the shape \(2, 2\)"),
-        ({"name": "a"}, "name is a str, and must be a number"),
+        ({"name": "a"}, "name is a str, but must be a number"),
         ({"loss": None}, "loss is a NoneType"),
         ({"step": 3}, r"write mw\.log\(\.\.\., step=n\)"),
     ],
@@ -211,7 +211,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_training_goes_on(tmp_path: Pa
 
     result = run_job(job(log=[broken], epochs=3), RunOptions(plan=Plan(), log_every=1), tmp_path, send)
     assert result["steps"] == 6 and len(lines(tmp_path)) == 9
-    assert notes == ["log=broken failed and is left out; the run goes on. OSError: no space left"]
+    assert notes == ["log=broken failed and gets no more values. The run continues. OSError: no space left"]
 
 
 def test_wandb_is_offline_and_knows_what_was_run(wandb: Any, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_tensorboard_without_its_folder_is_left_out_in_one_line(
     tracked.close()
     assert raised == [], "the thread's traceback is printed beside the line"
     (note,) = notes
-    assert note.startswith("log=tensorboard failed and is left out; the run goes on. FileNotFoundError")
+    assert note.startswith("log=tensorboard failed and gets no more values. The run continues. FileNotFoundError")
 
 
 def test_tensorboard_goes_on_where_a_resumed_run_does(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ class ExactDraws:
     def note(self) -> str:
         """Return a text that names the draws that were not exact, or "" if all were."""
         names = ", ".join(sorted(self.unkeyed))
-        return names and f"--exact-random: {names} cannot be seeded per sample, so ranks draw different numbers there."
+        return names and f"--exact-random: {names} cannot be seeded per sample, so the ranks draw different numbers."
 
 
 def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:

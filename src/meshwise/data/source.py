@@ -149,9 +149,9 @@ class KeyedDataset(Dataset[Any]):
                 self._ready = not (isinstance(got, list) and len(got) == len(keys))
                 if self._ready and self.several and draws is not None and draws.has_drawn():
                     raise DataError(
-                        f"{type(self.data).__name__}.__getitems__ makes a whole batch and draws random numbers for it, "
-                        "which would differ on another number of devices. Draw them in the training loop, or return "
-                        "single samples in __getitem__, where meshwise seeds each sample."
+                        f"{type(self.data).__name__}.__getitems__ returns a whole batch and draws random numbers. They "
+                        "would depend on the number of devices. Draw random numbers in the training loop, or return "
+                        "single samples from __getitem__, where meshwise seeds each sample."
                     )
             if self._ready:
                 return got

@@ -46,7 +46,7 @@ Order = Callable[[Draws | None, int], Tensor]
 STREAMS = ("whole", "per-rank")
 OTHER_ITEMS = (
     "Samples would be lost. For a data set that splits itself by rank, use mw.distribute(…, streams='per-rank'); for "
-    "any other, use the same random seed on every rank."
+    "any other data set, use the same random seed on every rank."
 )
 _ARRAYS = (Tensor, numpy.ndarray)
 _KEPT = ("pin_memory", "timeout")
@@ -249,7 +249,7 @@ def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
             batch = go_on(lambda: next(batches, None))
             rows = 0 if batch is None else _rows_of(batch)
             if world.size > 1 and len(set(counts := _compared(rows, _checksum(batch)))) != 1:
-                raise DataError(f"the ranks read batches of {', '.join(map(str, counts))} rows. {OTHER_ITEMS}")
+                raise DataError(f"the ranks' batches differ: {', '.join(map(str, counts))} rows. {OTHER_ITEMS}")
             if batch is None:
                 return
             share = batch_slice(torch.arange(rows), 0, rows, rows, world)
@@ -271,9 +271,9 @@ def _rows_of(batch: Any) -> int:
     if len(rows) == 1 and isinstance(count := next(iter(rows)), int) and count > 0:
         return count
     raise UsageError(
-        "a loader with batch_size=None must give batches that can be split by rows, and this one holds "
-        f"{', '.join(f'{row} rows' if isinstance(row, int) else f'a {row}' for row in sorted(rows, key=str))}. Give "
-        "tensors or arrays with equally many rows, or give single samples and a batch_size."
+        "a loader with batch_size=None must return batches that can be split by rows, but this loader returns "
+        f"{', '.join(f'{row} rows' if isinstance(row, int) else f'a {row}' for row in sorted(rows, key=str))}. Return "
+        "tensors or arrays with equally many rows, or return single samples and set batch_size."
     )
 
 
@@ -289,7 +289,7 @@ def _compared(count: int, checksum: int) -> list[int]:
     counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
     if len(set(sums)) != 1 and len(set(counts)) == 1:
         raise DataError(
-            f"the ranks' streams give different items, but each rank keeps only its share of one stream. {OTHER_ITEMS}"
+            f"the ranks' streams differ, but each rank keeps only its share of a single stream. {OTHER_ITEMS}"
         )
     return counts  # type: ignore[no-any-return]
 
@@ -311,8 +311,8 @@ def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> 
     if len(set(counts)) != 1:
         raise DataError(
             "the ranks read streams of different lengths (last batch: "
-            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). For a data set that splits itself, use "
-            "mw.distribute(…, streams='per-rank')."
+            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). For a data set that splits itself by rank, "
+            "use mw.distribute(…, streams='per-rank')."
         )
     share = batch_slice(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
     return [got[i] for i in share.indices.tolist()] if got else [], share
@@ -324,7 +324,7 @@ def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tu
         return got, BatchSlice(torch.arange(len(got)), len(got), total)
     if last is None:
         raise DataError(
-            f"rank {world.rank}'s stream gave no sample at all. Give every rank at least one, or use streams='whole'."
+            f"the stream of rank {world.rank} is empty. Give every rank at least one sample, or use streams='whole'."
         )
     return [last], BatchSlice(torch.zeros(1, dtype=torch.int64), 0, total)
 

@@ -58,8 +58,8 @@ class Wrapper:
 
     def _other_batches(self) -> UsageError:
         return UsageError(
-            f"mw.distribute: {self._name} gives more or fewer batches than it reads from its DataLoader, so the "
-            "samples of a batch are not known. Give mw.distribute the DataLoader, and join or drop batches in the loop."
+            f"mw.distribute: {self._name} yields more or fewer batches than it reads from its DataLoader. The samples "
+            "of a batch are therefore unknown. Pass the DataLoader itself, and join or drop batches in the loop."
         )
 
 

@@ -78,13 +78,13 @@ def find(race: Race, names: LaneNames, name: str = "") -> Finding:
     did = "wrote" if earlier.writes else "reads"
     act = "writes" if later.writes else "reads"
     if race.freed is not None:
-        sentence = f"{after}: {here} {act} memory that {there} {did} at {before}, freed at {race.freed.place}"
-        advice = f"Write tensor.record_stream(stream) with {there} before the tensor is let go, or wait for it first"
+        sentence = f"{after}: {here} {act} memory freed at {race.freed.place}, which {there} {did} at {before}"
+        advice = f"Call tensor.record_stream(stream) with {there} before the tensor is freed, or wait for {there} first"
     elif later.lane == HOST:
         sentence = f"{after}: the host {act} what {there} {did} at {before}, and does not wait for it"
         advice = f"Record an event after {before}, and write event.synchronize() before {after}"
     else:
-        sentence = f"{after}: {here} {act} what {there} {did} at {before}, and nothing waits"
+        sentence = f"{after}: {here} {act} what {there} {did} at {before}, without waiting for it"
         advice = _wait(race, here, there, before)
     details = (
         f"{name + ': ' if name else ''}{later.what}",
@@ -96,10 +96,10 @@ def find(race: Race, names: LaneNames, name: str = "") -> Finding:
 
 def _wait(race: Race, here: str, there: str, before: str) -> str:
     if race.recorded is None:
-        return f"Let it wait before: stream.wait_stream(other), of {here} for {there}"
+        return f"Call stream.wait_stream(other) before it, where stream is {here} and other is {there}"
     return (
-        f"The last event of {there} that it waits for was recorded at {race.recorded.where.place}, before that: "
-        f"record one after {before}, and wait for it"
+        f"The last event of {there} that {here} waits for was recorded too early, at {race.recorded.where.place}. "
+        f"Record an event after {before}, and wait for it"
     )
 
 

@@ -56,4 +56,4 @@ def read_best(folder: Path) -> Best | None:
         with safe_open(path, "np") as file:
             return Best(**json.loads(file.metadata()[KEY]))
     except Exception as error:  # of safetensors, the system, or a file of another program's
-        raise CheckpointError(f"{path} cannot be read ({error}). Remove it to begin with another best.") from None
+        raise CheckpointError(f"{path} cannot be read ({error}). Remove it to start without a best value.") from None

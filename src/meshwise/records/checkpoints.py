@@ -182,18 +182,18 @@ def read_manifest(saved: Checkpoint) -> Manifest:
     path = saved.path / MANIFEST
     try:
         if path.exists() and not path.is_file():  # a pipe would be read for ever
-            raise ValueError("it is not a file")
+            raise ValueError("it is not a regular file")
         written = path.read_text(encoding="utf-8")
         hashed, middle, text = written.removeprefix(_HEAD).partition(_MIDDLE)
         text = text.removesuffix(_TAIL)
         if written != f"{_HEAD}{hashed}{middle}{text}{_TAIL}" or xxhash.xxh3_128_hexdigest(text.encode()) != hashed:
-            raise ValueError("its hash is not the one that was written")
+            raise ValueError("its hash differs from the recorded one")
         facts = json.loads(text)
         if facts["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {facts['format']}; this meshwise reads format {FORMAT}.")
         manifest = _manifest(facts)
         if name_of(manifest.facts["step"], manifest.facts["attempt"]) != saved.path.name:
-            raise ValueError(f"it is that of {name_of(manifest.facts['step'], manifest.facts['attempt'])}")
+            raise ValueError(f"it belongs to {name_of(manifest.facts['step'], manifest.facts['attempt'])}")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
     except OSError as error:
@@ -223,8 +223,8 @@ def wrong_with(folder: Path, file: StoredFile) -> str:
         if not path.is_file():
             return f"{file.name} is missing"
         if (size := path.stat().st_size) != file.size:
-            return f"{file.name} has {size:,} bytes of {file.size:,}"
-        return "" if hash_of(path) == file.hash else f"{file.name} is damaged: its hash is not the one that was written"
+            return f"{file.name} has {size:,} bytes instead of {file.size:,}"
+        return "" if hash_of(path) == file.hash else f"{file.name} is damaged: its hash differs from the recorded one"
     except OSError as error:
         return f"{file.name} cannot be read ({error.strerror})"
 

@@ -53,7 +53,7 @@ _TYPES: Mapping[str, type] = {
 }
 """The fields of run.json that are checked, with the type that each must have if it is present."""
 RUNNING, QUEUED = "running", "queued"
-KILLED = "all its processes are gone without a recorded reason: killed, or the machine went down"
+KILLED = "all its processes ended without a recorded reason: they were killed, or the machine went down"
 MOST_RANKS, LATEST = 1_000_000, 4e9
 """The largest accepted number of ranks, and the largest accepted time in seconds since 1970."""
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
@@ -78,10 +78,10 @@ def create_run_folder(parent: Path, job: str) -> Path:
             continue
         except OSError as error:
             raise UsageError(
-                f"--out {parent}: a folder cannot be made there ({error.strerror}). Name another with --out DIR."
+                f"--out {parent}: no folder can be made in it ({error.strerror}). Name another folder with --out DIR."
             ) from None
         return folder
-    raise UsageError(f"--out {parent}: a folder cannot be made there. Name another with --out DIR.")
+    raise UsageError(f"--out {parent}: no folder can be made in it. Name another folder with --out DIR.")
 
 
 def own_run_folder(folder: Path) -> Path:
@@ -89,7 +89,7 @@ def own_run_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--folder {folder}: it cannot be made ({error.strerror}). Name another folder.") from None
+        raise UsageError(f"--folder {folder} cannot be made ({error.strerror}). Name another folder.") from None
     return folder
 
 
@@ -123,7 +123,7 @@ def write_run(folder: Path, facts: dict[str, Any]) -> None:
         if not (folder / RUN).exists():
             raise
         if folder not in _unwritten:
-            print(f"{folder / RUN}: {error.strerror}. The run goes on.", file=sys.stderr)
+            print(f"{folder / RUN} cannot be written ({error.strerror}). The run continues.", file=sys.stderr)
         _unwritten[folder] = facts
     else:
         _unwritten.pop(folder, None)
@@ -280,7 +280,7 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
     """
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
-            raise ValueError("it is not a file")
+            raise ValueError("it is not a regular file")
         path = newest_record(folder, until) or folder / RUN  # what an attempt that is over has written is not read
         facts = _cleaned(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -291,9 +291,9 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
         why = error.strerror if isinstance(error, OSError) else error_text(error).partition(": ")[2]
         raise UsageError(f"{folder / RUN} cannot be read ({why}). Name a folder that `meshwise run` made.") from None
     if not isinstance(facts, dict):
-        raise UsageError(f"{folder / RUN} does not hold the facts of a run.")
+        raise UsageError(f"{folder / RUN} does not contain the record of a run.")
     if wrong := _wrong(facts):
-        raise UsageError(f"{folder / RUN}: {wrong}, so it is damaged. Name a folder that `meshwise run` made.")
+        raise UsageError(f"{folder / RUN} is damaged: {wrong}. Name a folder that `meshwise run` made.")
     if facts.get("status") == RUNNING and is_abandoned(folder):
         facts |= {"status": "failed", "error": KILLED, "sessions": [*map(_given_up, facts.get("sessions", []))]}
     return {name: value for name, value in facts.items() if value is not None or _TYPES.get(name) in (None, str, dict)}
@@ -304,12 +304,12 @@ def _wrong(facts: Mapping[str, Any]) -> str:
     for name, kind in _TYPES.items():
         value = facts.get(name)
         if value is not None and not isinstance(value, kind):
-            return f"'{name}' is no {kind.__name__}"
+            return f"'{name}' is not of type {kind.__name__}"
         if kind is int and isinstance(value, int) and not 0 <= value <= MOST_RANKS:
             return f"'{name}' is out of range"
     for session in facts.get("sessions") or ():
         if not (isinstance(session, dict) and _is_time(session.get("began")) and _is_time(session.get("ended") or 0)):
-            return "one of its 'sessions' does not say when it was"
+            return "one of its 'sessions' has no valid time"
     return (
         "" if all(isinstance(name, str) for name in facts.get("devices") or ()) else "one of its 'devices' has no name"
     )

@@ -28,8 +28,8 @@ if sys.platform != "win32":  # there nobody holds anything
 LOCK, STATE_LOCK, TRIES = "run.lock", "state.lock", 5
 REFUSALS = {
     LOCK: "this run is still going on, {by}. Stop it first, or wait for its end.",
-    STATE_LOCK: "another program saves its state there, {by}. Give mw.checkpoint a folder of this program's own, or "
-    "wait for the other's end.",
+    STATE_LOCK: "another program saves its state in this folder, {by}. Give mw.checkpoint another folder, or wait "
+    "until that program has ended.",
 }
 
 

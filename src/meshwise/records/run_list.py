@@ -122,7 +122,7 @@ def find_run(parent: Path, word: str) -> Path:
     if len(found) == 1:
         return parent / found[0]
     if found:
-        raise UsageError(f"{word}: {len(found)} runs have this in their name, such as {found[0]}. Write more of it.")
+        raise UsageError(f"{word}: {len(found)} runs have this in their name, such as {found[0]}. Write a longer part.")
     raise UsageError(f"{word}: no such run in {parent}/.{nearest(word, known)} See meshwise runs.")
 
 

@@ -23,7 +23,7 @@ from meshwise.transfer import collectives, stages
 
 _OWN = "torch.optim"  # what torch's own optimizers keep is never inf
 
-GO_ON_BEFORE = "Remove that folder, to go on from the state before it, or use another folder."
+GO_ON_BEFORE = "Remove this folder to continue from the state that was saved before it, or use another folder."
 
 
 def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
@@ -84,10 +84,10 @@ def not_saved(what: str, newest: int | None, folder: Path) -> str:
     what: the reason.
     newest: the step of the newest saved state, or None if none was saved.
     """
-    before = "None was saved before."
+    before = "No state was saved before."
     if newest is not None:
-        before = f"The newest is that of step {newest}, in {folder}: the same command goes on from there."
-    advice = "Leave out updates whose loss is not finite, or lower the learning rate"
+        before = f"The newest saved state is of step {newest}, in {folder}. The same command continues from it."
+    advice = "Skip updates whose loss is not finite, or lower the learning rate"
     return f"{what}, so the state is not saved. {before} {advice}."
 
 

@@ -111,8 +111,8 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
             known = shapes.setdefault(name, each)
             if (known.dtype, known.shape) != (each.dtype, each.shape):
                 raise CheckpointError(
-                    f"{name} cannot be saved: one rank holds it as {known.dtype} of {known.shape}, another as "
-                    f"{each.dtype} of {each.shape}. Build the same model and optimizer on every rank."
+                    f"{name} cannot be saved: it has dtype {known.dtype} and shape {known.shape} on one rank, but "
+                    f"{each.dtype} and {each.shape} on another. Build the same model and optimizer on every rank."
                 )
             for box in each.boxes:
                 if volume(box):
@@ -147,7 +147,7 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
     chosen = disjoint(boxes)
     if not cover(chosen, shape):
         found = sum(map(volume, chosen))
-        raise CheckpointError(f"{name} cannot be saved: the ranks hold {found} of its {math.prod(shape)} elements.")
+        raise CheckpointError(f"{name} cannot be saved: the ranks have {found} of its {math.prod(shape)} elements.")
     return chosen
 
 

@@ -85,7 +85,7 @@ class LeftMemory:
     def write(self, step: int, facts: bytes, sources: Sequence[Tensor]) -> None:
         """Write the state after a step over the older of the two states. Raises OSError if there is no space for it."""
         if len(facts) > ROOM:
-            raise OSError(f"the values of a step have {len(facts)} bytes, more than {ROOM}")
+            raise OSError(f"the values of a step take {len(facts)} bytes, but there is room for only {ROOM}")
         memory = self._memory = self._memory or self._map()
         place = 1 - self._place
         at, words = self._starts[1 + place], (self._attempt, HEAD, len(self._text))

@@ -117,7 +117,7 @@ def load(folder: Path, world: World, say: Callable[[str], None], only: str | Non
             told = next(filter(None, collectives.gather_objects(told, every)), "")
         if manifest is not None and not told:
             if wrong and first:
-                say(f"goes on from the checkpoint of {saved} instead.")
+                say(f"the checkpoint of {saved} is used instead.")
             return Loaded(saved, _tree(saved, manifest, shared, first), manifest.facts)
         wrong.append(f"{saved.path}: {told}")
         if first:
@@ -129,9 +129,9 @@ def load(folder: Path, world: World, say: Callable[[str], None], only: str | Non
 
 def _none(folder: Path, wrong: list[str], only: str | None, again: str = AGAIN) -> str:
     if wrong:
-        return f"no checkpoint is whole: {'; '.join(wrong)}. {again}."
+        return f"no checkpoint can be used: {'; '.join(wrong)}. {again}."
     if only is not None:
-        return f"{folder / only}: there is no such checkpoint. See meshwise checkpoints."
+        return f"{folder / only}: there is no such checkpoint. Use a name that meshwise checkpoints RUN lists."
     return f"{folder} has no checkpoint. Run with --save-every N, or start over."
 
 
@@ -163,7 +163,7 @@ def _stored(saved: Checkpoint, manifest: Manifest) -> Any:
     try:
         return decoded(manifest.values, lambda name: Stored(opened, name))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{saved.path}: the values in it cannot be read ({error}).") from None
+        raise CheckpointError(f"{saved.path}: the values in this checkpoint cannot be read ({error}).") from None
 
 
 def open_newest(folder: Path, say: Callable[[str], None] = lambda text: None, only: str | None = None) -> Loaded:
@@ -206,7 +206,7 @@ def _verified_old(folder: Path) -> tuple[Path, int]:
         raise CheckpointError(f"{folder / LATEST} cannot be read ({error}).") from None
     if digest != expected:
         raise CheckpointError(
-            f"{path} is damaged (its SHA-256 is not the one that was saved). Older states are in the same folder."
+            f"{path} is damaged: its SHA-256 differs from the recorded one. The same folder may contain older states."
         )
     return path.resolve(), path.stat().st_size
 
@@ -217,7 +217,7 @@ def _old(path: Path, size: int) -> Loaded:
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({str(error).partition(chr(10))[0]}).") from None
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path} does not hold the state of a run.")
+        raise CheckpointError(f"{path} does not contain the state of a run.")
     if saved.get("format") != 1:
-        raise CheckpointError(f"{path} has format {saved.get('format')}, which this meshwise does not know.")
+        raise CheckpointError(f"{path} has format {saved.get('format')}, which this version of meshwise cannot read.")
     return Loaded(Checkpoint(0, int(saved.get("step", 0)), path), saved, {"step": saved.get("step", 0)})

@@ -74,8 +74,8 @@ def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[
         return
     if before["seed"] != now["seed"]:
         raise UsageError(
-            f"the seed is {now['seed']}, and the run was begun with {before['seed']}, which fixed the order of its "
-            "samples. Resume without --seed and with the job as it was, or begin a new run."
+            f"the seed is {now['seed']}, but the run began with seed {before['seed']}, which determines the order of "
+            "its samples. Resume with the job unchanged and without --seed, or begin a new run."
         )
     _honour_data(before, now, state.index, say)
     _honour_groups(state.optimizer, before["groups"], now["groups"], say, scheduled=state.scheduler is not None)
@@ -91,13 +91,13 @@ def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, 
     if None not in (had, has) and had != has:
         if index:
             raise UsageError(
-                f"the data set has {has:,} samples, and had {had:,} when this epoch began, {index:,} of which are "
-                "done, so it is not known which are left. Resume with that data set, or from a state of an epoch's "
-                "end: meshwise checkpoints RUN."
+                f"the data set has {has:,} samples, but it had {had:,} when this epoch began. meshwise cannot tell "
+                f"which samples are left after the first {index:,}. Resume with the old data set, or from a checkpoint "
+                "at the end of an epoch (meshwise checkpoints RUN lists them)."
             )
-        say(f"The data set has {has:,} samples from here on, and had {had:,}.")
+        say(f"The data set has {has:,} samples from now on. Before, it had {had:,}.")
     if None not in (before["batch_size"], now["batch_size"]) and before["batch_size"] != now["batch_size"]:
-        say(f"The global batch is {now['batch_size']} samples from here on, and was {before['batch_size']}.")
+        say(f"The global batch is {now['batch_size']} samples from now on. Before, it was {before['batch_size']}.")
 
 
 def _honour_groups(
@@ -113,12 +113,12 @@ def _honour_groups(
                 continue
             if scheduled and name in ("lr", "momentum", "betas"):
                 raise UsageError(
-                    f"{name}{where} is {value} in the program, and the run was begun with {old[name]}: the schedule of "
-                    f"{name} goes on from the saved state, and would not follow. Resume with {name} {old[name]}, or "
-                    "begin a new run from its weights: meshwise weights RUN."
+                    f"{name}{where} is {value} in the program, but the run began with {old[name]}. The scheduler "
+                    f"continues from the saved {name}, so the new value has no effect. Resume with {name} {old[name]}, "
+                    "or begin a new run from the weights of this run: meshwise weights RUN."
                 )
             optimizer.param_groups[number][name] = value
-            say(f"{name}{where} is {value} from here on, and was {old[name]}.")
+            say(f"{name}{where} is {value} from now on. Before, it was {old[name]}.")
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -44,8 +44,8 @@ DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
 """(name of a tensor, a box of it on this rank, slices of this box, the buffer to copy into). None: all."""
 OVER = (
-    "a later attempt of this run has begun elsewhere, while this one stood still or was cut off. It ends; nothing that "
-    "it has written since then is read."
+    "a later attempt of this run began while this attempt was frozen or cut off from the network. This attempt ends "
+    "now. Nothing that it has written since then is used."
 )
 PATIENCE = 10.0  # seconds from its beginning that a save may take before the next one is left out
 

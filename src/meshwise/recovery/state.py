@@ -89,8 +89,8 @@ def unpack(state: RunState, saved: dict[str, Any]) -> None:
     compare_states(state.model.state_dict(), saved["model"])
     if other is not None and own_kind != other:  # torch would load it and take its settings over the job's
         raise CheckpointError(
-            f"the checkpoint belongs to another optimizer: {other} in the checkpoint and {own_kind} here. Resume with "
-            "the same job."
+            f"the checkpoint belongs to another optimizer: it was saved with {other}, but this job uses {own_kind}. "
+            "Resume with the job that saved it."
         )
     load_model(state.model, saved["model"])
     try:
@@ -159,10 +159,10 @@ def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
     if missing:
         parts.append(f"it lacks {some(missing)}")
     if foreign:
-        parts.append(f"it has {some(foreign)}, which this model does not")
+        parts.append(f"it has {some(foreign)}, which this model does not have")
     if other:
         name = other[0]
-        parts.append(f"{name} is {tuple(saved[name].shape)} there and {tuple(own[name].shape)} here")
+        parts.append(f"{name} has shape {tuple(saved[name].shape)} in it and {tuple(own[name].shape)} in this model")
     if parts:
         text = "; ".join(parts)
         raise CheckpointError(f"the checkpoint belongs to another model: {text}. Resume with the job that saved it.")

@@ -117,7 +117,7 @@ class TensorFiles:
                 self._open[file] = os.open(self._folder / file, os.O_RDONLY)
             while len(into):
                 if not (count := os.preadv(self._open[file], [into], at)):
-                    raise CheckpointError(f"{self._folder / file} ends too early: it was changed while it was read.")
+                    raise CheckpointError(f"{self._folder / file} is too short: the file changed while it was read.")
                 into, at = into[count:], at + count
         except OSError as error:
             raise CheckpointError(f"{self._folder / file} cannot be read ({error.strerror}).") from None

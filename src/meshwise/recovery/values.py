@@ -84,7 +84,7 @@ def _encoded_atom(value: Any, kind: type, path: tuple[str, ...], take: Callable[
         return {"$numpy": [value.dtype.str, value.tolist()]}
     raise UsageError(
         f"the state cannot be saved: {'.'.join(path) or 'it'} is a {kind.__module__}.{kind.__qualname__}. A checkpoint "
-        "holds tensors, numbers, text, and lists and dicts of them; give that object a state_dict() of its own."
+        "can store tensors, numbers, text, and lists and dicts of these. Give that object a method state_dict()."
     )
 
 

@@ -75,11 +75,11 @@ def export_weights(
     """
     other = [name for name, value in model.items() if not isinstance(value, Stored | Tensor)]
     if other:
-        say(f"{some(other)}: no tensors, and left out")
+        say(f"left out because they are not tensors: {some(other)}")
     tensors = {name: value for name, value in model.items() if name not in other}
     shapes = {name: value.held if isinstance(value, Stored) else held(value) for name, value in tensors.items()}
     if strange := sorted({each.dtype for each in shapes.values()} - NAMES.keys()):
-        raise UsageError(f"safetensors cannot hold {strange[0]}, which the model has. Read the state by mw.checkpoint.")
+        raise UsageError(f"safetensors has no {strange[0]}, which the model uses. Read the state with mw.checkpoint.")
     groups: list[list[str]] = [[]]
     for name, each in shapes.items():
         if groups[-1] and sum(shapes[other].size for other in groups[-1]) + each.size > most:

@@ -123,7 +123,7 @@ class Writing:
                 self.board.put(f"{self.key}/whole", self._commit())
             self.said = self._awaited(f"{self.key}/whole")
         except Exception as error:  # the store is gone with rank 0
-            self.said = self.said or f"it could not be agreed on: {error}"
+            self.said = self.said or f"the exchange with the other ranks failed: {error}"
 
     def _write(self) -> list[dict[str, Any]] | str:
         """Write this rank's file. Returns its description, or a text that says why it could not be written."""

@@ -117,7 +117,7 @@ class Tracking:
             self._unwritten = records
             if first:
                 where = folder / names.METRICS
-                self._notify(f"{where}: {error.strerror}. The run continues, and writes its numbers once it can.")
+                self._notify(f"{where} cannot be written ({error.strerror}). The run continues, and tries again.")
         else:
             self.written += len(records)
             self._unwritten = []
@@ -151,7 +151,7 @@ class Tracking:
         except Exception as error:  # a training is worth more than its pictures
             if tracker is not None:
                 self._open.remove(tracker)
-            self._notify(f"log={name} failed and is left out; the run goes on. {error_text(error)}")
+            self._notify(f"log={name} failed and gets no more values. The run continues. {error_text(error)}")
 
 
 @dataclass(frozen=True)
@@ -315,5 +315,5 @@ def _number(name: str, value: Any) -> float:
             )
         value = value.item()
     if not isinstance(value, int | float):
-        raise UsageError(f"mw.log: {name} is a {type(value).__name__}, and must be a number.")
+        raise UsageError(f"mw.log: {name} is a {type(value).__name__}, but must be a number.")
     return float(value) if isinstance(value, bool) else value
