@@ -240,7 +240,10 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
     [
         (("mnist-mlp", "--machine", "1xH100", "--price", "-1"), "--price -1"),
         (("mnist-mlp", "--machine", "1xH100", "--steps", "0"), "--steps 0: must be at least 1"),
-        (("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01", "--explain", "9"), "--explain 9: only 1 plan"),
+        (
+            ("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01", "--explain", "9"),
+            "--explain 9: the list has only 1 plan",
+        ),
         (("mnist-mlp", "--machine", "8xH1000"), "H1000"),
         (("mnist-mlp", "--machine", "2xH100", "--set", "data=2", "--batch-size", "3"), "no plan divides"),
         (("mnist-mlp", "--machine", "2xH100", "--fits", "missing.toml"), "missing.toml"),

@@ -90,7 +90,7 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_goes_on(
     text, _ = process.communicate()
     assert process.returncode == 130, text
     assert "stopped by Ctrl-C after " in text
-    assert "The same command goes on there" in text
+    assert "Run the same command again to continue" in text
     done, computed = lines_in(PART), Path("computed.txt").read_text().split()
     assert 32 <= done < 200
     assert sum(map(int, computed)) == done

@@ -191,7 +191,7 @@ def test_an_option_that_the_script_may_have_itself_is_not_refused(
     [
         (
             "--resume {run} train.py --lr 1",
-            "loads by itself what it saved (mw.load).*Leave --resume out",
+            "loads its saved state itself (mw.load).*Leave --resume out",
         ),
         ("--epochs 3 train.py", "this option works only for jobs"),
         ("absent.py", "no such file"),

@@ -146,7 +146,7 @@ def test_a_run_that_waits_is_cancelled_for_good_and_can_be_sent_again(
     command("submit", "small.py:job")
     run = run_in(tmp_path)
     code, out, _ = command("stop", run.name)
-    assert code == 0 and "Slurm job 7 waited in the queue: cancelled." in out
+    assert code == 0 and "Slurm job 7 was waiting in the queue. It is cancelled." in out
     assert "scancel --state=PENDING 7" in (slurm / "asked").read_text()
     assert (run / "stop").exists() and names.read_run(run)["status"] == "stopped"
     code, _, err = command("run", "small.py:job", "--folder", run, "--devices", "1xcpu")
@@ -220,7 +220,7 @@ def test_a_plan_that_can_never_run_is_not_sent_anyway_either(command: Command, t
     (tmp_path / "site.toml").write_text('machine = "2xH100"\n')
     code, out, err = command("submit", "small.py:job", "--set", "data=3", "--dry-run", "--anyway")
     assert code == 2 and not out and "1 node × 2 H100: " in err, err
-    assert "It cannot run so, and --anyway does not send it either." in err
+    assert "Fix this first: --anyway skips warnings, not this error." in err
 
 
 @pytest.mark.parametrize(("step", "limit", "short"), [(1.0, 60.0, False), (50.0, 60.0, True), (7000.0, 7200.0, False)])
@@ -248,12 +248,12 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
         ("submit small.py:job --time soon", "is not a duration"),
         ("submit small.py:job --site other.toml", "does not exist"),
         ("submit small.py:job --nnodes 2", "does not work with meshwise submit"),
-        ("submit small.py:job --time-limit 4h", "write --time"),
-        ("submit small.py:job --folder here", "name it --out"),
+        ("submit small.py:job --time-limit 4h", "use --time"),
+        ("submit small.py:job --folder here", "use --out"),
         ("submit small.py:job -- gpu", "only options of sbatch may follow"),
-        ("submit small.py:job --nodes 2 -- --nodes=1", "--nodes 2 is given, and --nodes 1 after the -- says"),
-        ("submit small.py:job -- -N 3", "--nodes 1 is given, and -N 3 after the -- says"),
-        ("submit small.py:job --time 4h -- -t 8:00:00", "--time 4h is given, and -t 8:00:00 after the --"),
+        ("submit small.py:job --nodes 2 -- --nodes=1", "--nodes 2 contradicts --nodes 1 after the --"),
+        ("submit small.py:job -- -N 3", "--nodes 1 contradicts -N 3 after the --"),
+        ("submit small.py:job --time 4h -- -t 8:00:00", "--time 4h contradicts -t 8:00:00 after the --"),
         ("submit small.py:job -- --ntasks 8", "meshwise starts the workers of a node itself"),
         ("submit small.py:job -- -o here.txt", "the output lies in the run's folder"),
         ("submit small.py:job --time 90", "write the unit, 90min or 90s"),
@@ -276,14 +276,14 @@ def test_what_cannot_be_sent_is_said(words: str, says: str, command: Command, tm
 def test_a_secret_is_named_and_asked_for(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site.toml").write_text('secrets = ["TRACKER_KEY"]\n')
     code, _, err = command("submit", "small.py:job")
-    assert code == 2 and "TRACKER_KEY: not set" in err
+    assert code == 2 and "the environment lacks TRACKER_KEY" in err
     monkeypatch.setenv("TRACKER_KEY", "abcdef")
     assert command("submit", "small.py:job")[0] == 0
     kept = "".join(path.read_text() for path in run_in(tmp_path).iterdir())
     assert "TRACKER_KEY" in kept and "abcdef" not in kept
     monkeypatch.delenv("TRACKER_KEY")
     code, _, err = command("submit", run_in(tmp_path))
-    assert code == 2 and "TRACKER_KEY: not set, and site.toml lists it under secrets" in err
+    assert code == 2 and "the environment lacks TRACKER_KEY, which site.toml lists under secrets" in err
 
 
 def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_task_of_an_array_is_stopped_and_sent_again_alone(command: Command, sl
     )
     assert "queued, pending (JobArrayTaskLimit)" not in command("runs")[1]
     code, out, _ = command("stop", tasks[3].name)
-    assert code == 0 and "Slurm job 7_3 runs: asked to save and to end." in out
+    assert code == 0 and "Slurm job 7_3 is running. It was asked to save and to end." in out
     assert "scancel --signal=TERM 7_3\n" in (slurm / "asked").read_text()
     assert (tasks[3] / "stop").exists() and not (tasks[2] / "stop").exists() and not (run / "stop").exists()
     names.change_run(tasks[3], status="stopped")

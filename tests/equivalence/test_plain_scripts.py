@@ -306,7 +306,7 @@ def test_what_is_not_judged_is_never_equal() -> None:
     for many in (own, drawn, unknown):
         made = judge("train.py", "2xcpu", many, record(0, 1))
         assert made.verdict.value == "doubtful" and made.not_judged and not made.findings
-    failed = judge("train.py", "2xcpu", [record(0), record(1)], Record(0, refused="it fails there"))
+    failed = judge("train.py", "2xcpu", [record(0), record(1)], Record(0, refused="it fails with"))
     assert failed.verdict.value == "doubtful"
 
 

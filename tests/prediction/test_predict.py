@@ -326,7 +326,7 @@ def test_a_run_folder_gives_its_weights_or_its_newest_state(tmp_path: Path) -> N
         ({"out": "{tmp}/there.jsonl"}, "exists. Name another file, or replace it with --overwrite"),
         ({"out": "{tmp}/there.jsonl/x.jsonl"}, "there.jsonl is not a folder"),
         ({"weights": "{tmp}/none"}, "no such file or folder"),
-        ({"weights": "{tmp}/w.pt"}, "weights are read from safetensors"),
+        ({"weights": "{tmp}/w.pt"}, "this option reads only safetensors files"),
         ({"batch_size": 0}, "must be at least 1"),
         ({"train": True, "data": (X,)}, "Give only one"),
         ({"precision": "fp31"}, "fp31"),
@@ -346,7 +346,7 @@ def test_bad_input_is_one_sentence(options: dict[str, Any], says: str, tmp_path:
 
 
 def test_a_model_is_given_with_its_data() -> None:
-    with pytest.raises(mw.UsageError, match="needs a data set beside a model"):
+    with pytest.raises(mw.UsageError, match="needs a model and a data set"):
         mw.predict(net())
     with pytest.raises(mw.UsageError, match="a list is not a model"):
         mw.predict([1], (X,))

@@ -49,7 +49,7 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
     if options.nnodes > 1 or started_by_launcher():
         raise UsageError(
             "--plan auto works only on one machine, where meshwise run starts the workers itself. Find the plan with "
-            "meshwise plan --machine 2x8xH100 --save plan.toml, and give --plan plan.toml."
+            "meshwise plan --machine 2x8xH100 --save plan.toml, and pass it with --plan plan.toml."
         )
     slots = find_devices(parse_devices("all" if options.devices is None else options.devices))
     machine = only_devices(find_machine(), device_names(slots))
@@ -107,7 +107,7 @@ def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
     ]
     if unknown is not None and every and all(each.seconds is None for each in every):
         simplest = min(every, key=lambda each: (each.plan.data != devices, each.plan.shard != devices))
-        return simplest, f"The simplest on all devices that fits, since times are not known: {unknown.unknown}."
+        return simplest, f"This is the simplest plan that fits on all devices. Times are not known: {unknown.unknown}."
     others = [each for each in plans.found.estimates if each is not best]
     elsewhere = (each for each in others if each.plan.devices != best.plan.devices)
     runner_up = next(itertools.chain(elsewhere if best.plan.devices < devices else (), others), None)

@@ -120,7 +120,7 @@ def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
         return Stop(str(error), error.exit_code)
     number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
     name = "Ctrl-C" if number == signal.SIGINT else number.name
-    return Stop(f"by {name} before all was measured; what is above is complete", 128 + number)
+    return Stop(f"by {name} before all was measured; the lines above are complete", 128 + number)
 
 
 def default_devices() -> str:

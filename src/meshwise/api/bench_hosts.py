@@ -58,8 +58,8 @@ def bench_hosts(
     met = None if nodes is None else nodes.rendezvous(1)
     if met is None:
         raise UsageError(
-            "--hosts measures between hosts, and only this host takes part. Start meshwise bench --hosts --nnodes 2 "
-            "--node-rank 0 --rdzv HOST:29500 on the first host, and with --node-rank 1 on the second; or use torchrun."
+            "--hosts measures between hosts, but only this host takes part. Start meshwise bench --hosts --nnodes 2 "
+            "--node-rank 0 --rdzv HOST:29500 on the first host and with --node-rank 1 on the second, or use torchrun."
         )
     try:
         launch(_worker, arguments, [slot], listeners=listeners(measured.progress), nodes=met.nodes)

@@ -68,13 +68,13 @@ shown_by(Proof, check_text)
 shown_by(PlainProof, check_text)
 
 REFUSED = (
-    "meshwise check leaves your files as they are: what Python writes goes into a folder of the check, and what a "
-    "library (HDF5, Parquet, OpenCV) or a program that the script starts writes by itself is refused. Skip such writes "
-    "during the check, for instance with an option of the script."
+    "meshwise check does not change your files. It redirects what Python writes into a temporary folder, but it cannot "
+    "redirect a library (HDF5, Parquet, OpenCV) or a program that the script starts, so it refuses such writes. Skip "
+    "these writes during the check, for instance with an option of the script."
 )
 NOT_KEPT = (
-    "what Python writes goes into a folder of the check; what a library writes by itself (HDF5, Parquet, OpenCV), or a "
-    "program that the script starts, is written: this system cannot prevent it"
+    "the check redirects what Python writes into a temporary folder. A library (HDF5, Parquet, OpenCV) or a program "
+    "that the script starts can still change your files, because this system cannot prevent such writes"
 )
 NOISY = "one device again, with the plan's values of parameters whose gradients are only rounding"
 _kept = ExitStack()
@@ -158,7 +158,7 @@ def _plain(
     check_script(str(script), options)
     each = f"{plural(options.steps, 'step')} of its first epoch, {min(options.steps, LATER_STEPS)} of its second"
     says = partial(Passes, steps=options.steps, notify=options.notify, progress=options.progress)
-    passes = says([f"the script on {devices}: {each}", "one process, on what they read"])
+    passes = says([f"the script on {devices}: {each}", "one process, on the samples that the ranks read"])
     run, by_accelerate = partial(run_script_file, script.resolve(), list(options.arguments)), names_accelerate(script)
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
         forks.server(os.environ)
@@ -178,7 +178,7 @@ def _plain(
         try:
             (one,) = launched(Follow(records), "one", passes)
         except WorkerFailed as failed:  # it may not run on one device: what is counted is told all the same
-            one = Record(0, refused=f"it fails there: {str(failed).splitlines()[-1]}")
+            one = Record(0, refused=f"it fails with {str(failed).splitlines()[-1]}")
         assert one is not None
         once_more = partial(launched, Follow(records), "again", says(["one process again: what differs is measured"]))
         return judge(script.name, devices, records, one, once_more)

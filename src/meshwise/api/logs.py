@@ -86,7 +86,7 @@ def log_lines(
     yield from sorted(first, key=lambda line: (line.attempt, line.rank))
     missing = sorted(set(ranks) - {log.rank for log in logs.values()})
     if missing and not follow:
-        raise UsageError(f"rank {missing[0]} has printed nothing in {folder}, which has output of {_ranks(folder)}.")
+        raise UsageError(f"rank {missing[0]} has printed nothing in {folder}. The folder has: {_ranks(folder)}.")
     while follow:
         over = _is_over(folder)  # asked first: what is written until then is shown
         yield from _new_lines(folder, logs, ranks)

@@ -174,7 +174,7 @@ def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOption
     if options.fits is not None or given & {"precision", *OWN_DTYPES} or program.model.wide < LARGE:
         return options, ()
     billions = f"{program.model.wide / 1e9:.1f} billion parameters"
-    said = f"{billions} are planned in bf16: --set precision=fp32 for float32, and run with --set precision=bf16."
+    said = f"{billions} are planned in bf16. Run with --set precision=bf16, or plan with --set precision=fp32."
     return replace(options, settings=(*options.settings, "precision=bf16")), (said,)
 
 
@@ -196,7 +196,7 @@ def _searched(
     if not asked:
         most = max(space.devices)
         multiple = max(1, round(plans.batch / most)) * most
-        option = "a loader with the batch_size" if isinstance(program, Script) else "--batch-size"
+        option = "a loader with batch_size" if isinstance(program, Script) else "--batch-size"
         raise PlanError(
             f"no plan divides a global batch of {plans.batch} samples over {most} devices"
             f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
@@ -238,7 +238,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
     number = options.explain or 1
     if number > len(estimates):
         raise UsageError(
-            f"--explain {number}: only {plural(len(estimates), 'plan')} was rehearsed. Use --explain {len(estimates)}."
+            f"--explain {number}: the list has only {plural(len(estimates), 'plan')}. Use --explain {len(estimates)}."
         )
     chosen = estimates[number - 1]
     whole = rehearse(chosen.plan)

@@ -108,7 +108,7 @@ def predict_with(options: PredictOptions, console: Console) -> tuple[Predictions
     keys = ("samples", "computed", "outputs", "seconds", "notes")
     found = Predictions(path=path, nan=tuple(facts["nan"]), **{key: facts[key] for key in keys})
     if facts["done"] < found.samples:
-        where = "" if path is None else ". The same command goes on there"
+        where = "" if path is None else ". Run the same command again to continue"
         number = stopped or signal.SIGINT
         console.print(
             f"stopped by {stop_text(number)} after {facts['done']:,} of {found.samples:,} samples{where}",
@@ -152,8 +152,8 @@ def _check_files(options: PredictOptions) -> None:
             raise UsageError(f"--weights {path}: no such file or folder. Name a run's folder, or a .safetensors file.")
         if path.is_file() and path.suffix not in (".safetensors", ".json"):
             raise UsageError(
-                f"--weights {path}: weights are read from safetensors. Write them with safetensors.torch.save_file, or "
-                "load the file where the job builds its model."
+                f"--weights {path}: this option reads only safetensors files. Write one with "
+                "safetensors.torch.save_file, or load the file where the job builds its model."
             )
 
 
@@ -186,7 +186,7 @@ def _of_model(given: Any, data: Any) -> Job:
             f"a {type(given).__name__} is not a model. Give a Job, an nn.Module, or a function that builds one."
         )
     if data is None or isinstance(data, str | Path):
-        raise UsageError("mw.predict needs a data set beside a model. Write mw.predict(model, dataset).")
+        raise UsageError("mw.predict needs a model and a data set. Write mw.predict(model, dataset).")
     name = type(given).__name__ if isinstance(given, nn.Module) else getattr(given, "__name__", "model")
     make = partial(_same, given) if isinstance(given, nn.Module) else given
     return Job(name=name, model=make, loss=_no_loss, optimizer=_no_loss, data=data)
@@ -197,7 +197,7 @@ def _same(model: nn.Module) -> nn.Module:
 
 
 def _no_loss(*_: Any) -> Any:
-    raise UsageError("a model that is given to mw.predict cannot be trained: it has no loss. Write a Job with loss=.")
+    raise UsageError("a model passed to mw.predict has no loss, so it cannot be trained. Write a Job with loss=.")
 
 
 def _origin(options: PredictOptions) -> dict[str, str]:

@@ -56,8 +56,8 @@ def start_script(
     script = Path(str(options.job))
     if options.resume is not None:
         raise UsageError(
-            f"--resume {options.resume}: {script.name} is a script, and a script loads by itself what it saved "
-            f"(mw.load). Leave --resume out, and give the file to load in an option of the script, after {script.name}."
+            f"--resume {options.resume}: {script.name} is a script, and a script loads its saved state itself "
+            f"(mw.load). Leave --resume out, and pass the file to load in an option of the script, after {script.name}."
         )
     check_script(str(script), options)
     options, joined = placed(options)
@@ -129,4 +129,4 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
             f"{script.name} never passed a model to mw.distribute, so the plan changed nothing: every worker ran alone."
         )
     if options.log and not tracking.tracking.has_logged():
-        process.session.tell(f"{script.name} never called mw.log: {', '.join(options.log)} got nothing.")
+        process.session.tell(f"{script.name} never called mw.log, so {', '.join(options.log)} got no values.")

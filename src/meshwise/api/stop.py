@@ -40,7 +40,7 @@ def stop(parent: Path, word: str, say: Callable[[str], object], *, wait: float) 
         _stop_here(folder, say, wait)
     elif facts.get("status") == names.QUEUED:
         _never_started(folder)
-        say(f"{folder.name} is in no queue, so it will not start.")
+        say(f"{folder.name} is not in the queue, so it will not start.")
     else:
         raise UsageError(f"{folder.name} has ended already ({facts.get('status')}), so there is nothing to stop.")
 
@@ -56,10 +56,10 @@ def _stop_job(folder: Path, job: str, say: Callable[[str], object], wait: float)
         told.add(found.state)
         if found.state == slurm.PENDING and new:  # never begun, or it waits for its next start
             slurm.cancel_waiting(job)
-            say(f"Slurm job {job} waited in the queue: cancelled.")
+            say(f"Slurm job {job} was waiting in the queue. It is cancelled.")
         if found.state == slurm.RUNNING and new:
             slurm.tell(job, "TERM")
-            say(f"Slurm job {job} runs: asked to save and to end.")
+            say(f"Slurm job {job} is running. It was asked to save and to end.")
         if time.monotonic() > until:
             say(f"Slurm job {job} is still {found.state} after {seconds_text(wait)}; to end it at once: scancel {job}")
             return

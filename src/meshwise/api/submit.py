@@ -34,7 +34,7 @@ NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "tim
 DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
 DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")
 """Options of sbatch that the user may not give, because the batch script decides them, each with the reason."""
-INSTEAD = {"resume": "meshwise submit RUN sends a run again", "time_limit": "write --time", "folder": "name it --out"}
+INSTEAD = {"resume": "use meshwise submit RUN", "time_limit": "use --time", "folder": "use --out"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def prepare(
         if typed.get(name) not in (None, "", 1, 0):
             raise UsageError(
                 f"--{name.replace('_', '-')} does not work with meshwise submit: "
-                f"{INSTEAD.get(name, 'the cluster says on which nodes it runs')}."
+                f"{INSTEAD.get(name, 'the cluster decides on which nodes the job runs')}."
             )
     if run.job is None:
         raise UsageError(
@@ -179,7 +179,7 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
     """
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
-        raise UsageError(f"{run} was not sent by meshwise submit. Continue it here: meshwise run --resume {run}")
+        raise UsageError(f"{run} was not sent by meshwise submit. Continue the run with meshwise run --resume {run}")
     if facts.get("status") == names.RUNNING or slurm.newest(jobs_of(facts)):
         raise UsageError(f"{run} is still in the queue or running. Stop it first: meshwise stop {run.name}")
     words, record = again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
@@ -226,8 +226,8 @@ def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[
         for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
             if name in (ours, short) and asked not in (None, value):
                 raise UsageError(
-                    f"{ours} {asked} is given, and {name} {value} after the -- says something else. Give it once, as "
-                    f"{ours} before the --, where the rehearsal sees it too."
+                    f"{ours} {asked} contradicts {name} {value} after the --. Give this option once, as {ours} before "
+                    "the --, so that the rehearsal uses it too."
                 )
         if name in DECIDED:
             raise UsageError(f"{word} after --: {DECIDED[name]}. Leave this option out.")
@@ -241,7 +241,7 @@ def _refuse_missing(secrets: Sequence[str], file: str) -> None:
     """
     if missing := [name for name in secrets if not os.environ.get(name)]:
         raise UsageError(
-            f"{', '.join(missing)}: not set, and {file} lists it under secrets. Set it in the environment."
+            f"the environment lacks {', '.join(missing)}, which {file} lists under secrets. Set it before you submit."
         )
 
 

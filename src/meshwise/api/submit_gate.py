@@ -46,7 +46,7 @@ def verdict(
     """
     _check_program(options)
     if not site.machine:
-        say(f'not rehearsed: {site.file or "site.toml"} names no machine. Write machine = "8xH100" for one node there.')
+        say(f'not rehearsed: {site.file or "site.toml"} names no machine. For one node, add to it: machine = "8xH100"')
         return ""
     refused = ""
     for count in dict.fromkeys(nodes):
@@ -97,9 +97,9 @@ def _of_size(
     try:
         plans = plan_options(asked)
     except UsageError as error:
-        raise type(error)(f"{where}: {error} It cannot run so, and --anyway does not send it either.") from None
+        raise type(error)(f"{where}: {error} Fix this first: --anyway skips warnings, not this error.") from None
     except MeshwiseError as error:
-        return [f"{where}: cannot run. {error}"], f"on {where} it cannot run: {error}"
+        return [f"{where}: cannot run. {error}"], f"on {where} the job cannot run: {error}"
     return _told(plans, plans.found.estimates[0], where, options, limit)
 
 
@@ -109,8 +109,8 @@ def machine_words(site: Site, nodes: int) -> str:
         return site.machine
     if site.machine.endswith(".toml"):
         raise UsageError(
-            f"{site.file}: machine = '{site.machine}' is a file that describes one node, and the run has {nodes}. "
-            'Describe it in words: machine = "8xH100" and network = "400Gb".'
+            f"{site.file}: machine = '{site.machine}' is a file for one node, but the run has {nodes} nodes. "
+            'Describe the machine in words: machine = "8xH100" and network = "400Gb".'
         )
     return f"{nodes}x{site.machine}" + (f"@{site.network}" if site.network else "")
 
@@ -138,8 +138,8 @@ def too_short(step: float, limit: float | None) -> str:
     if limit is None or (needs := least_limit(step, limit)) <= limit:
         return ""
     return (
-        f"a step of {seconds_text(step)} with three saves after it needs {seconds_text(needs)}, and --time is "
-        f"{seconds_text(limit)}: no attempt would come further"
+        f"a step of {seconds_text(step)} with three saves after it needs {seconds_text(needs)}, but --time is "
+        f"{seconds_text(limit)}, so no attempt could finish and save a step"
     )
 
 
