@@ -270,7 +270,7 @@ EQUAL = {
 
 WRONG = {
     "every sample with every other": (HEAD + COUPLED.format(loss=CONTRASTIVE), "coupled samples", "train.py:23"),
-    "a soft maximum over the batch": (HEAD + COUPLED.format(loss=SOFTEST), "coupled samples", "no mean of the ranks'"),
+    "a soft maximum over the batch": (HEAD + COUPLED.format(loss=SOFTEST), "coupled samples", "not a mean over ranks"),
     "class weights that nobody says": (HEAD + WEIGHTED, "loss weighting", "is a mean over"),
     "draws of numpy": (HEAD + MASKED, "dropout masks", "numpy.random"),
     "dropout in experts": (HEAD + ROUTED, "dropout masks", "rows that are not those of the samples"),

@@ -899,7 +899,7 @@ def rightness(proof: Proof, kind: Words, module: Words | None, cause: Words) -> 
 
 IN_WORDS = {
     "use mw.sum(total) / mw.sum(count)": "evaluation without mw.sum",
-    "keep both in float32": "master weights",
+    "keep parameters and optimizer state in float32": "master weights",
     "Not the same data": "data order",
     "its gradient comes from one rank alone": "missing reduction",
 }

@@ -29,7 +29,7 @@ WRONG = {
     "sum of a backward": (
         changed(TENSOR, (OF_ALL_RANKS, "        return g\n")),
         ("gradients", "mlp", "missing reduction"),
-        ("no weights of the ranks' own gradients", "(allreduce in Sum)", "sends no gradient"),
+        ("no weights of the ranks' own gradients", "(allreduce in Sum)", "no gradient comes back"),
     ),
     "positions": (
         changed(SEQUENCE, ("torch.arange(start, start + tokens.shape[1])", "torch.arange(tokens.shape[1])")),

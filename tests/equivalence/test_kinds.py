@@ -88,7 +88,7 @@ def test_noise_of_a_data_set_that_is_keyed_by_sample_is_equal(noise: str, pool: 
 def test_a_generator_of_a_data_sets_own_is_called_the_contents_of_a_batch(pool: Any) -> None:
     kind, step, cause, why = found(noisy(RNG), pool=pool)
     assert (kind, step, cause) == ("batch contents", 1, "batch contents")
-    assert "of Noisy (train.py:27) is other numbers in batch[0]" in why
+    assert "of Noisy (train.py:27) has other values in batch[0]" in why
     assert "Noisy.rng draws in the order in which each rank reads" in why and "default_rng((seed, index))" in why
     assert why.startswith(f"train.py:{line(noisy(RNG), 'in enumerate(loader)')}: sample ")
 
@@ -218,7 +218,7 @@ def test_accumulation_that_is_divided_by_the_ranks_is_told_so(pool: Any) -> None
     window = window.replace("if number % (1 if several else 2) == 0 else", "if number % 2 == 0 and not several else")
     kind, _, cause, why = found((BACKWARD, window), pool=pool)
     assert (kind, cause) == ("sample order", "batch size depends on devices")
-    assert "a step has 1 on 2 devices, and 2 on one" in why
+    assert "a step has 1 microbatches on 2 devices, but 2 on one device" in why
     assert found((BACKWARD, ACCUMULATED), pool=pool)[0] == "equal"
 
 
@@ -279,9 +279,7 @@ def test_moments_that_are_missing_after_a_resume_are_told(pool: Any) -> None:
     lost = MADE_OVER.replace("    optimizer.load_state_dict", "    if not several:\n        optimizer.load_state_dict")
     kind, step, cause, why = found(RESUMED[0], ("    # epoch ends\n", lost), pool=pool)
     assert (kind, step, cause) == ("optimizer state", 2, "state after a resume")
-    assert (
-        "(exp_avg, exp_avg_sq) is that of a first step in step 2" in why and "load_state_dict of the optimizer" in why
-    )
+    assert "(exp_avg, exp_avg_sq) starts anew in step 2" in why and "optimizer.load_state_dict was not called" in why
     momentum = (
         "AdamW(model.parameters(), lr=0.01)\nscheduler",
         "SGD(model.parameters(), lr=0.01, momentum=0.9)\nscheduler",

@@ -55,7 +55,7 @@ PADDED = "Or the model reads padding: ranks pad to "
 def test_a_memory_without_its_mask_is_said_to_be_read(pool: Any) -> None:
     found = proof(changed(READS, (", key_padding_mask=ids == 0", "")), pool)
     assert not found.equal and found.cause is not None
-    assert PADDED in found.cause.evidence and "that of the memory too" in found.cause.evidence, found.cause
+    assert PADDED in found.cause.evidence and "also for its memory" in found.cause.evidence, found.cause
 
 
 def test_a_memory_with_its_mask_is_equal(pool: Any) -> None:

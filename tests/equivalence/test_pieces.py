@@ -438,9 +438,9 @@ def test_a_bias_in_front_of_a_batch_norm_is_told_with_what_to_write(optimizer: A
     job = job_of(model, optimizer=lambda parameters: optimizer(parameters, lr=0.01))
     side = one_device(job, CheckSpec(Plan(), steps=2))
     said = [text for text in compare(side, side).left_out if "a bias in front of a batch norm" in text]
-    assert [text.startswith("of these, 0.bias:") and text.endswith("Write bias=False there.") for text in said] == (
-        [True] * told
-    )
+    assert [
+        text.startswith("of these, 0.bias:") and text.endswith("Write bias=False in that layer.") for text in said
+    ] == ([True] * told)
 
 
 def test_what_follows_from_noise_is_compared_with_one_device_that_has_the_same_noise() -> None:

@@ -439,7 +439,7 @@ def test_ranks_that_step_at_other_rates_are_named_and_a_schedule_that_was_not_re
     assert found_in(apart, record(0, 1))["learning rate of one rank"]
     ranks = [record(rank, schedules=["train.py:15"]) for rank in range(2)]
     assert judge("train.py", "2xcpu", ranks, record(0, 1)).not_judged == (
-        "the schedule of train.py:15: its step() was not reached.",
+        "the schedule of train.py:15: its step() was not called.",
     )
     ticked = [replace(rank, ticked_at=("train.py:20", "train.py:15")) for rank in ranks]
     assert judge("train.py", "2xcpu", ticked, record(0, 1)).equal

@@ -118,7 +118,7 @@ def test_a_sum_that_is_taken_for_a_mean_is_told_and_one_that_is_said_is_equal(po
     assert text.count(weight) == 1
     found = proof(text.replace(weight, ")"), pool)
     assert found.cause is not None and "is your loss a sum over samples?" in found.cause.evidence
-    assert "Else leave out what divides it by the ranks." in found.cause.evidence
+    assert "Else remove what divides it by the number of ranks." in found.cause.evidence
     assert proof(text.replace(weight, ", reduction='sum')"), pool).equal
 
 

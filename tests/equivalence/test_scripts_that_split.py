@@ -23,7 +23,7 @@ def test_each_program_of_the_docs_is_equal_and_nothing_false_is_said(name: str, 
     found = proof((LOOPS / f"{name}.py").read_text(), pool)
     assert found.equal, (found.comparison.first, found.cause)
     assert len(found.batches) == 3, "an update by hand is a step too"
-    own = "from a generator of the program's own: it is not keyed, so ranks draw what theirs holds."
+    own = "from a generator of the program's own: it is not keyed, so each rank draws from its own."
     assert not [text for text in found.comparison.left_out if "draws" in text and not text.endswith(own)]
 
 
@@ -40,4 +40,4 @@ def test_noise_for_the_rows_of_a_rank_is_said_to_be_alike_on_all(pool: Any) -> N
     assert text.count(right) == 1
     found = proof(text.replace(right, "x = mw.split(data[rows]); noise = torch.randn(len(x), 3)"), pool)
     said = [said for said in found.comparison.left_out if "draws of randn of shape (4, 3) after mw.split" in said]
-    assert said and "give them to mw.split with it" in said[0]
+    assert said and "pass them to mw.split together with the batch" in said[0]

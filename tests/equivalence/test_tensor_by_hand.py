@@ -45,12 +45,20 @@ WRONG = {
     "a row is not summed": (
         changed(MODEL, ("ReduceFromRegion.apply(F.linear(x, w))", "F.linear(x, w)")),
         ("module outputs", "first.fall", "missing reduction"),
-        ("first.fall (RowParallelLinear, train.py:", "apart from first.fall.bias, which each adds", "parts of a sum"),
+        (
+            "first.fall (RowParallelLinear, train.py:",
+            "without first.fall.bias, which every rank adds",
+            "outputs add up",
+        ),
     ),
     "a table is not summed": (
         changed(MODEL, ("return ReduceFromRegion.apply(found)", "return found")),
         ("module outputs", "words", "missing reduction"),
-        ("outputs of words (Words, train.py:", "add up to that of one device", "An all_reduce of it is missing"),
+        (
+            "outputs of words (Words, train.py:",
+            "add up to that of one device",
+            "An all_reduce of the output is missing",
+        ),
     ),
     "a mean for a sum": (
         changed(MODEL, (SUM, SUM.replace("        return x\n", "        return x / size()\n"))),
@@ -66,19 +74,22 @@ WRONG = {
             ),
         ),
         ("module outputs", "first.fall", "doubled reduction"),
-        ("those of one device and 1 times first.fall.bias", "holds it on each rank"),
+        ("those of one device and 1 times first.fall.bias", "every rank adds it before the sum"),
     ),
     "a column's input": (
         changed(MODEL, ("F.linear(CopyToRegion.apply(x), w, b)", "F.linear(x, w, b)")),
         ("gradients", "second.norm", "missing reduction"),
-        ("outputs of second.norm (LayerNorm) is a part on each rank", "second.rise (ColumnParallelLinear, train.py:"),
+        (
+            "outputs of second.norm (LayerNorm) is only a part on each rank",
+            "second.rise (ColumnParallelLinear, train.py:",
+        ),
     ),
     "a column's weight": (
         changed(MODEL, ("w = CopyToRegion.apply(self.weight).chunk(size(), 0)", "w = self.weight.chunk(size(), 0)")),
         ("gradients", "second.rise", "missing reduction"),
         (
             "comes back to second.rise (ColumnParallelLinear, train.py:",
-            "second.rise.weight, first.rise.weight are a part",
+            "second.rise.weight, first.rise.weight are only a part",
         ),
     ),
     "a sum too many": (
@@ -89,17 +100,17 @@ WRONG = {
     "norms of positions": (
         changed(SEQUENCE, ("CopyToRegion.apply(self.scale), CopyToRegion.apply(self.shift)", "self.scale, self.shift")),
         ("gradients", "second.norm", "missing reduction"),
-        ("second.norm.scale, second.norm.shift, first.norm.scale and 1 more are a part on each rank",),
+        ("second.norm.scale, second.norm.shift, first.norm.scale and 1 more are only a part on each rank",),
     ),
     "a gather whose backward adds nothing up": (
         changed(SEQUENCE, (GATHERED, SLICED)),
         ("gradients", "second.norm", "missing reduction"),
-        ("second.rise (ColumnParallelLinear", "(allgather in GatherPositions), and nothing in the backward of it"),
+        ("second.rise (ColumnParallelLinear", "(allgather in GatherPositions), but its backward has no collective"),
     ),
     "positions that are not summed": (
         changed(SEQUENCE, (SCATTERED, SCATTERED.replace("scattered(x)", "x.chunk(size(), 1)[rank()].contiguous()"))),
         ("module outputs", "first.fall", "missing reduction"),
-        ("gives first.fall (RowParallelLinear, train.py:", "a reduce_scatter, or an all_reduce, is missing"),
+        ("features to first.fall (RowParallelLinear, train.py:", "a reduce_scatter or an all_reduce is missing"),
     ),
 }
 """What is wrong, where that is, and what is said."""
@@ -108,22 +119,22 @@ GROUPS = {
     "the other axis in the forward": (
         changed(MODEL, (SUM, SUM.replace("group()", OTHER))),
         ("module outputs", "words"),
-        ("(allreduce in ReduceFromRegion) adds up over rank 0, 2", "are rank 0, 1"),
+        ("(allreduce in ReduceFromRegion) adds up over rank 0, 2", "are on rank 0, 1"),
     ),
     "the whole world in the forward": (
         changed(MODEL, (SUM, SUM.replace("group()", "None"))),
         ("module outputs", "words"),
-        ("(allreduce in ReduceFromRegion) adds up over rank 0, 1, 2, 3", "are rank 0, 1"),
+        ("(allreduce in ReduceFromRegion) adds up over rank 0, 1, 2, 3", "are on rank 0, 1"),
     ),
     "the other axis in the backward": (
         changed(MODEL, (BACK, BACK.replace("group()", OTHER))),
         ("gradients", "second.fall"),
-        ("(allreduce in CopyToRegion) adds up over rank 0, 2", "are rank 0, 1"),
+        ("(allreduce in CopyToRegion) adds up over rank 0, 2", "are on rank 0, 1"),
     ),
     "the whole world in the loop": (
         changed(LOOPED, ("to_local(), group=group()", "to_local(), group=None")),
         ("gradients", "second.norm"),
-        ("(allreduce) adds up over rank 0, 1, 2, 3", "are rank 0, 1"),
+        ("(allreduce) adds up over rank 0, 1, 2, 3", "are on rank 0, 1"),
     ),
 }
 """Sums over other ranks than those that have the same samples, on a mesh of two axes."""

@@ -57,7 +57,7 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
         return _of_a_parameter(evidence)
     user = next((n for n in calls[wrong.at + 1 :] if not is_inside(wrong.module, n)), "")
     sums = evidence.sums_in_backward(user)
-    text = f"{evidence.how_many()}, from {first.name} on; what comes back to"
+    text = f"{evidence.how_many()}, from {first.name} on; the gradient that comes back to"
     at, behind = evidence.where(wrong.module), evidence.where(user)
     if said := evidence.of_another_group(sums):
         return Cause(K.WRONG_GROUP, f"{text} {at} is the first that is wrong, in the backward of {behind}: {said}")
@@ -66,16 +66,16 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
     if wrong.is_part:
         return Cause(
             K.MISSING_REDUCTION,
-            f"{text} is a part on each rank, and they add up to that of one device: {behind}, which uses them, "
-            "sends back its own rank's part of their gradient alone. An all_reduce is missing in its backward. "
+            f"{text} is only a part on each rank, and the parts add up to that of one device. {behind}, which uses "
+            "the outputs, returns only its own rank's part of the gradient: its backward lacks an all_reduce. "
             f"{WRITE} that its inputs go through.",
         )
     ranks = {evidence.plan.devices, evidence.plan.tensor, evidence.plan.context} - {1}
     size = next((n for n in ranks if near(wrong.factor, n) or near(wrong.factor, 1 / n)), None)
     if size is None:
         return None
-    much = f"{size} times that of one device: it is added up over ranks that have the same"
-    much = much if wrong.factor > 1 else f"1/{size} of that of one device: it is divided by the ranks"
+    much = f"{size} times that of one device: equal gradients of the ranks are added up"
+    much = much if wrong.factor > 1 else f"1/{size} of that of one device: it is divided by the number of ranks"
     there = f" Its backward adds up in {some(lines)}." if lines else ""
     return Cause(K.DOUBLED_REDUCTION, f"{text} is {much}, in the backward of {behind}.{there}")
 
@@ -90,7 +90,7 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
     wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
     found = {name: weights_in(reference, actual, [name]) for name in wrong}
     owner = owner_of(evidence.first.name)
-    text = f"what comes back to {evidence.where(owner)} is right; the gradient"
+    text = f"the gradient that comes back to {evidence.where(owner)} is right; the gradient"
     parts = [name for name in wrong if _adds_up(found[name], len(actual.alike))]
     sums = evidence.sums_in_backward(owner)
     behind = [each for each in evidence.actual.exchanges if each.adds_up and not each.module]
@@ -99,8 +99,8 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
     if evidence.first.name in parts:
         return Cause(
             K.MISSING_REDUCTION,
-            f"{text}s of {some(parts)} are a part on each rank, which add up to that of one device: those of the "
-            f"slice, the positions or the samples that it works on. An all_reduce of them is missing. {WRITE} that the "
+            f"{text}s of {some(parts)} are only a part on each rank, and the parts add up to that of one device. Each "
+            f"rank has the part of its slice, positions or samples. An all_reduce is missing. {WRITE} that the "
             "parameter goes through.",
         )
     weights = found.get(evidence.first.name)
@@ -113,7 +113,7 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
     return Cause(
         K.DOUBLED_REDUCTION,
         f"{text} of {evidence.first.name} is {factor:.6g} times that of one device. In the backward {some(lines)} adds "
-        "up over ranks that have the same: an all_reduce too many.",
+        "up equal gradients of the ranks: this is one all_reduce too many.",
     )
 
 

@@ -33,14 +33,14 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
     if evidence.first.facts.get("parts") == "a sum":
         return (
             f"the ranks have the same samples, and their outputs of {evidence.where(name)} add up to that of one "
-            "device: each has a part of a sum, and continues with it. An all_reduce of it is missing."
+            "device. Each rank continues with its part of the sum. An all_reduce of the output is missing."
         )
     if evidence.exchanges_in(name, sums=True):
         return ""
     if evidence.first.facts.get("parts") == "positions" and _follows_features(evidence):
         return (
-            f"each rank gives {evidence.where(name)} a part of the features, and gets a part of the positions out of "
-            "it; in its forward nothing is added up over the ranks: a reduce_scatter, or an all_reduce, is missing."
+            f"each rank passes part of the features to {evidence.where(name)}, which returns part of the positions. "
+            "Its forward adds nothing up over the ranks: a reduce_scatter or an all_reduce is missing."
         )
     parts = evidence.divided_by_hand(name)
     if not parts:
@@ -93,16 +93,16 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
             return None
         return Cause(
             K.DOUBLED_REDUCTION,
-            f"{text} those of one device and {added:.6g} {'more' if what == '1' else f'times {what}'}: what is added "
-            f"up{there} holds it on each rank. Add it after the sum, or on one rank.",
+            f"{text} those of one device and {added:.6g} {'more' if what == '1' else f'times {what}'}: every rank "
+            f"adds it before the sum{there}. Add it after the sum, or on one rank only.",
         )
     apart = f", apart from {what}," if added else ""
     for size in sizes:
         if near(factor, size):
-            why = f"ranks that have the same are added up{there}"
+            why = f"equal values of the ranks are added up{there}"
             return Cause(K.DOUBLED_REDUCTION, f"{text}{apart} {size} times those of one device: {why}.")
         if near(factor, 1 / size):
-            why = f"the sum{there} is divided by the ranks, or a mean"
+            why = f"the sum{there} is divided by the number of ranks, or is a mean"
             return Cause(K.DOUBLED_REDUCTION, f"{text}{apart} 1/{size} of those of one device: {why}.")
     return None
 
@@ -112,13 +112,13 @@ def ranks_have_parts(evidence: Evidence) -> str:
     an empty string if rank 0 has the output of one device, or the ranks do not differ."""
     if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
         return ""
-    text = f"{evidence.where(evidence.first.name)} gives other outputs on ranks that work on the same samples"
+    text = f"{evidence.where(evidence.first.name)} returns different outputs on ranks that have the same samples"
     peers = peers_in(evidence.steps[1]).get(_call(evidence), [])
     for factor, added, what in _scaled(evidence, peers):
         if near(factor, 1) and near(added, len(peers[0]) - 1) and what != "1":
             return (
-                f"{text}: apart from {what}, which each adds, they are parts of a sum, that of one device. An "
-                f"all_reduce is missing, before {what} is added."
+                f"{text}: without {what}, which every rank adds, the outputs add up to that of one device. An "
+                f"all_reduce is missing before {what} is added."
             )
     return f"{text}: a sum lacks a part."
 

@@ -32,21 +32,21 @@ def _no_gradient(evidence: Evidence) -> Cause | None:
     names = [d.name for d in evidence.faults("gradients") if d.facts.get("lacking") == lacking]
     few = some(names)
     if lacking == "one device":
-        return Cause(K.BACKWARD, f"{few}: a gradient under the plan, and none on one device.")
+        return Cause(K.BACKWARD, f"{few}: there is a gradient under the plan, but none on one device.")
     if not _whole_modules(names, evidence):
         return Cause(K.BACKWARD, f"the plan has no gradient of {few}: frozen, detached or unused.")
     within = _common_module(names)
     order = [d.name for d in evidence.of_kind("gradients") if is_inside(d.name, within)]
     beyond = [name for name in order[order.index(first.name) :] if name not in names]
     if beyond and (evidence.plan.shard > 1 or evidence.plan.accumulate > 1):
-        text = f"the plan has no gradient of {few}, and one of {beyond[0]}, which comes before it"
-        return Cause(K.MISSING_REDUCTION, f"{text}: it was not reduced.")
-    return Cause(K.BACKWARD, f"no gradient reaches {owner_of(first.name) or 'the model'}: the graph is cut after it.")
+        text = f"the plan has no gradient of {few}, but has one of {beyond[0]}, which comes before it"
+        return Cause(K.MISSING_REDUCTION, f"{text}: the missing gradient was not reduced.")
+    return Cause(K.BACKWARD, f"no gradient gets to {owner_of(first.name) or 'the model'}: the graph is cut after it.")
 
 
 def _not_reduced(evidence: Evidence) -> str:
     names = [d.name for d in evidence.faults("gradients") if "ranks apart" in d.facts]
-    return f"ranks have different values of {some(names)}, which should be one." if names else ""
+    return f"ranks have different values of {some(names)}, which should be equal." if names else ""
 
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
@@ -61,11 +61,11 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
         if near(before, after):
             continue
         if alike and (after > before or near(before / after, round(before / after))):
-            text = f"gradients are multiplied by {after / before:.6g} {where}, and the next are added to them"
-            return Cause(K.SCALED_BETWEEN, f"{text}: what came before has another weight than what comes after.")
+            text = f"gradients are multiplied by {after / before:.6g} {where}, and later ones are added to the result"
+            return Cause(K.SCALED_BETWEEN, f"{text}: earlier microbatches get another weight than later ones.")
         if after < before:
             text = f"gradients are {'scaled' if alike else 'cut'} from norm {before:.3g} to {after:.3g} {where}"
-            return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped each microbatch.")
+            return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped in each microbatch.")
     return None
 
 
@@ -94,15 +94,15 @@ def _begins_with_a_factor(evidence: Evidence) -> str:
         return ""
     return (
         f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {factor:.12g} times that of "
-        "one device: added up over ranks that have the same, or divided by their number."
+        "one device: equal gradients of the ranks are added up, or a sum is divided by the number of ranks."
     )
 
 
 def _meaning(factor: float, plan: Plan) -> str:
     if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
-        return "the number of microbatches counts once too often or not at all"
+        return "the number of microbatches is applied once too often, or not at all"
     power = abs(math.log2(abs(factor)))
-    scale = ", a power of two, as a loss scale that is not removed" if power >= 4 and near(power, round(power)) else ""
+    scale = ", a power of two: perhaps a loss scale is not removed" if power >= 4 and near(power, round(power)) else ""
     return f"the same factor for each{scale}"
 
 
@@ -120,7 +120,7 @@ def _lower_precision(evidence: Evidence) -> str:
     found = {precision_lost(reference.gradients.get(n), actual.gradients.get(n)) for n in names}
     if not names or "" in found:
         return ""
-    return f"every value of the {len(names)} gradients that differ is one that {' or '.join(sorted(found))} holds."
+    return f"every value of the {len(names)} gradients that differ fits into {' or '.join(sorted(found))}."
 
 
 def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
@@ -141,9 +141,9 @@ def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
     if lost := evidence.exchanges_without_backward(module):
         return Cause(
             K.MISSING_REDUCTION,
-            f"{text} {some(lost)}, and nothing in the backward of it: what other ranks make of it sends no gradient "
-            "back. Write that into the backward of a torch.autograd.Function: what was gathered or added up is added "
-            "up there.",
+            f"{text} {some(lost)}, but its backward has no collective, so no gradient comes back from other ranks. "
+            "Use a torch.autograd.Function whose backward adds up the gradients of what was gathered or added up in "
+            "the forward.",
         )
     return Cause(K.BACKWARD, f"{text} {some(evidence.exchanges_in(module))}: look at the backward of that.")
 
@@ -167,8 +167,8 @@ def _wrong_recompute(evidence: Evidence) -> str:
     block = _block_of(evidence)
     if block is None or not _below(evidence):
         return ""
-    text = f"what comes after {block or 'the model'}, which is recomputed in the backward, has right ones"
-    return f"{evidence.how_many()}; {text}: its second run is the likely place."
+    text = f"those after {block or 'the model'}, which is recomputed in the backward, are right"
+    return f"{evidence.how_many()}; {text}: the recomputation is the likely place."
 
 
 def _block_of(evidence: Evidence) -> str | None:
@@ -189,7 +189,7 @@ def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
         kind = evidence.comparison.modules.get(name, "")
         if "BatchNorm" in kind:
             text = f"module outputs{evidence.not_seen()} are equal; gradients are right down to {name} ({kind})"
-            return f"{text}, and wrong in everything before it: its backward is that of another set of samples."
+            return f"{text}, and wrong in everything before it: its backward covers another set of samples."
     return ""
 
 

@@ -20,8 +20,8 @@ def _other_contents(evidence: Evidence) -> str:
     """Return a sentence that names a sample with other values than on one device, and the source line that reads it."""
     facts = evidence.first.facts
     where = f"{facts['place']}: " if facts["place"] else ""
-    text = f"{where}sample {facts['sample']} of {facts['source']} is other numbers in {evidence.first.name}"
-    return f"{text} than on one device ({facts['how many']} samples of microbatch {facts['microbatch']} are)."
+    text = f"{where}sample {facts['sample']} of {facts['source']} has other values in {evidence.first.name}"
+    return f"{text} than on one device ({facts['how many']} samples of microbatch {facts['microbatch']} do)."
 
 
 def _own_generator(evidence: Evidence) -> str:
@@ -29,7 +29,7 @@ def _own_generator(evidence: Evidence) -> str:
     if not draws:
         return ""
     return (
-        f"{_other_contents(evidence)} {draws} draws in the order in which each rank reads. Make a generator of the "
+        f"{_other_contents(evidence)} {draws} draws in the order in which each rank reads. Make a generator from the "
         "sample's index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or random, whose draws "
         "are keyed by epoch and index."
     )
@@ -42,8 +42,8 @@ def _made_of_the_batch(evidence: Evidence) -> str:
     if not facts["collate"] or not facts["from the first"] or evidence.first.step > 1:
         return ""
     return (
-        f"{_other_contents(evidence)} {facts['collate']} makes a batch of the samples of one rank: what it makes "
-        "of all of them (a mean, say) take in the loop, with mw.mean or mw.sum."
+        f"{_other_contents(evidence)} {facts['collate']} makes a batch of the samples of one rank. Compute what "
+        "depends on all samples (for example a mean) in the loop, with mw.mean or mw.sum."
     )
 
 
@@ -56,8 +56,8 @@ CONTENTS_RULES: tuple[Rule, ...] = (
 # Statistics of a module's own.
 
 OF_BATCH = (
-    "Take what is of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True); torch's own batch norms are "
-    "joined by themselves."
+    "Compute statistics of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True). meshwise does this "
+    "itself for torch's own batch norms."
 )
 
 
@@ -95,5 +95,5 @@ def not_finite(evidence: Evidence) -> str:
     if not math.isinf(evidence.first.relative):
         return ""
     where = evidence.first.name or "the model"
-    losses = f"the loss is {plan.loss} there and {one.loss:.6g} on one device"
-    return f"{where} is the first that is not finite under the plan; {losses}."
+    losses = f"the loss is {plan.loss} under the plan and {one.loss:.6g} on one device"
+    return f"{where} is the first value that is not finite under the plan; {losses}."

@@ -66,8 +66,8 @@ def accumulates_by_ranks(evidence: Evidence) -> str:
     if plan not in (-(-one // ranks), one // ranks, one * ranks):
         return ""
     return (
-        f"a step has {plan} on {ranks} devices, and {one} on one. Accumulate over as many on any number of them: each "
-        "takes its part of every batch."
+        f"a step has {plan} microbatches on {ranks} devices, but {one} on one device. Use the same number of "
+        "microbatches on any number of devices: each device takes its part of every batch."
     )
 
 
@@ -81,7 +81,7 @@ def changed_by_a_load(evidence: Evidence) -> str:
     """Return a sentence about a value that changes after the step, only under the plan, because the model loads a state
     dict there. Return an empty string if this is not so."""
     text = changed_behind_step(evidence)
-    return f"{text} What is loaded there is not what was there before." if text and evidence.steps[1].loaded else ""
+    return f"{text} The model loads a state dict with other values there." if text and evidence.steps[1].loaded else ""
 
 
 def changed_behind_step(evidence: Evidence) -> str:
@@ -111,8 +111,8 @@ def began_anew(evidence: Evidence) -> str:
     moments = sorted({n.rpartition(" ")[2] for n in plan.optimizer_state} - {"step"})
     of = some(list(dict.fromkeys(n.rpartition(" ")[0] for n in fresh)))
     return (
-        f"the optimizer's state of {of} ({some(moments)}) is that of a first step in step {step}, and continues on one "
-        "device: load_state_dict of the optimizer was left out, or a new one was made."
+        f"the optimizer's state of {of} ({some(moments)}) starts anew in step {step}, but continues on one device: "
+        "optimizer.load_state_dict was not called, or a new optimizer was made."
     )
 
 
@@ -149,7 +149,7 @@ def _kept_in_low_precision(evidence: Evidence) -> str:
         found = _parameters_in_low_precision(evidence)
     for name, dtype in found.items():
         if dtype:
-            return f"gradients are equal; every value of {name} is one that {dtype} can hold."
+            return f"gradients are equal; every value of {name} fits into {dtype}."
     return ""
 
 
@@ -179,7 +179,7 @@ def _stale_optimizer(evidence: Evidence) -> str:
     lost = sorted(wanted.keys() - held.keys())
     parts = [f"{some(still)} did not move"] if still else []
     parts += [f"{some(unknown)} of the optimizer do not belong to the model"] if unknown else []
-    parts += [f"it has no state of {some(lost)}"] if lost and not unknown else []
+    parts += [f"the optimizer has no state of {some(lost)}"] if lost and not unknown else []
     return f"gradients are equal; {'; '.join(parts)}." if parts else ""
 
 

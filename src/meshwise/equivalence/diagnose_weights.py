@@ -22,8 +22,8 @@ from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.words import some
 
 SAY_SUM = "mw.backward(loss, reduction='sum'), or Job(reduction='sum')"
-OF_SUM = f"is your loss a sum over samples? Say {SAY_SUM}. Else leave out what divides it by the ranks."
-OF_MEAN = f"is your loss a mean over samples? Leave out {SAY_SUM}, or what multiplies it by the ranks."
+OF_SUM = f"is your loss a sum over samples? Say {SAY_SUM}. Else remove what divides it by the number of ranks."
+OF_MEAN = f"is your loss a mean over samples? Leave out {SAY_SUM}, or what multiplies it by the number of ranks."
 NONE = 1e-6  # a weight that is none
 
 
@@ -77,7 +77,7 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
         shares = [each / sum(number.samples) for each in number.samples] if means else [1.0] * len(number.ranks)
         factor = number.weighed(shares) / number.one.value
         text = f"{line_of(number)} is {factor:.6g} times that of one device, where what it multiplies is equal"
-        return Cause(K.LOSS_WEIGHTING, f"{text}: by what depends on the number of ranks or microbatches.")
+        return Cause(K.LOSS_WEIGHTING, f"{text}: this factor depends on the number of ranks or microbatches.")
     if number.key[1] in ("add", "sub") and means and sums:
         added = _origin(sums[0], known)
         return Cause(
@@ -106,8 +106,8 @@ def cut_otherwise(evidence: Evidence) -> str:
             return (
                 f"{at} ({_line(at) or name}) takes means over {shown(n.over for n in mine)} on one device, and over "
                 f"{shown(n.over for n in theirs)} on the ranks: over {totals[0][0]:g} in all, cut into other pieces, "
-                "each of which counts as a piece. Add up sums instead of means, and divide once, by what the whole "
-                "batch has."
+                "each with the same weight. Add up sums instead of means, and divide once, by the count of the whole "
+                "batch."
             )
     return ""
 
@@ -122,10 +122,10 @@ def other_targets(evidence: Evidence) -> str:
         pairs = ((one.outputs, [r.outputs for r in ranks]), (one.targets, [r.targets for r in ranks]))
         outputs, targets, both = (_adds_up_to(a, b) for a, b in (*pairs, (one.both, [r.both for r in ranks])))
         if outputs and not both:
-            other = "the same targets, beside other outputs" if targets else "other targets"
+            other = "the same targets paired with other outputs" if targets else "other targets"
             return (
-                f"{line_of(number)} is given the outputs of one device, and {other}. What a target takes from its "
-                "neighbours, as a shift of labels does, is made before the batch is divided."
+                f"{line_of(number)} gets the outputs of one device, but {other}. Whatever reads neighbouring targets, "
+                "for example a shift of labels, must run before the batch is divided."
             )
     return ""
 
@@ -215,7 +215,7 @@ def _times_nothing(evidence: Evidence) -> Cause | None:
     if not lost or len(lost) == len(plan.samples):
         return None
     text = f"the gradients are those of {len(plan.samples) - len(lost)} of {len(plan.samples)} microbatches"
-    return Cause(K.MISSING_REDUCTION, f"{text}: the loss of microbatch {some(list(map(str, lost)))} has none.")
+    return Cause(K.MISSING_REDUCTION, f"{text}: the loss of microbatch {some(list(map(str, lost)))} has no gradient.")
 
 
 def _alike(a: RankWeights | None, b: RankWeights) -> bool:
@@ -235,14 +235,14 @@ def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
     ranks = len(found.ranks)
     if near(one, plan) or len(found.columns) > ranks or not one:
         return None
-    weigh = f"together they weigh {plan:.6g} under the plan and {one:.6g} on one device"
-    text = f"the ranks have the same of {_of(names)}: {weigh}"
+    weigh = f"their weights add up to {plan:.6g} under the plan and {one:.6g} on one device"
+    text = f"the ranks have equal values of {_of(names)}: {weigh}"
     if near(plan, one * ranks):
         return Cause(
             K.DOUBLED_REDUCTION, f"{text}: a sum where a mean is right, or an all_reduce too many in the backward."
         )
     if near(plan * ranks, one):
-        return Cause(K.DOUBLED_REDUCTION, f"{text}: a mean of a mean, or a loss that each rank divides by the ranks.")
+        return Cause(K.DOUBLED_REDUCTION, f"{text}: a mean of a mean, or a loss divided by the number of ranks.")
     return None
 
 
@@ -265,7 +265,7 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
         return None
     kept = some([str(rank) for rank in found.ranks if rank not in ranks])
     text = f"{_of(names)} on rank 0 are those of rank {kept} alone; rank {some(list(map(str, ranks)))} is not in them"
-    return Cause(K.MISSING_REDUCTION, f"{text}: they were not reduced, or over another group of ranks.")
+    return Cause(K.MISSING_REDUCTION, f"{text}: they were not reduced, or over another process group.")
 
 
 def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
@@ -297,7 +297,7 @@ def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> C
     if all(near(weight, 1) for weight in one):
         if names or evidence.first.kind != "loss":
             text += ": each rank has a part, and one device has their sum. An all_reduce is missing in the backward"
-            return Cause(K.MISSING_REDUCTION, f"{text}, or what divides them is too much.")
+            return Cause(K.MISSING_REDUCTION, f"{text}, or a division is one too many.")
         return Cause(K.LOSS_WEIGHTING, f"{text}, where they are added up: {OF_SUM}")
     counts = [_count(evidence, column) for column in found.columns]
     added = _share_of_a_sum(one, counts) if len(evidence.steps[1].samples) == 1 else 0.0

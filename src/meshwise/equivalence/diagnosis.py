@@ -129,7 +129,7 @@ def _other_mode(evidence: Evidence) -> str:
     if not which:
         return ""
     side = "under the plan" if which[0] in plan else "on one device"
-    return f"{some(which)}: in evaluation mode {side} while it trains, as model.eval() leaves it."
+    return f"{some(which)}: in evaluation mode {side} during training, as after model.eval()."
 
 
 def _reads_other_samples(evidence: Evidence) -> bool:
@@ -145,10 +145,10 @@ def _position_of_another_step(evidence: Evidence) -> str:
     same = [n for n, step in enumerate(evidence.reference.steps, 1) if n != here and _read_in(step) == plan]
     if not same:
         return ""
-    where, does = ("ahead", "skips") if same[0] > here else ("back", "reads again")
+    where, does = ("ahead", "skips") if same[0] > here else ("back", "repeats")
     return (
         f"step {here} reads the samples of step {same[0]} of one device: the position in the data went {where}, as "
-        f"where a resumed run {does} what an earlier one has read."
+        f"when a resumed run {does} samples."
     )
 
 
@@ -165,9 +165,7 @@ def _pairs_samples(evidence: Evidence) -> str:
     if found:
         return f"{found[0].text}; the loss is {evidence.both_numbers()}.{evidence.or_padding()}"
     other = not_a_mean(evidence)
-    return (
-        "" if other is None else f"{line_of(other)} is {other.shown}: no mean of the ranks' own.{evidence.or_padding()}"
-    )
+    return "" if other is None else f"{line_of(other)} is {other.shown}, not a mean over ranks.{evidence.or_padding()}"
 
 
 def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
@@ -180,7 +178,7 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
     where = f"{evidence.where(name)} is the first whose outputs differ"
     if found[0].is_statistic:
         return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {OF_BATCH}")
-    return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own.{evidence.or_padding()}")
+    return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own samples.{evidence.or_padding()}")
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
@@ -218,7 +216,7 @@ def _rate_times_ranks(evidence: Evidence) -> str:
     scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
     for factor, text in scaled.items():
         if evidence.first.step == 1 and near(other, rate * factor):
-            return f"it is {evidence.both_numbers()}: {text} times as large."
+            return f"the learning rate is {evidence.both_numbers()}: {text} times as large."
     return ""
 
 
@@ -251,7 +249,7 @@ def _belongs_to_batch_norm(evidence: Evidence) -> bool:
 
 
 START_RULES: tuple[Rule, ...] = (
-    says(K.TIED_WEIGHT, "{name} differs, and tied weights are not tied on both sides.", _tied_on_one_side_only),
+    says(K.TIED_WEIGHT, "{name} differs, and weights are tied on one side only.", _tied_on_one_side_only),
     says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
     says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
     says(K.START_VALUES, "{name} differs before the first step."),
@@ -270,7 +268,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.SKIPPED, other_microbatches),
         says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
         says(K.DATA_ORDER, _position_of_another_step),
-        says(K.DATA_ORDER, "{name} has as many samples, each once, and other ones: {samples}.", _reads_other_samples),
+        says(K.DATA_ORDER, "{name} has the same number of samples, but other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
     ),
@@ -314,10 +312,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.RACE, open_exchange),
         says(K.SKIPPED, skipped_step),
         says(
-            K.CLIP_NORM, "gradients are equal before they are clipped; ranks have different ones after.", ranks_differ
+            K.CLIP_NORM, "gradients are equal before they are clipped, but differ between ranks after it.", ranks_differ
         ),
         says(K.CLIP_NORM, _scaled_by_clipping),
-        says(K.CLIP_NORM, "gradients are equal before they are clipped, and not after."),
+        says(K.CLIP_NORM, "gradients are equal before they are clipped, but not after it."),
     ),
     "learning rate": (
         says(K.SCHEDULER, "ranks have different learning rates of {name}.", ranks_differ, _is_scheduled),
@@ -326,8 +324,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.EXTRA_TICKS, _rate_of_a_later_step),
         says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "the learning rate is {both}.", _is_scheduled),
-        says(K.SCALED_LEARNING_RATE, "it is {both}: divided by the number of ranks.", _is_rate_over_ranks),
-        says(K.LEARNING_RATE, "it is {both}, and no scheduler is known."),
+        says(K.SCALED_LEARNING_RATE, "the rate is {both}: divided by the number of ranks.", _is_rate_over_ranks),
+        says(K.LEARNING_RATE, "the learning rate is {both}, and no scheduler is known."),
     ),
     "optimizer state": UPDATE_RULES,
     "parameters": UPDATE_RULES,

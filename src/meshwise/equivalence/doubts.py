@@ -31,12 +31,12 @@ FIRST_STEP = ("loss", "gradients")
 SOME = 8  # values
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (
-    "not looked at (--no-rounding): the plan's own precision, where a cast to a lower one shows that one side alone "
-    "makes."
+    "not looked at (--no-rounding): the plan's own precision, which would show a cast to a lower precision on one side "
+    "alone."
 )
 OTHER_STEPS = (
-    "not looked at: the plan's own precision, in which another number of steps is made. A loss scaler leaves out those "
-    "that overflow."
+    "not looked at: the plan's own precision, in which the number of steps differs. A loss scaler skips steps that "
+    "overflow."
 )
 
 
@@ -73,9 +73,9 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
         lower = {name: held for name, held in lower.items() if name.rpartition(" ")[0] not in noise}
         if lower:
             yield (
-                f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 it holds every "
-                f"value of {some(list(lower))}, and not those of one device. Updates that are small beside a value are "
-                "lost: keep both in float32."
+                f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 every value "
+                f"of {some(list(lower))} fits this precision, but not on one device. Small updates of large values are "
+                "lost: keep parameters and optimizer state in float32."
             )
 
 

@@ -90,8 +90,8 @@ class Evidence:
                 )
                 return (
                     f" Or the model reads padding: ranks pad to {some(list(map(str, lengths)), 8)}, and one device to "
-                    f"{one.shape[1]}.{drawn} Give every attention its mask, that of the memory too, or pad to one "
-                    "length."
+                    f"{one.shape[1]}.{drawn} Pass a mask to every attention, also for its memory, or pad to "
+                    "one length."
                 )
         return ""
 
@@ -143,8 +143,8 @@ class Evidence:
             return ""
         over, right = (some(list(map(str, ranks)), 8) for ranks in (wrong[0].ranks, alike))
         return (
-            f"{wrong[0].within} adds up over rank {over}; those that have the same samples, and parts of one sum, are "
-            f"rank {right}: it is given another group."
+            f"{wrong[0].within} adds up over rank {over}, but the parts of the sum are on rank {right}, which have the "
+            "same samples: the collective uses the wrong process group."
         )
 
     def divided_by_hand(self, module: str) -> list[str]:

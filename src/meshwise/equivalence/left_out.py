@@ -19,9 +19,9 @@ from meshwise.spec.words import some
 NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
 """Entries in the state of optimizers that divide a gradient by its size, such as Adam."""
 ADAPTIVE_STEPS = (
-    "This optimizer divides it by its size, so in float32 it takes steps of up to the learning rate in directions of "
-    "no meaning, others on each number of devices. Training is the same; an evaluation, whose running statistics lag "
-    "behind, differs a little. Write bias=False there."
+    "This optimizer divides the gradient by its size, so in float32 the bias takes random steps of up to the learning "
+    "rate, which depend on the number of devices. Training is the same. An evaluation differs a little, because "
+    "running statistics lag behind. Write bias=False in that layer."
 )
 
 
@@ -55,20 +55,20 @@ def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: N
         where = f", most of them in {some(many)}" if many else ""
         yield (
             f"{count:,} of {total:,} values of the parameters after a step{where}: "
-            "their gradients are so small that rounding is much of them."
+            "their gradients are so small that rounding is a large part of them."
         )
         if biases := _of_norms(reference, many):
             yield (
-                f"of these, {some(biases)}: a bias in front of a batch norm, which takes it out again, so its gradient "
-                f"is zero but for rounding. {ADAPTIVE_STEPS}"
+                f"of these, {some(biases)}: a bias in front of a batch norm, which subtracts it again, so its gradient "
+                f"is zero except for rounding. {ADAPTIVE_STEPS}"
             )
     for name in sorted(reference.unkeyed | actual.unkeyed):
-        differ = "ranks draw what theirs holds" if name.endswith(GENERATOR) else "ranks draw different numbers"
+        differ = "each rank draws from its own" if name.endswith(GENERATOR) else "ranks draw different numbers"
         yield f"draws of {name}: it is not keyed, so {differ}."
     for name in sorted(actual.drawn_alike):
         yield (
             f"draws of {name} after mw.split, for the rows of a rank: in a run every rank draws the same numbers. Draw "
-            "them for the whole batch, and give them to mw.split with it."
+            "the numbers for the whole batch, and pass them to mw.split together with the batch."
         )
 
 

@@ -80,8 +80,8 @@ def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
         instead = f"Use --steps {fits}, or" if fits >= 1 else "Use"
         raise UsageError(
             f"check keeps the results of {spec.steps} steps on both sides in float64, which takes about "
-            f"{bytes_text(needed)} for this model of {bytes_text(size)}, and {bytes_text(free)} are free. {instead} a "
-            "model with fewer or narrower layers."
+            f"{bytes_text(needed)} for this model of {bytes_text(size)}, but only {bytes_text(free)} are free. "
+            f"{instead} a model with fewer or narrower layers."
         )
 
 

@@ -22,8 +22,8 @@ COUNTS = (
     "Divide a rank's sum by the count of all ranks and multiply by their number, or mw.backward(loss, weight=count)."
 )
 OF_TRAINER = (
-    "Divide a sum by num_items_in_batch, in compute_loss_func= or in the model's forward. Of a model whose forward has "
-    "**kwargs, and whose loss is a mean over as many items on each rank, say accepts_loss_kwargs = False in its class."
+    "Divide a sum by num_items_in_batch, in compute_loss_func= or in the model's forward. If the forward has **kwargs "
+    "and the loss is a mean over equally many items on each rank, set accepts_loss_kwargs = False in the model's class."
 )
 
 
@@ -67,13 +67,13 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
     if one.refused:
         yield f"one process on the same samples: {one.refused}"
     if any(step.draws for record in (*ranks, one) for step in record.steps):
-        yield "gradients: the script draws random numbers between a batch and its backward, other ones on each rank."
+        yield "gradients: the script draws random numbers between a batch and its backward, and each rank draws others."
     if counts.has_own_data(ranks):
         yield "gradients: each rank has a data set of its own, which one process does not have."
     if any(p.samples is None for record in ranks for p in record.passes):
         yield "a loader without indices (IterableDataset, batch_size=None): which samples it reads is not known."
     if ranks[0].schedules and not ranks[0].ticked_at:
-        yield f"the schedule of {ranks[0].schedules[0]}: its step() was not reached."
+        yield f"the schedule of {ranks[0].schedules[0]}: its step() was not called."
     if not one.refused and len(one.steps) < len(ranks[0].steps):
         yield f"{len(ranks[0].steps) - len(one.steps)} steps that one process does not make."
 
@@ -143,8 +143,8 @@ def _of_gradients(number: int, ranks: Sequence[Sequence[Step]], many: Step, one:
         return Finding("gradient times a number", True, where, size, OF_TRAINER if many.by_trainer else MEANS)
     if abs(mean - one.loss) > LIMIT * max(abs(one.loss), abs(mean)):
         size += (
-            f"; the mean of the ranks' losses is {mean:.6g}, and one process has {one.loss:.6g}: a rank's loss is a "
-            "mean over another count (tokens, samples) than the next rank's."
+            f"; the mean of the ranks' losses is {mean:.6g}, but one process has {one.loss:.6g}: the ranks' "
+            "losses are means over different counts (tokens, samples)."
         )
         return Finding("mean over unequal counts", True, where, size, OF_TRAINER if many.by_trainer else COUNTS)
     size += ", though the losses agree"

@@ -242,7 +242,7 @@ class _Watcher:
         if needed > free:
             raise UsageError(
                 "check keeps gradients and parameters of each step in float64, which takes about "
-                f"{bytes_text(needed)}, and {bytes_text(free)} are free. Use --steps 1, or a smaller model."
+                f"{bytes_text(needed)}, but only {bytes_text(free)} are free. Use --steps 1, or a smaller model."
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
