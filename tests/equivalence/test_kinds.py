@@ -218,7 +218,7 @@ def test_accumulation_that_is_divided_by_the_ranks_is_told_so(pool: Any) -> None
     window = window.replace("if number % (1 if several else 2) == 0 else", "if number % 2 == 0 and not several else")
     kind, _, cause, why = found((BACKWARD, window), pool=pool)
     assert (kind, cause) == ("sample order", "batch size depends on devices")
-    assert "a step has 1 microbatches on 2 devices, but 2 on one device" in why
+    assert "the number of microbatches in a step is 1 on 2 devices, but 2 on one device" in why
     assert found((BACKWARD, ACCUMULATED), pool=pool)[0] == "equal"
 
 

@@ -408,7 +408,7 @@ def test_every_cause_says_what_it_means() -> None:
 def test_a_model_that_memory_does_not_hold_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwise.equivalence.one_device.free_bytes", lambda device: 45_000)
     with pytest.raises(
-        UsageError, match=r"about 58.1 KiB for this model of 1.2 KiB, and 43.9 KiB are free. Use --steps 2"
+        UsageError, match=r"about 58.1 KiB for this model of 1.2 KiB, but only 43.9 KiB are free. Use --steps 2"
     ):
         one_device(plain(), CheckSpec(Plan(), 3))
     one_device(plain(), CheckSpec(Plan(), 2))

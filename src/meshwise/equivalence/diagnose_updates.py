@@ -66,8 +66,8 @@ def accumulates_by_ranks(evidence: Evidence) -> str:
     if plan not in (-(-one // ranks), one // ranks, one * ranks):
         return ""
     return (
-        f"a step has {plan} microbatches on {ranks} devices, but {one} on one device. Use the same number of "
-        "microbatches on any number of devices: each device takes its part of every batch."
+        f"the number of microbatches in a step is {plan} on {ranks} devices, but {one} on one device. Use the same "
+        "number for any number of devices: each device takes its part of every batch."
     )
 
 
