@@ -33,7 +33,7 @@ def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
         lengths = {shape[at] for shape in shapes if len(shape) >= -at} - {1}
         if len(lengths) > 1:
             given = " and ".join(map(str, shapes))
-            raise ValueError(f"{name}: shapes {given} do not broadcast, as lengths of a dim must be equal or 1.")
+            raise ValueError(f"{name}: shapes {given} do not broadcast. In each dim, lengths must be equal or 1.")
         found.append(lengths.pop() if lengths else 1)
     return tuple(found)
 
@@ -47,8 +47,8 @@ def common_space(name: str, arrays: Sequence[Array]) -> Space:
     for other in arrays[1:]:
         if other.space is not space and other.space != space:
             raise UsageError(
-                f"{name} needs arrays of one namespace, and these are on {', '.join(space.names)} and on "
-                f"{', '.join(other.space.names)}. Convert one of them: xp.asarray(x.numpy())."
+                f"{name} needs arrays of one namespace, but they belong to two: one on {', '.join(space.names)}, one "
+                f"on {', '.join(other.space.names)}. Convert one of the arrays: xp.asarray(x.numpy())."
             )
     return space
 

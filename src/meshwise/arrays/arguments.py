@@ -16,21 +16,21 @@ import numpy as np
 from meshwise.spec.errors import nearest
 
 INSTEAD = {
-    "order": "Arrays lie in row-major order. Leave it out; for the order of columns transpose first: x.T.",
-    "where": "Put xp.where(condition, x, other) in the place of x, with an `other` that changes nothing.",
-    "initial": "Take the number and the result together, as by xp.maximum or +.",
+    "order": "Arrays are in row-major order. Leave order out. For column-major order, transpose first: x.T.",
+    "where": "Pass xp.where(condition, x, other) instead of x, with an `other` that does not change the result.",
+    "initial": "Combine the number with the result afterwards, for example by + or xp.maximum.",
     "out": "Write y[...] = {name}(...).",
     "casting": "Cast the result: .astype(dtype).",
-    "like": "Leave it out: arrays belong to their namespace.",
-    "subok": "Leave it out: there are no subclasses.",
+    "like": "Leave like out: the namespace decides what kind of array is made.",
+    "subok": "Leave subok out: arrays have no subclasses.",
 }
 """Argument that only NumPy's functions have -> what to write instead."""
 INSTEAD_OF_NAMES = {
     **{name: f"Write xp.{name[3:]}(x[~xp.isnan(x)])." for name in ("nanmedian", "nanquantile", "nanpercentile")},
-    **dict.fromkeys(("vectorize", "frompyfunc", "apply_along_axis"), "Write the function over whole arrays."),
+    **dict.fromkeys(("vectorize", "frompyfunc", "apply_along_axis"), "Write a function that takes whole arrays."),
     "argpartition": "Write xp.argsort(x), or xp.topk(x, k).",
     "partition": "Write xp.sort(x), or xp.topk(x, k).",
-    "block": "Write xp.concat of rows that are xp.concat of their blocks.",
+    "block": "Join the blocks of each row with xp.concat, and then the rows with xp.concat.",
     "copyto": "Write x[...] = y.",
     "ediff1d": "Write xp.diff(x.reshape(-1)).",
     "place": "Write x[mask] = values.",
@@ -54,14 +54,14 @@ def missing(where: str, name: str, known: Iterable[str]) -> str:
     if name in INSTEAD_OF_NAMES:
         return f"{begin}. {INSTEAD_OF_NAMES[name]}"
     if where == "an array" and hasattr(np.ndarray, name):
-        return f"{begin}, which NumPy's have. Write x.numpy().{name}."
+        return f"{begin}, but a NumPy array has. Write x.numpy().{name}."
     if last == "random" and hasattr(np.random.Generator, name):
         return f"{begin}, which NumPy has. Write xp.asarray(np.random.default_rng(seed).{name}(...))."
     theirs, path = (getattr(np, last), f"np.{last}") if last in ("linalg", "fft") else (np, "np")
     if hasattr(theirs, name):
         return (
-            f"{begin}, which NumPy has. Write xp.asarray({path}.{name}(x.numpy(), ...)), or a function of your own for "
-            "each part: mw.map_shards(function, x)."
+            f"{begin}, which NumPy has. Write xp.asarray({path}.{name}(x.numpy(), ...)), or apply your own function "
+            "to each shard: mw.map_shards(function, x)."
         )
     return f"{begin}.{nearest(name, known)}"
 
@@ -82,7 +82,7 @@ def told(error: TypeError, name: str, function: Callable[..., Any], first: int =
     known = ", ".join([each.name for each in shown if each.name not in by_name] + ["*"] * bool(by_name) + by_name)
     word = match[2]
     if word is None:
-        return TypeError(f"{name}: the call does not fit its arguments ({known}). Arguments after * are keyword-only.")
+        return TypeError(f"{name}: the call must match the arguments ({known}). Arguments after * are keyword-only.")
     instead = INSTEAD.get(word, f"The arguments of this function are ({known}).").format(name=name)
     return TypeError(f"{name}({word}=...): there is no argument {word!r}. {instead}")
 

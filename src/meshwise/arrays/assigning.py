@@ -91,7 +91,7 @@ def _value(x: Array, value: Any) -> Value:
     else:
         values = value if isinstance(value, Tensor) else np.array(value)
         if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
-            raise TypeError(f"arrays hold numbers, not {str(value)[:40]!r}. Assign numbers, or lists of them.")
+            raise TypeError(f"arrays contain numbers, not {str(value)[:40]!r}. Assign numbers or lists of numbers.")
         host: Tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(values)
         if not host.ndim:
             return _number(x.dtype, host.item())
@@ -130,7 +130,7 @@ def _number(dtype: torch.dtype, value: Number) -> Number:
         return value
     least, most = limits(dtype)
     if not least <= value <= most:  # type: ignore[operator]
-        raise OverflowError(f"{dtype} holds {least} to {most}, not {value}. Cast the array first.")
+        raise OverflowError(f"{dtype} can store {least} to {most}, not {value}. Cast the array first.")
     return int(value)  # type: ignore[arg-type]
 
 
@@ -154,7 +154,7 @@ def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips:
         value = squeeze(value, axis=0) if isinstance(value, Array) else value[0]
     missing = len(spots) - value.ndim
     if missing < 0 or any(a not in (1, b) for a, b in zip(value.shape, wanted[missing:], strict=True)):
-        raise ValueError(f"values of shape {given} do not broadcast to shape {tuple(wanted)}, which is assigned to.")
+        raise ValueError(f"values of shape {given} do not broadcast to {tuple(wanted)}, the shape of the target.")
     new = tuple(at for at, spot in enumerate(spots) if spot is None and at >= missing)
     order: list[int | None] = [None] * len(lengths)
     for at, spot in enumerate(spots):

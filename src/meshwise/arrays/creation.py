@@ -62,7 +62,7 @@ def asarray(
             piece, shares = piece.to(wanted), True
         elif copy is False:
             raise ValueError(
-                "asarray(copy=False) cannot move or split values without a copy. Leave copy out, or name their device."
+                "asarray(copy=False) cannot move or split values. Leave copy out, or pass the device of the values."
             )
         else:
             own = torch.empty(piece.shape, dtype=wanted, device=space.devices[place])
@@ -124,7 +124,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
     """
     if isinstance(obj, Array):
         raise UsageError(
-            f"this array is of another namespace, on {', '.join(obj.space.names)}. Write xp.asarray(x.numpy())."
+            f"this array belongs to another namespace, on {', '.join(obj.space.names)}. Write xp.asarray(x.numpy())."
         )
     if isinstance(obj, np.generic):
         obj = np.asarray(obj)
@@ -138,7 +138,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
         whole = np.asarray(read, dtype=object)
         values = whole.astype(np.uint64) if all(type(each) is int for each in whole.flat) else values
     if values.dtype.kind not in "biufc":
-        raise TypeError(f"asarray: this {type(obj).__name__} does not hold only numbers. Give numbers or nested lists.")
+        raise TypeError(f"asarray: this {type(obj).__name__} contains more than numbers. Pass numbers or nested lists.")
     values = values.view(values.dtype.name)  # of two types of the same name torch knows one
     tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
     if not _has_numpy(obj):

@@ -46,7 +46,7 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
     x = as_array(name, x)
     if axis is None:
         if len(x.shape) != 1:
-            raise ValueError(f"{name} of shape {x.shape} needs an axis: write, for instance, axis=0.")
+            raise ValueError(f"{name} of an array of shape {x.shape} needs an axis, for example axis=0.")
         axis = 0
     axis = axis_of(axis, len(x.shape), name)
     kind = sum_dtype(x.dtype, dtype)

@@ -52,7 +52,7 @@ def as_dtype(given: Any) -> torch.dtype:
         return _as_dtype(given)
     except (TypeError, KeyError) as error:
         known = ", ".join(NAMES)
-        raise TypeError(f"dtype {given!r} is not a dtype of arrays. Use one of {known}.") from error
+        raise TypeError(f"dtype {given!r} is not supported for arrays. Use one of {known}.") from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,7 +113,7 @@ def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_f
         if dtype in INTEGERS:
             bounds = limits(dtype)
             if not bounds[0] <= value <= bounds[1]:
-                raise OverflowError(f"{dtype} holds {bounds[0]} to {bounds[1]}, not {value}. Cast the array first.")
+                raise OverflowError(f"{dtype} can store {bounds[0]} to {bounds[1]}, not {value}. Cast the array first.")
         return dtype
     real = default_float if dtype in WHOLE else dtype
     return complex_of(real) if isinstance(value, complex) and real not in COMPLEXES else real

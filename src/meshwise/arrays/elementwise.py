@@ -196,7 +196,7 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
         elif type(value) not in PYTHON:
             raise NoArrayGiven(f"{name} needs an array, not {type(value).__name__}. Write xp.asarray(value) first.")
     if not some:
-        raise NoArrayGiven(f"{name} needs an array, and was given Python numbers. Write xp.asarray(value).")
+        raise NoArrayGiven(f"{name} needs at least one array, not only Python numbers. Write xp.asarray(value).")
     return list(given)
 
 

@@ -127,7 +127,7 @@ def _lengths(
     if s is not None:
         lengths = [None if length == -1 else int(length) for length in s]
     if len(lengths) != len(dims) or len(set(dims)) < len(dims) or not dims:
-        raise ValueError(f"{name}(s={s}, axes={axes}): name one axis or more, each once, and one length for each.")
+        raise ValueError(f"{name}(s={s}, axes={axes}): pass one axis or more, each once, and one length for each axis.")
     return lengths, dims
 
 
@@ -136,7 +136,7 @@ def _floats(given: Any, name: str, norm: str) -> Array:
     if norm not in NORMS:
         raise ValueError(f"{name}(norm={norm!r}): write one of {', '.join(NORMS)}.")
     if name in OF_REAL and x.dtype.is_complex:
-        raise TypeError(f"{name} takes real numbers, not {x.dtype}. Write xp.fft.fft, or pass xp.real(x).")
+        raise TypeError(f"{name} takes real numbers, not {x.dtype}. Pass xp.real(x), or use xp.fft.fft or xp.fft.ifft.")
     if x.dtype in WHOLE:
         parts = tuple(part.to(x.space.default_float) for part in x.parts)
         return Array(parts, x.sharding, x.shape, x.space.default_float, x.space)

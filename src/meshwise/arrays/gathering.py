@@ -62,12 +62,12 @@ def tell(x: Array, operation: str, wanted: Sharding) -> None:
     size = elements_moved(x.shape, x.sharding, wanted) * x.dtype.itemsize
     if not size or _mode.get() == "allow":
         return
-    text = f"{operation} has no rule for an array that lies on several devices: it gathers {bytes_text(size)}"
+    text = f"{operation} cannot run on the shards of this array, so it gathers {bytes_text(size)}"
     if _mode.get() == "error":
-        raise UsageError(f"{text}, which mw.guard('error') forbids. Gather it yourself: x.to_device(device).")
+        raise UsageError(f"{text}, which mw.guard('error') forbids. Gather the array yourself: x.to_device(device).")
     if operation not in _told:
         _told.add(operation)
-        warnings.warn(f"{text} on one device. mw.guard('error') stops there.", GatherWarning, stacklevel=4)
+        warnings.warn(f"{text} on one device. mw.guard('error') raises an error instead.", GatherWarning, stacklevel=4)
 
 
 def tell_return(x: Array, operation: str) -> None:
@@ -75,7 +75,7 @@ def tell_return(x: Array, operation: str) -> None:
     if _mode.get() == "allow" or EXPLAINED:
         return
     at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
-    text = f"{at}: {operation} writes to a view on other devices than its array, so all {size} of it move back"
+    text = f"{at}: {operation} writes to a view that is not on its array's devices, so all {size} of the view move back"
     if _mode.get() == "error":
         raise UsageError(f"{text}, which mw.guard('error') forbids. Write to the array itself.")
     if at not in _told:

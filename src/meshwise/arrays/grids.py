@@ -37,7 +37,7 @@ def line_of(xp: Any, key: Any) -> Array:
     Raises UsageError if `key` is not a range with an end.
     """
     if not isinstance(key, slice) or key.stop is None:
-        raise UsageError(f"{key!r} is no range with an end: write start:stop or start:stop:step, as in xp.mgrid[0:5].")
+        raise UsageError(f"{key!r} is not a range with an end: use start:stop or start:stop:step, as in xp.mgrid[0:5].")
     count = int(abs(key.step)) if isinstance(key.step, complex) else None
     given = key.start or 0, key.stop
     line: Array = xp.arange(*given, key.step or 1) if count is None else xp.linspace(*given, count)

@@ -70,7 +70,7 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
     if not hasattr(type(x), "__dlpack__"):
         raise TypeError(f"from_dlpack: {type(x).__name__} has no __dlpack__ method. Write xp.asarray(x).")
     if space.over_ranks:
-        raise UsageError("from_dlpack works in one process. Over ranks write xp.from_shards, with each rank's part.")
+        raise UsageError("from_dlpack works only in one process. Over ranks, use xp.from_shards with each rank's part.")
     tensor = from_array(x)
     refuse_gradients("from_dlpack", tensor.requires_grad)
     here = device_of(tensor)
@@ -92,18 +92,18 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
     """
     parts = [from_array(part) for part in shards]
     if len(parts) != len(space.here):
-        raise UsageError(f"from_shards needs {len(space.here)} parts, one for each device here, and got {len(parts)}.")
+        raise UsageError(f"from_shards needs {len(space.here)} parts, one per device of the process, not {len(parts)}.")
     first = parts[0]
     for part, place in zip(parts, space.here, strict=True):
         refuse_gradients("from_shards", part.requires_grad)
         others = [(tuple(p.shape[:dim]), tuple(p.shape[dim + 1 :]), p.dtype, p.dim()) for p in (first, part)]
         if others[0] != others[1] or not 0 <= dim < part.dim():
             raise UsageError(
-                f"from_shards(dim={dim}): parts need this dim, one dtype, and equal lengths in other dims, not "
-                f"{tuple(first.shape)} {first.dtype} and {tuple(part.shape)} {part.dtype}."
+                f"from_shards(dim={dim}): all parts must have this dim, the same dtype, and equal lengths in the other "
+                f"dims, not {tuple(first.shape)} {first.dtype} and {tuple(part.shape)} {part.dtype}."
             )
         if device_of(part).type != space.devices[place].type:
-            raise UsageError(f"from_shards: the part of {space.names[place]} lies on {part.device}. Move it first.")
+            raise UsageError(f"from_shards: the part for {space.names[place]} is on {part.device}. Move it first.")
     sizes = tuple(agreed(space, [part.shape[dim] for part in parts], "from_shards"))
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
     found = Array(tuple(parts), sharding(space.places, dim, sizes), shape, first.dtype, space)
@@ -123,7 +123,7 @@ def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarra
     if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
         found = from_array_of(x.parts[0])
     elif copy is False:
-        raise ValueError(f"np.asarray(copy=False) needs a copy of this array, {reading.where(x)}. Leave copy out.")
+        raise ValueError(f"np.asarray(copy=False): this array ({reading.where(x)}) needs a copy. Leave copy out.")
     else:
         found = reading.numpy(x)
     if not (copy or shown):
@@ -146,7 +146,7 @@ def cuda_interface(x: Array) -> Any:
     """
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
-    raise AttributeError(f"__cuda_array_interface__ needs an array on one GPU, not {reading.where(x)}.")
+    raise AttributeError(f"__cuda_array_interface__ needs an array on one GPU. This array lies {reading.where(x)}.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -171,7 +171,7 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
             return found
         if not np.can_cast(numpy_dtype(found.dtype), numpy_dtype(as_dtype(into.dtype)), "same_kind"):
             raise TypeError(
-                f"np.{called.__name__}(out=): `out` is {into.dtype}, and the result {found.dtype}. Cast the result."
+                f"np.{called.__name__}(out=): the result {found.dtype} does not fit out {into.dtype}. Cast the result."
             )
         into[...] = found
         return into

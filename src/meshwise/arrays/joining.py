@@ -86,7 +86,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
     """
     if axis is None:
         if not isinstance(shift, int):
-            raise ValueError(f"roll(shift={shift}) needs an axis for each number. Name them, or give one number.")
+            raise ValueError(f"roll(shift={shift}) needs one axis for each shift. Pass axis=, or only one shift.")
         return reshape(roll(flat(x), shift, axis=0), x.shape)
     axes = [axis] if isinstance(axis, int) else list(axis)
     shifts = [shift] * len(axes) if isinstance(shift, int) else list(shift)
@@ -207,7 +207,7 @@ def halo(
         high = begin + size + at + after if wrap else min(length, begin + size + after)
         wanted.append((place, low, high) if size else (place, begin + at, begin + at))
     if lies.dim not in (None, dim):
-        raise ValueError(f"halo(dim={dim}) of an array divided along dim {lies.dim}: call x.reshard(xp.shard({dim})).")
+        raise ValueError(f"halo(dim={dim}): the array is split along dim {lies.dim}. Call x.reshard(xp.shard({dim})).")
     return tuple(intervals(runs, dim, wanted, "halo"))
 
 
@@ -259,7 +259,7 @@ def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
     length = x.shape[dim]
     most = {"edge": math.inf if length else 0, "reflect": length - 1}.get(mode, length)
     if max(before, after) > most:
-        raise ValueError(f"pad(mode={mode!r}) adds up to {most} to length {length}, not {before}, {after}. Pad twice.")
+        raise ValueError(f"pad(mode={mode!r}) of length {length} takes widths up to {most}, not {before}, {after}.")
     if mode == "edge":
         return [Run(x, 0, before, 0), Run(x, length - 1, after, 0)]
     if mode == "wrap":

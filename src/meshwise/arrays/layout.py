@@ -95,7 +95,7 @@ def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[
         axis_of(axis, ndim, "moveaxis") for axis in ([destination] if isinstance(destination, int) else destination)
     ]
     if len(here) != len(there) or len(set(here)) != len(here) or len(set(there)) != len(there):
-        raise ValueError(f"moveaxis({source}, {destination}): give as many destinations as sources, each once.")
+        raise ValueError(f"moveaxis({source}, {destination}): pass as many destinations as sources, and no dim twice.")
     order = [dim for dim in range(ndim) if dim not in here]
     for to, dim in sorted(zip(there, here, strict=True)):
         order.insert(to, dim)

@@ -71,7 +71,7 @@ def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
     Returns this array, and the dtype in which it is compared with `other`.
     """
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
-        raise NoArrayGiven(f"{type(value).__name__} with {type(other).__name__}: give arrays, xp.asarray(value).")
+        raise NoArrayGiven(f"cannot compare {type(value).__name__} and {type(other).__name__}. Use xp.asarray(value).")
     dtype = result_type(value, other)
     if type(value) is Array:
         return value, dtype

@@ -36,7 +36,7 @@ def map_shards(
     wrap: True also extends the first and last parts, with entries from the other end of the array.
     """
     if not isinstance(x, Array):
-        raise UsageError(f"map_shards takes a function, then an array of a namespace, not {type(x).__name__}.")
+        raise UsageError(f"map_shards takes a function and then an array of meshwise, not {type(x).__name__}.")
     before, after = (halo, halo) if isinstance(halo, int) else halo
     dim, placed = x.sharding.dim, x.sharding
     common_space("map_shards", [x, *(other for other in others if isinstance(other, Array))])
@@ -98,8 +98,8 @@ def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> T
     if length == given.shape[dim]:
         return made.narrow(dim, lead, own.shape[dim])
     raise UsageError(
-        f"map_shards: the function made {tuple(made.shape)} of a part of shape {tuple(own.shape)}, and must keep the "
-        f"length of the divided dim, {dim}. To reduce over this dim, call xp.sum or the like."
+        f"map_shards: the function returned shape {tuple(made.shape)} for a part of shape {tuple(own.shape)}, but it "
+        f"must keep the length of dim {dim}, which is divided. To reduce over this dim, call for example xp.sum."
     )
 
 
@@ -121,8 +121,8 @@ def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) 
             one = torch.empty(own, dtype=dtype, device=x.space.devices[place]) if made is None else made[number]
             if tuple(one.shape) != own or one.dtype is not dtype:
                 raise UsageError(
-                    f"map_shards: the function returned {own} {dtype} for one shard, and for another "
-                    f"{tuple(one.shape)} {one.dtype}. Return one dtype and shapes that differ in the divided dim alone."
+                    f"map_shards: for two shards, the function returned {own} {dtype} and {tuple(one.shape)} "
+                    f"{one.dtype}. Return the same dtype, and shapes that differ only in the divided dim."
                 )
             parts.append(one)
         whole = shape if placed.dim is None else (*shape[: placed.dim], x.shape[placed.dim], *shape[placed.dim + 1 :])

@@ -119,9 +119,9 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
         if new is NotImplemented:
             return new
         if new.shape != self.shape:
-            raise ValueError(f"an array of shape {self.shape} cannot hold one of shape {new.shape}. Write x = x + y.")
+            raise ValueError(f"x += y cannot change the shape of x from {self.shape} to {new.shape}. Write x = x + y.")
         if new.dtype is not self.dtype:
-            raise TypeError(f"an array of {self.dtype} cannot hold a result of {new.dtype}. Write x = x + y.")
+            raise TypeError(f"x += y cannot change the dtype of x from {self.dtype} to {new.dtype}. Write x = x + y.")
         fill(self, new, rule.__name__)
         return self
 
@@ -140,7 +140,7 @@ def resharded(x: Array, sharding: Placement = None, /, *, device: Any = None) ->
 def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
     """Copy `x` to one device of the namespace."""
     if stream is not None:
-        raise ValueError("to_device takes no stream, as meshwise orders copies itself. Leave stream out.")
+        raise ValueError("to_device takes no stream, because meshwise orders copies itself. Leave stream out.")
     return asarray(x.space, x, device=device, copy=True)
 
 
@@ -155,7 +155,7 @@ def shards(x: Array) -> tuple[Tensor, ...]:
 def length(x: Array) -> int:
     """Return `len(x)`, the length of the first dim. Raises TypeError for an array without dims."""
     if not x.shape:
-        raise TypeError("an array without dims has no len(): its one element is x.item().")
+        raise TypeError("an array without dims has no len(). Read its only element with x.item().")
     return x.shape[0]
 
 

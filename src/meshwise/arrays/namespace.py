@@ -219,7 +219,7 @@ def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             "or write xp.where(condition, result, otherwise)."
         )
     if not np.can_cast(dtypes.numpy_dtype(found.dtype), dtypes.numpy_dtype(out.dtype), "same_kind"):
-        raise TypeError(f"{call.__name__}: the result is {found.dtype}, and out is {out.dtype}. They must fit.")
+        raise TypeError(f"{call.__name__}: the result, of {found.dtype}, cannot be cast to out, of {out.dtype}.")
     out[...] = found if shown is True else found.__array_namespace__().where(shown, found, out)
     return out
 
@@ -261,7 +261,7 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
     kind = as_dtype(default_float)
     if not kind.is_floating_point:
         raise UsageError(
-            f"array_namespace(default_float={default_float!r}): this is not a float. Write 'float32' or 'float64'."
+            f"array_namespace(default_float={default_float!r}): it is not a float dtype. Write 'float32' or 'float64'."
         )
     return namespace_of(find_space(devices, kind))
 
@@ -269,7 +269,7 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
 def of_array(x: Array, /, *, api_version: str | None = None) -> Namespace:
     """Implement `x.__array_namespace__()` of the array API standard."""
     if api_version is not None and api_version > VERSION:
-        raise ValueError(f"api_version {api_version} is too new: this is {VERSION}. Name {VERSION}, or leave it out.")
+        raise ValueError(f"api_version {api_version} is newer than {VERSION}. Pass {VERSION}, or no api_version.")
     return namespace_of(x.space)
 
 

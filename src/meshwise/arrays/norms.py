@@ -124,7 +124,7 @@ def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     """
     x, y = as_array("cross", x1), as_array("cross", x2)
     if not -min(len(x.shape), len(y.shape)) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
-        raise ValueError(f"cross(axis={axis}) of {x.shape} and {y.shape}: the axis must be below 0, and of length 3.")
+        raise ValueError(f"cross(axis={axis}) of {x.shape} and {y.shape}: the axis must be negative, and of length 3.")
     dtype = result_type(x, y)
     whole = [freed(each, {axis % len(each.shape)}, "cross") for each in (x, y)]
     for at, each in enumerate(whole):

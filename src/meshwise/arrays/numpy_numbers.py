@@ -67,7 +67,7 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
     )
     if points.shape != values.shape or len(points.shape) != 1 or not points.shape[0]:
         raise ValueError(
-            f"interp needs points as two vectors of one length, above 0, not {points.shape} and {values.shape}."
+            f"interp needs xs and ys as vectors of one equal length above 0, not {points.shape} and {values.shape}."
         )
     dtype = promoted(promoted(x.dtype, points.dtype), values.dtype)
 
@@ -94,7 +94,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     xp = a.__array_namespace__()
     v = xp.asarray(v)
     if len(a.shape) != 1 or len(v.shape) != 1 or not a.shape[0] or not v.shape[0]:
-        raise ValueError(f"convolve takes two vectors of one element or more, not shapes {a.shape} and {v.shape}.")
+        raise ValueError(f"convolve takes two vectors with at least one element, not shapes {a.shape} and {v.shape}.")
     if mode not in ("full", "same", "valid"):
         raise ValueError(f"convolve(mode={mode!r}): write full, same or valid.")
     a, v = (v, a) if v.shape[0] > a.shape[0] else (a, v)
@@ -146,7 +146,7 @@ def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) ->
     """
     x = as_floats("gradient", x)
     if edge_order != 1:
-        raise UsageError(f"gradient(edge_order={edge_order}): only edge_order=1 is supported. Leave it out.")
+        raise UsageError(f"gradient(edge_order={edge_order}): only edge_order=1 is supported. Leave edge_order out.")
     axes = range(len(x.shape)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     dims = [axis_of(each, len(x.shape), "gradient") for each in axes]
     steps = spacing * len(dims) if len(spacing) == 1 else spacing or (1.0,) * len(dims)
@@ -168,7 +168,7 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
         at = xp.asarray(step)
         if at.shape != (x.shape[dim],):
             raise ValueError(
-                f"gradient: {x.shape[dim]} entries need as many coordinates, not those of shape {at.shape}."
+                f"gradient: {x.shape[dim]} entries need a vector of as many coordinates, not shape {at.shape}."
             )
         width = diff(at).reshape(tuple(-1 if each == dim else 1 for each in range(len(x.shape))))
         slopes = change / width
@@ -239,7 +239,7 @@ def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 
     default: used for elements for which no condition is true.
     """
     if not conditions or len(conditions) != len(choices):
-        raise ValueError(f"select needs a choice for each condition: not {len(choices)} for {len(conditions)}.")
+        raise ValueError(f"select needs a choice for each condition, not {len(choices)} for {len(conditions)}.")
     as_array("select", conditions[0])
     found = default
     for condition, choice in zip(reversed(conditions), reversed(choices), strict=True):

@@ -89,7 +89,7 @@ def _matmul_terms(a: Shape, b: Shape) -> Terms:
     if not a or not b:
         raise ValueError(f"matmul of shapes {a} and {b}: both arrays need at least one dim. Write x1 * x2.")
     if a[-1] != b[-2 if len(b) > 1 else 0]:
-        raise ValueError(f"matmul of shapes {a} and {b}: {a[-1]} columns need as many rows, not {b[-2:][0]}.")
+        raise ValueError(f"matmul of shapes {a} and {b}: the first has {a[-1]} columns, the second {b[-2:][0]} rows.")
     stack = broadcast_shape("matmul", [a[:-2], b[:-2]])
     count = len(stack)
     row, column, inner = count, count + 1, count + 2
@@ -108,9 +108,9 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     x1, x2 = as_array("vecdot", x1), as_array("vecdot", x2)
     a, b = x1.shape, x2.shape
     if not -min(len(a), len(b)) <= axis < 0:
-        raise ValueError(f"vecdot of shapes {a} and {b} along axis {axis}: count the axis from the end, as -1.")
+        raise ValueError(f"vecdot of shapes {a} and {b}: axis={axis} is not a negative axis of both, such as -1.")
     if a[axis] != b[axis]:
-        raise ValueError(f"vecdot along axis {axis} needs equal lengths there, and the shapes are {a} and {b}.")
+        raise ValueError(f"vecdot along axis {axis} needs equal lengths along this axis, not shapes {a} and {b}.")
     rest = [shape[:axis] + shape[axis:][1:] for shape in (a, b)]
     stack = broadcast_shape("vecdot", rest)
     inner = len(stack)

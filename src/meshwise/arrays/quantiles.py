@@ -68,7 +68,7 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
         )
     if x.dtype.is_complex or not length:
         raise TypeError(
-            f"{name} needs real numbers, at least one, not {x.dtype} of shape {x.shape}. Use xp.real(x) or abs(x)."
+            f"{name} needs at least one real number, not {x.dtype} of shape {x.shape}. Use xp.real(x) if x is complex."
         )
     at = shares.reshape(-1) * (length - 1)
     dtype = x.dtype if x.dtype in FLOATS else x.space.default_float

@@ -134,7 +134,7 @@ class Generator:
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)
         if not least <= begin < end <= most + 1 or end - begin >= 2**63:
-            raise UsageError(f"integers from {begin} to below {end}: give low < high, within what {kind} holds.")
+            raise UsageError(f"integers from {begin} to below {end}: pass low < high in {kind}, less than 2**63 apart.")
         count = end - begin
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class Generator:
     def _float(self, dtype: Any) -> torch.dtype:
         kind = self._space.default_float if dtype is None else as_dtype(dtype)
         if not kind.is_floating_point:
-            raise UsageError(f"random numbers cannot be {kind} here: give a float dtype, or write integers(low, high).")
+            raise UsageError(f"these numbers need a float dtype, not {kind}. For integers write integers(low, high).")
         return kind
 
     def _drawn(self, size: Any, dtype: torch.dtype, placement: tuple[Any, Placement], draw: Draw) -> Array:

@@ -28,7 +28,7 @@ def to_host(x: Array, operation: str = "read") -> Tensor:
     Raises UsageError inside `mw.explain`, which computes no values.
     """
     if EXPLAINED:
-        raise UsageError(f"explain computes no values, and {operation} reads some. Explain what comes before it.")
+        raise UsageError(f"explain computes no values, but {operation} reads some. Explain only what runs before it.")
     if x.space.over_ranks:
         return replicate(x, operation=operation).parts[0].to(HOST_DEVICE, copy=True)
     whole = empty_like(torch.empty(x.shape, dtype=x.dtype, device="meta"), HOST_DEVICE)
@@ -65,7 +65,7 @@ def number(x: Array) -> Any:
     """
     if x.shape and any(length != 1 for length in x.shape):
         raise TypeError(
-            f"an array of shape {x.shape} is not one Python number. Take one element, x[0], or reduce it, x.sum()."
+            f"an array of shape {x.shape} is not one Python number. Take one element, or reduce the array: x.sum()."
         )
     if x.space.over_ranks:
         return to_host(x, "number").item()

@@ -50,7 +50,7 @@ def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
         given = tuple(map(index, axis if isinstance(axis, tuple | list) else (axis,)))
     except TypeError:
         raise TypeError(
-            f"{name} over axis {axis!r}: write a whole number, a tuple of these, or None for all."
+            f"{name} over axis {axis!r}: axis must be an integer, a tuple of integers, or None for all axes."
         ) from None
     for each in given:
         if not -dims <= each < dims:
@@ -221,7 +221,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
 def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
     """Raise ValueError if a reduction that needs at least one element has none."""
     if any(x.shape[axis] == 0 for axis in axes):
-        raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs an element, and there are none.")
+        raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs at least one element, and there is none.")
 
 
 def _logical(name: str, torch_name: str) -> Callable[..., Array]:

@@ -44,8 +44,8 @@ def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
     found, local = _reshaped(x, wanted)
     shared = list(map(_is_of, found.parts, x.parts)) if local else []
     if copy is False and not (local and all(shared)):
-        why = "elements are not in order" if local else "elements have to move"
-        raise ValueError(f"reshape({shape}, copy=False) of {x.shape} needs a copy, as {why}. Leave copy out.")
+        why = "its elements are not in order" if local else "elements move to other devices"
+        raise ValueError(f"reshape({shape}, copy=False) of {x.shape} needs a copy, because {why}. Leave copy out.")
     if copy or not shows:
         own = zip(found.parts, shared, strict=True) if local else ()
         return like(found, [part.clone() if of_x else part for part, of_x in own]) if any(shared) else found
@@ -115,7 +115,7 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
         if others and size_of(shape) % others == 0:
             lengths = tuple(size_of(shape) // others if n == -1 else n for n in lengths)
     if -1 in lengths or math.prod(lengths) != size_of(shape):
-        raise ValueError(f"reshape of {shape} to {lengths}: the lengths must hold {size_of(shape)} elements.")
+        raise ValueError(f"reshape of {shape} to {lengths}: the product of the lengths must be {size_of(shape)}.")
     return as_shape(lengths)
 
 

@@ -86,7 +86,7 @@ class Space:
         alike = [place for place, own in enumerate(self.devices) if str(own) == name]
         if not alike:
             known = ", ".join(self.names)
-            raise UsageError(f"device {name!r}: this namespace has {known}. Use one of them, or {ALL!r}.")
+            raise UsageError(f"device {name!r} is not in this namespace of {known}. Use one of these, or {ALL!r}.")
         return alike[0]
 
     def speeds(self, machine: Machine) -> list[float]:
@@ -111,7 +111,7 @@ class Space:
 
     def _known(self, placed: Sharding) -> Sharding:
         if any(not 0 <= place < len(self.devices) for place in placed.places) or not placed.places:
-            raise UsageError(f"places {placed.places} are not all in this namespace. Choose from {self.places}.")
+            raise UsageError(f"places {placed.places}: choose one place or more of this namespace, {self.places}.")
         return placed
 
 
@@ -128,8 +128,8 @@ def find_space(devices: Any, default_float: torch.dtype) -> Space:
         kind, count = _asked_of_ranks(devices)
         if kind != world.kind or (count or world.size) != world.size:
             raise UsageError(
-                f"array_namespace({devices!r}): this run has {world.size} {world.kind} ranks, and its arrays are "
-                "divided over them. Leave the devices out, and name them when you start the run."
+                f"array_namespace({devices!r}): arrays of this run are divided over its {world.size} {world.kind} "
+                "ranks. Leave devices out here, and choose the devices when you start the run."
             )
     world = join().world
     return make_space((torch.device(world.device),) * world.size, default_float, (world.rank,))
@@ -195,8 +195,8 @@ def _of_words(words: str) -> tuple[torch.device, ...]:
         there = torch.get_device_module(kind).device_count()
         if not there or (count or 1) > there:
             raise UsageError(
-                f"array_namespace({words!r}): torch sees {there} {kind.upper()} devices here. "
-                "For a trial write '2xcpu'."
+                f"array_namespace({words!r}): torch finds {there} {kind.upper()} devices on this machine. "
+                "To try meshwise without them, write '2xcpu'."
             )
         return _count(kind, count or there)
     return _count(kind, count or 1)
@@ -209,5 +209,5 @@ def _count(kind: str, count: int) -> tuple[torch.device, ...]:
     if opened is None:  # torch knows one CPU; the places are ours
         return (torch.device("cpu"),) * count
     if len(opened) < count:
-        raise UsageError(f"this needs {count} CPU devices, and mw.virtual_devices opened {len(opened)}. Open {count}.")
+        raise UsageError(f"{count} CPU devices need mw.virtual_devices({count}), but only {len(opened)} are open.")
     return tuple(opened[:count])

@@ -27,13 +27,13 @@ REDUCED = {
     "logical_or": "any",
 }
 METHODS = {
-    "reduce": (REDUCED, "Take the entries of the axis one after another: xp.unstack(x)."),
+    "reduce": (REDUCED, "Loop over the entries of the axis: xp.unstack(x)."),
     "accumulate": (
         {"add": "cumulative_sum", "multiply": "cumulative_prod"},
-        "Take the entries of the axis one after another: xp.unstack(x).",
+        "Loop over the entries of the axis: xp.unstack(x).",
     ),
-    "at": ({}, "Write x[i] = f(x[i], v) where no index is twice, or x += xp.bincount(i, weights=v, minlength=len(x))."),
-    "reduceat": ({}, "Write xp.cumsum(x), and differences at the borders."),
+    "at": ({}, "Write x[i] = f(x[i], v) if all indices differ, or x += xp.bincount(i, weights=v, minlength=len(x))."),
+    "reduceat": ({}, "Write xp.cumsum(x), and subtract its values at the borders."),
 }
 """For each ufunc method, such as `xp.add.reduce`: the functions that compute it, and what to write if there is none."""
 
@@ -42,7 +42,7 @@ def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
     def rule(x: Any, /) -> Array:
         x = as_array(name, x)
         if x.dtype.is_complex:
-            raise TypeError(f"{name} is not defined for complex numbers. Write xp.abs(x) or xp.real(x) for a real one.")
+            raise TypeError(f"{name} is not defined for complex numbers. Pass real numbers: xp.abs(x) or xp.real(x).")
         x = x if x.dtype.is_floating_point else x.astype(x.space.default_float)
         return in_order_of(like(x, [op(part) for part in x.parts]), [x])
 

@@ -323,7 +323,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:
     if not 0 <= rank < world_size(group):
-        raise UsageError(f"{verb}: {what} {rank} does not exist. Use 0 to {world_size(group) - 1}.")
+        raise UsageError(f"{verb}: {what} rank {rank} does not exist. Use 0 to {world_size(group) - 1}.")
 
 
 def _rows(verb: str, tensor: Tensor, group: Group) -> int:
@@ -342,7 +342,7 @@ def _out(verb: str, out: Tensor | None, shape: tuple[int, ...], tensor: Tensor) 
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     if tuple(out.shape) != shape or out.dtype != tensor.dtype or not out.is_contiguous():
         raise UsageError(
-            f"{verb}: out= is {tuple(out.shape)} of {out.dtype}. Pass a contiguous tensor of shape {shape} of "
-            f"{tensor.dtype}, or leave it out."
+            f"{verb}: out= has shape {tuple(out.shape)} and {out.dtype}. Pass a contiguous tensor of shape {shape} and "
+            f"{tensor.dtype}, or leave out= out."
         )
     return out

@@ -138,7 +138,7 @@ def moved_to(
     if device_of(tensor) == target and not own:
         return tensor
     if tensor.layout != torch.strided:
-        raise UsageError(f"to() copies only dense tensors, and this is {tensor.layout}. Move its parts to {target}.")
+        raise UsageError(f"to() copies only dense tensors, not {tensor.layout}. Copy its dense components to {target}.")
     if tensor.requires_grad and torch.is_grad_enabled():
         crossed: Tensor = _Crossing.apply(tensor, target, operation, options)  # type: ignore[no-untyped-call]
         return crossed
@@ -154,7 +154,7 @@ def move(dst: Tensor, src: Any, operation: str, options: CopyOptions = DEFAULT) 
     source, target = device_of(src), device_of(dst)
     way = choose(name_of(source), name_of(target), src.nbytes, wanted=options.path, links=options.links)
     if stream is not None and way == STAGED:
-        raise UsageError("path 'staged' uses its own streams, so it takes no stream. Leave stream or path out.")
+        raise UsageError("a copy by path 'staged' runs on its own streams, not on stream=. Leave stream out.")
     if src.requires_grad and torch.is_grad_enabled() and source != target:
         return dst.copy_(moved_to(src, target, operation, replace(options, stream=None, non_blocking=False)))
     with plainly():
@@ -192,19 +192,19 @@ def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
         shapes = f"{tuple(src.shape)} into {tuple(dst.shape)}"
         raise UsageError(f"copy of shape {shapes}: both shapes must be equal. Pass src.expand(...) or src.view(...).")
     if dst.layout != torch.strided or src.layout != torch.strided:
-        raise UsageError(f"copy of {src.layout} into {dst.layout}: only dense tensors can be copied. Copy their parts.")
+        raise UsageError(
+            f"copy of {src.layout} into {dst.layout}: only dense tensors can be copied. Copy the dense tensors inside."
+        )
     if dst.is_complex() < src.is_complex():
         raise UsageError(f"copy of {src.dtype} into {dst.dtype} would lose the imaginary part. Pass src.real instead.")
     with plainly():
         if repeats(dst):
-            raise UsageError(
-                f"copy: elements of dst share memory, as its strides are {dst.stride()}. Pass dst.clone()."
-            )
+            raise UsageError(f"copy: elements of dst share memory (strides {dst.stride()}). Pass a clone of dst.")
     if dst.requires_grad and dst.is_leaf and torch.is_grad_enabled():
         raise UsageError("copy changes dst in place, and dst requires a gradient. Call it under torch.no_grad().")
     owner = src.device if has_streams(src.device) else dst.device
     if stream is not None and stream.device != owner:
-        raise UsageError(f"copy runs on {owner}, and this stream is of {stream.device}. Make the stream on {owner}.")
+        raise UsageError(f"copy runs on {owner}, but stream= is of {stream.device}. Create the stream on {owner}.")
     return src
 
 
@@ -254,8 +254,8 @@ def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
         return
     element = offset // dst.element_size()
     raise TransferError(
-        f"{what} by path '{way}': {bytes_text(dst.nbytes)} arrived changed, first at byte {offset:,} (element "
-        f"{element:,} of {dst.numel():,}). This path cannot be trusted: run `meshwise bench --links`, and choose "
+        f"{what} by path '{way}': the {bytes_text(dst.nbytes)} arrived changed. The first wrong byte is {offset:,} "
+        f"(element {element:,} of {dst.numel():,}). Do not use this path: run `meshwise bench --links`, and choose "
         "another path with path=."
     )
 

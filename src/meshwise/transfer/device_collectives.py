@@ -184,8 +184,8 @@ def _check_several(verb: str, tensors: object) -> None:
     if isinstance(tensors, Tensor):
         over = "mw.sum(tensor)" if verb == "all_reduce" else "mw.gather_samples(tensor)"
         raise UsageError(
-            f"mw.{verb} takes a list of tensors, one for each device of this process, and was given one tensor. Over "
-            f"the ranks of a run write {over}."
+            f"mw.{verb} takes a list of tensors, one for each device of this process, and was given one tensor. To "
+            f"combine tensors of several ranks, write {over}."
         )
 
 
@@ -208,7 +208,7 @@ def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
         if not same or tensor.dtype != first.dtype:
             raise UsageError(
                 f"gather of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)} along dim "
-                f"{dim}: dtypes must be equal, and so must all other dims."
+                f"{dim}: dtypes must be equal, and so must the lengths of all other dims."
             )
     return dim
 
@@ -219,9 +219,9 @@ def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
         raise UsageError("all_reduce needs a tensor for each device, and the list is empty.")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise UsageError(f"all_reduce changes tensors in place, not {type(tensor).__name__}. Pass a tensor.")
+            raise UsageError(f"all_reduce changes tensors in place, but {type(tensor).__name__} is not a tensor.")
         if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-            raise UsageError("all_reduce changes tensors in place. This one requires a gradient: use torch.no_grad().")
+            raise UsageError("all_reduce changes tensors in place, but one requires grad. Use torch.no_grad().")
     first = tensors[0]
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
@@ -235,9 +235,9 @@ def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
         if any(overlapping(one, other) for one, other in combinations(tensors, 2)):
             raise UsageError("all_reduce works in place, and some tensors share memory. Pass tensor.clone() of each.")
         if any(repeats(tensor) for tensor in tensors):
-            raise UsageError("all_reduce cannot change an expanded tensor, whose elements share memory: clone() it.")
+            raise UsageError("all_reduce cannot change an expanded tensor: its elements share memory. Pass a clone.")
     if first.dtype == torch.bool or (op == "mean" and not (first.is_floating_point() or first.is_complex())):
-        raise UsageError(f"all_reduce: {first.dtype} has no {op}. Convert the tensors to float or int first.")
+        raise UsageError(f"all_reduce by {op} is not defined for {first.dtype}. Convert the tensors to float first.")
     if first.is_complex() and op in ("min", "max"):
         raise UsageError(f"all_reduce by {op}: complex numbers have no order. Pass torch.view_as_real(tensor) instead.")
     return tensors

@@ -91,7 +91,7 @@ def as_device(word: str | torch.device | int) -> torch.device:
     try:
         device = torch.device(word)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"device {word!r} is not a device. Write cpu, cuda:0, or cpu:1 for a virtual one.") from error
+        raise UsageError(f"device {word!r} is not known. Write cpu, cuda:0, or cpu:1 for a virtual device.") from error
     if device.type == "cpu":
         return _host_or_virtual(device)
     if has_streams(device):
@@ -100,11 +100,11 @@ def as_device(word: str | torch.device | int) -> torch.device:
         index = known.current_device() if str(device) == device.type and count else device.index or 0
         if index >= count:
             kinds = f"{device.type.upper()} devices"
-            raise UsageError(f"device {word}: torch sees {count} {kinds} here. `meshwise devices` lists them.")
+            raise UsageError(f"device {word}: torch finds only {count} {kinds}. Run `meshwise devices` for a list.")
         return torch.device(device.type, index)
     kind = torch.accelerator.current_accelerator()
     if kind is None or kind.type != device.type:
-        raise UsageError(f"device {word}: torch finds no such device here. `meshwise devices` lists those it finds.")
+        raise UsageError(f"device {word}: torch finds no such device. Run `meshwise devices` for a list of devices.")
     return device
 
 
@@ -116,7 +116,7 @@ def _host_or_virtual(device: torch.device) -> torch.device:
             raise UsageError(f"device {device} is virtual, and is not open. Call mw.virtual_devices({index + 1}).")
         return torch.device("cpu")
     if index is not None and index >= len(open_one):
-        raise UsageError(f"device {device} is not open: the virtual ones are cpu:0 to {open_one[-1]}, cpu is the host.")
+        raise UsageError(f"device {device} is not open. The virtual ones are cpu:0 to {open_one[-1]}. cpu is the host.")
     return device
 
 

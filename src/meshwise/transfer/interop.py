@@ -44,7 +44,7 @@ def from_array(array: Any) -> Tensor:
             return torch.utils.dlpack.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             if not hasattr(kind, "__cuda_array_interface__") and not hasattr(kind, "__array__"):
-                raise UsageError(f"{_name(array)}: DLPack failed, {error}. Copy it in its library first.") from error
+                raise UsageError(f"{_name(array)}: DLPack failed ({error}). Copy it with its own library.") from error
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return _from_cuda_interface(array)
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__array__"):
@@ -61,7 +61,7 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"torch cannot take dtype {array.dtype} or the strides of this array. {error}") from error
+        raise UsageError(f"torch does not support dtype {array.dtype} or the strides of the array. {error}") from error
 
 
 def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
@@ -69,7 +69,7 @@ def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
     try:
         tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{name} array: torch has no dtype {array.dtype}. {error}") from error
+        raise UsageError(f"{name} array: torch does not support the dtype {array.dtype}. {error}") from error
     note("convert", f"{HOST} ({name})", HOST, tensor.nbytes, "copied", watch.stop())
     return tensor
 

@@ -31,17 +31,17 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
     check_known("path", wanted, PATHS)
     if source == target or HOST in (source, target):
         if wanted in (PEER, STAGED):
-            raise UsageError(f"path {wanted!r} from {source} to {target} needs two devices. Leave path out.")
+            raise UsageError(f"path {wanted!r} needs two devices, not {source} and {target}. Leave path out.")
         return DIRECT
     if wanted == DIRECT:
-        raise UsageError(f"path 'direct' from {source} to {target} needs one device. Write peer or staged, or none.")
+        raise UsageError(f"path 'direct' does not lead from {source} to {target}. Use peer or staged, or no path.")
     link = link_between(links, source, target) if links is not None else None
     if wanted == STAGED:
         return STAGED
     peer = _reaches(link, source, target)
     if wanted == PEER:
         if not peer:
-            raise UsageError(f"path 'peer' from {source} to {target} needs peer access, and has none. Write staged.")
+            raise UsageError(f"path 'peer' needs peer access, which {source} and {target} do not have. Use 'staged'.")
         return PEER
     return _faster(link, size) or (PEER if peer else STAGED)
 

@@ -33,9 +33,9 @@ KEY = "meshwise/read"
 ENDED = "ended"
 
 SHARDED = (
-    "{here}: rank {rank} reads a sharded tensor, and {other}. Each rank holds a part, so all ranks read it together. "
-    "Take the value outside of what some ranks run alone: `value = p.norm().item()` on every rank, then "
-    "`if mw.is_main(): print(value)`."
+    "{here}: rank {rank} reads a sharded tensor, and {other}. Each rank has a part of the tensor, so all ranks must "
+    "read it in the same line. Read the value in code that every rank runs: `value = p.norm().item()` on every rank, "
+    "then `if mw.is_main(): print(value)`."
 )
 
 _past = [0]  # reads that all ranks have come to
@@ -77,7 +77,7 @@ def meet(what: str, sentence: str = SHARDED) -> None:
     for other, key in keys.items():
         there, _, facts = store.get(key).decode().partition("|")
         if (there, facts) != (here, what):
-            raise _said(sentence, here, f"rank {other} reads one in {there or 'other code'}")
+            raise _said(sentence, here, f"rank {other} is at {there or 'other code'}")
 
 
 def _wait_for(keys: dict[int, str], here: str, sentence: str) -> None:

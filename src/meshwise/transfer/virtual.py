@@ -45,7 +45,7 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
     impossible count, or if virtual devices are open already.
     """
     if not isinstance(count, int) or not 1 <= count <= MOST:
-        raise UsageError(f"virtual_devices({count}): the number of devices must be 1 to {MOST}.")
+        raise UsageError(f"virtual_devices({count}): the number of devices must be an integer from 1 to {MOST}.")
     if OPEN_DEVICES:
         raise UsageError("virtual_devices: some virtual devices are open already. Use those, or close them first.")
     devices = VirtualDevices(torch.device("cpu", index) for index in range(count))
