@@ -133,7 +133,7 @@ def test_operands_of_numpy_and_torch_and_numbers() -> None:
     assert (XP.asarray([1, 2]) + 0.5).dtype is torch.float64
     assert (XP.asarray(1.0) + x).dtype is torch.float64  # arrays without dims promote as all do
     assert XP.sqrt(4).numpy() == 2.0
-    with pytest.raises(OverflowError, match=r"torch.uint8 holds 0 to 255, not 300"):
+    with pytest.raises(OverflowError, match=r"torch.uint8 can store 0 to 255, not 300"):
         XP.asarray([1], dtype="uint8") + 300
 
 
@@ -143,7 +143,7 @@ def test_in_place() -> None:
     x += 1
     x *= XP.arange(5.0)
     same(same_array, (np.arange(5.0) + 1) * np.arange(5.0))
-    with pytest.raises(TypeError, match=r"torch.int64 cannot hold a result of torch.float64"):
+    with pytest.raises(TypeError, match=r"cannot change the dtype of x from torch.int64 to torch.float64"):
         y = XP.arange(5)
         y /= 2
 
@@ -194,16 +194,16 @@ def test_no_part_of_a_copy_is_shared() -> None:
 def test_what_cannot_be_is_one_sentence() -> None:
     other = mw.array_namespace("2xcpu")
     for wrong, error, words in [
-        (lambda: XP.zeros(3, device="cuda:7"), mw.UsageError, "this namespace has cpu:0, cpu:1, cpu:2"),
+        (lambda: XP.zeros(3, device="cuda:7"), mw.UsageError, "is not in this namespace of cpu:0, cpu:1, cpu:2"),
         (lambda: XP.zeros(3, sharding=XP.shard(1)), mw.UsageError, "has no dim 1"),
         (lambda: XP.zeros(3, sharding=XP.shard(0, sizes=[1, 1, 2])), mw.UsageError, "add up to 3"),
         (lambda: XP.shard(0, sizes=[1, 1]), mw.UsageError, "for each of 3 places"),
         (lambda: XP.zeros(3) + other.zeros(3), mw.UsageError, "arrays of one namespace"),
         (lambda: XP.asarray(torch.ones(3, requires_grad=True)), mw.UsageError, "detach"),
         (lambda: XP.zeros(3) + XP.zeros(4), ValueError, "do not broadcast"),
-        (lambda: XP.zeros(3, dtype="float31"), TypeError, "not a dtype of arrays"),
+        (lambda: XP.zeros(3, dtype="float31"), TypeError, "is not supported for arrays"),
         (lambda: XP.zeros(3).sum(axis=1), IndexError, "Use -1 to 0"),
-        (lambda: XP.zeros((0, 2)).max(axis=0), ValueError, "needs an element"),
+        (lambda: XP.zeros((0, 2)).max(axis=0), ValueError, "needs at least one element"),
         (lambda: mw.array_namespace("5xgpu"), mw.UsageError, "cuda"),
         (lambda: mw.array_namespace([]), mw.UsageError, "write devices as"),
         (lambda: XP.sqare(XP.zeros(3)), AttributeError, "square"),

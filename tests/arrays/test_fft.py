@@ -78,16 +78,16 @@ def test_bytes_are_those_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_vector_of_prime_length_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fft, "LONG", 4)
-    with mw.guard("error"), pytest.raises(mw.UsageError, match="fft has no rule"):
+    with mw.guard("error"), pytest.raises(mw.UsageError, match="fft cannot run on the shards"):
         XP.fft.fft(XP.ones(7))
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="one of backward, ortho, forward"):
         XP.fft.fft(XP.ones(4), norm="none")
-    with pytest.raises(TypeError, match=r"Write xp\.fft\.fft"):
+    with pytest.raises(TypeError, match=r"or use xp\.fft\.fft"):
         XP.fft.rfft(XP.ones(4) * 1j)
-    with pytest.raises(ValueError, match="name one axis or more, each once"):
+    with pytest.raises(ValueError, match="pass one axis or more, each once"):
         XP.fft.fftn(XP.ones((4, 4)), axes=(0, 0))
     with pytest.raises(ValueError, match="along axis 0"):
         XP.fft.fft(XP.ones((0,)))

@@ -227,13 +227,13 @@ def test_keys_that_cannot_be(key: Any, what: str) -> None:
 
 def test_values_that_cannot_be() -> None:
     x = XP.zeros((4, 3))
-    with pytest.raises(ValueError, match=r"shape \(2,\) do not broadcast to shape \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"shape \(2,\) do not broadcast to \(4, 3\), the shape"):
         x[...] = [1, 2]
     with pytest.raises(TypeError, match="would lose the imaginary part"):
         x[0] = 1j
     with pytest.raises(TypeError, match=r"would lose the imaginary part"):
         x[0] = XP.asarray([1j, 2, 3])
-    with pytest.raises(OverflowError, match=r"torch\.uint8 holds 0 to 255, not 300"):
+    with pytest.raises(OverflowError, match=r"torch\.uint8 can store 0 to 255, not 300"):
         XP.zeros(3, dtype="uint8")[0] = 300
     with pytest.raises(mw.UsageError, match="arrays of one namespace"):
         x[0] = mw.array_namespace("2xcpu").zeros(3)

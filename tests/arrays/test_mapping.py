@@ -45,11 +45,11 @@ def test_neighbours_of_a_stencil(sizes: list[int], own: bool, wrap: bool) -> Non
 def test_what_does_not_fit_is_refused() -> None:
     x = XP.arange(7.0)
     for function, words in [
-        (lambda part: part[:1], "must keep the length of the divided dim, 0"),
+        (lambda part: part[:1], "must keep the length of dim 0, which is divided"),
         (lambda part: 3, "returned int"),
-        (lambda part: part.int() if len(part) == 3 else part, "in the divided dim alone"),
+        (lambda part: part.int() if len(part) == 3 else part, "differ only in the divided dim"),
     ]:
         with pytest.raises(mw.UsageError, match=words):
             mw.map_shards(function, x)
-    with pytest.raises(mw.UsageError, match="takes a function, then an array"):
+    with pytest.raises(mw.UsageError, match="takes a function and then an array"):
         mw.map_shards(torch.neg, torch.ones(3))  # type: ignore[arg-type]

@@ -306,7 +306,7 @@ def test_reshape_makes_memory_of_its_own_or_refuses_to() -> None:
     x = grid(4, 6)
     assert x.reshape(24, copy=False).parts[0].data_ptr() == x.parts[0].data_ptr()
     assert x.reshape(24, copy=True).parts[0].data_ptr() != x.parts[0].data_ptr()
-    with pytest.raises(ValueError, match="elements have to move"):
+    with pytest.raises(ValueError, match="elements move to other devices"):
         grid(4, 6, XP.shard(1)).reshape(24, copy=False)
     with pytest.raises(ValueError, match="not in order"):
         XP.reshape(grid(4, 6, XP.single()).T, (24,), copy=False)
@@ -336,7 +336,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: XP.repeat(grid(2, 3), XP.arange(4), axis=0), ValueError, r"need repeats of shape \(2,\)"),
     (lambda: XP.take(grid(2, 3), [0]), ValueError, "needs an axis"),
     (lambda: XP.take(grid(2, 3), [5], axis=0), IndexError, "out of bounds"),
-    (lambda: XP.pad(XP.arange(3), 3, "reflect"), ValueError, "adds up to 2"),
+    (lambda: XP.pad(XP.arange(3), 3, "reflect"), ValueError, "takes widths up to 2"),
     (lambda: XP.halo(XP.arange(3), -1, 0), ValueError, "0 or more"),
     (lambda: XP.halo(grid(6, 3), 1, 1, dim=1), ValueError, "reshard"),
     (lambda: XP.nonzero(XP.asarray(1)), ValueError, "this array has none"),

@@ -154,7 +154,7 @@ def test_out_is_what_comes_back_and_takes_no_other_kind() -> None:
     x, out = given(V), XP.zeros(7)
     assert XP.multiply(x, 2, out=out) is out
     np.testing.assert_array_equal(out.numpy(), V * 2)
-    with pytest.raises(TypeError, match="They must fit"):
+    with pytest.raises(TypeError, match="cannot be cast to out"):
         XP.sqrt(x, out=XP.zeros(7, dtype=int))
     with pytest.raises(mw.UsageError, match=r"xp\.where"):
         XP.sqrt(x, where=x > 0)
@@ -213,7 +213,7 @@ def test_what_is_no_number_is_one_sentence() -> None:
     x = given(V)
     with pytest.raises(TypeError, match="arrays hold numbers"):
         x[0] = None
-    with pytest.raises(TypeError, match="does not hold only numbers"):
+    with pytest.raises(TypeError, match="contains more than numbers"):
         XP.asarray(["a"])
     with pytest.raises(ValueError, match="found -1"):
         XP.bincount(XP.asarray([-1, 2]))

@@ -158,7 +158,7 @@ def test_ranks_that_read_in_different_lines_are_told_both(pool: Any) -> None:
         return str(refused.value)
 
     first, second = pool(2).run(case)
-    assert "and rank 1 reads one in" in first and "and rank 0 reads one in" in second
+    assert "and rank 1 is at" in first and "and rank 0 is at" in second
 
 
 def test_what_a_rank_holds_while_it_is_idle_is_let_go_with_its_function(pool: Any) -> None:

@@ -279,11 +279,16 @@ def test_the_links_choose_the_path_at_this_size(links: Machine | None, size: int
 @pytest.mark.parametrize(
     ("ends", "wanted", "links", "said"),
     [
-        (("cpu:0", "cpu:1"), "direct", None, "needs one device"),
+        (("cpu:0", "cpu:1"), "direct", None, "does not lead from cpu:0 to cpu:1"),
         (("host", "cpu:1"), "staged", None, "needs two devices"),
         (("cpu:1", "cpu:1"), "peer", None, "needs two devices"),
         (("cpu:0", "cpu:1"), "pear", None, "Did you mean 'peer'"),
-        (("cpu:0", "cpu:1"), "peer", machine(None, None, flag=False), "needs peer access, and has none"),
+        (
+            ("cpu:0", "cpu:1"),
+            "peer",
+            machine(None, None, flag=False),
+            "needs peer access, which cpu:0 and cpu:1 do not have",
+        ),
     ],
 )
 def test_a_path_that_is_not_there_is_refused(
@@ -386,7 +391,7 @@ def test_a_set_of_tensors_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "says"), [("mps", "torch finds no such device here"), ("xpu", "torch sees 0 XPU devices")]
+    ("device", "says"), [("mps", "torch finds no such device"), ("xpu", "torch finds only 0 XPU devices")]
 )
 def test_a_kind_of_device_that_is_not_here(device: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):

@@ -163,9 +163,9 @@ def test_views_that_share_memory_are_no_tensors_to_reduce() -> None:
 
 
 def test_what_is_no_tensor_or_must_not_change_is_told() -> None:
-    with pytest.raises(UsageError, match="in place, not ndarray"):
+    with pytest.raises(UsageError, match="in place, but ndarray is not a tensor"):
         all_reduce([torch.ones(2).numpy()])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="requires a gradient"):
+    with pytest.raises(UsageError, match="one requires grad"):
         all_reduce([torch.ones(2, requires_grad=True), torch.ones(2)])
     with pytest.raises(UsageError, match="list is not a tensor, nor an array"):
         scatter([1, 2], ["cpu"])  # type: ignore[arg-type]
@@ -183,6 +183,9 @@ def test_arrays_are_scattered_and_gathered_as_tensors_are() -> None:
 @pytest.mark.parametrize("verb", ["all_reduce", "gather"])
 def test_one_tensor_is_no_list_of_tensors_of_devices(verb: str) -> None:
     gradient = torch.tensor([1.0, 2.0])
-    with pytest.raises(UsageError, match=rf"mw\.{verb} takes a list .* given one tensor. Over the ranks .* write mw\."):
+    with pytest.raises(
+        UsageError,
+        match=rf"mw\.{verb} takes a list .* given one tensor. To combine tensors of several ranks, write mw\.",
+    ):
         {"all_reduce": all_reduce, "gather": lambda tensor: gather(tensor, "cpu")}[verb](gradient)  # type: ignore[operator]
     assert gradient.tolist() == [1, 2], "its elements are not added up"

@@ -152,7 +152,7 @@ def hunt(fault: Fault, seed: int, count: int, break_copies: Callable[[Broken], N
                 run()
             except TransferError as error:
                 assert broken.changed and not before, f"a false alarm: {error}"
-                said = re.search(r" from (cpu:\d) to (cpu:\d) by path '(\w+)': .* first at byte ", str(error))
+                said = re.search(r" from (cpu:\d) to (cpu:\d) by path '(\w+)': .* The first wrong byte is ", str(error))
                 assert said is not None, error
                 source, target, named = said.groups()
                 assert named == (path or ("direct" if source == target else "peer"))
@@ -206,4 +206,4 @@ def test_one_bit_flipped_in_a_large_copy_is_located(size: int, path: str, monkey
         with pytest.raises(TransferError) as caught:
             for _ in range(20):  # until the coin falls
                 copy(dst, src, path=path, verify=True)
-    assert f"by path '{path}'" in str(caught.value) and f"first at byte {where[0]:,} " in str(caught.value)
+    assert f"by path '{path}'" in str(caught.value) and f"The first wrong byte is {where[0]:,} " in str(caught.value)

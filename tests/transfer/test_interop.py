@@ -100,7 +100,7 @@ def test_an_array_whose_dlpack_fails_goes_another_way_or_is_refused(broken: type
         def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
             return self.array
 
-    with pytest.raises(UsageError, match="Refuses: DLPack failed, not now"):
+    with pytest.raises(UsageError, match=r"Refuses: DLPack failed \(not now\)"):
         from_array(Refuses(np.zeros(2)))
     with comm_log() as log:
         assert from_array(ThroughNumpy(np.ones(2))).tolist() == [1, 1]
@@ -110,9 +110,9 @@ def test_an_array_whose_dlpack_fails_goes_another_way_or_is_refused(broken: type
 @pytest.mark.parametrize(
     ("array", "said"),
     [
-        (np.array(["word"]), "torch (cannot take|has no) dtype"),
-        (np.array([object()]), "torch (cannot take|has no) dtype"),
-        (np.array(["word"])[::-1], "torch (cannot take|has no) dtype"),
+        (np.array(["word"]), "torch does not support (the )?dtype"),
+        (np.array([object()]), "torch does not support (the )?dtype"),
+        (np.array(["word"])[::-1], "torch does not support (the )?dtype"),
         ([1, 2], "builtins.list is not a tensor"),
         (None, "NoneType is not a tensor"),
         (WithClassInterface(), "a masked array"),

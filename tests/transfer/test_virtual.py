@@ -275,7 +275,7 @@ def test_numpy_is_refused_on_a_device_and_given_on_the_host() -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 5000])
 def test_an_impossible_count_is_refused(count: int) -> None:
-    with pytest.raises(UsageError, match="must be 1 to"), virtual_devices(count):
+    with pytest.raises(UsageError, match="must be an integer from 1 to"), virtual_devices(count):
         pass
 
 
