@@ -197,7 +197,7 @@ def test_what_cannot_be_is_one_sentence() -> None:
         (lambda: XP.zeros(3, device="cuda:7"), mw.UsageError, "is not in this namespace of cpu:0, cpu:1, cpu:2"),
         (lambda: XP.zeros(3, sharding=XP.shard(1)), mw.UsageError, "has no dim 1"),
         (lambda: XP.zeros(3, sharding=XP.shard(0, sizes=[1, 1, 2])), mw.UsageError, "add up to 3"),
-        (lambda: XP.shard(0, sizes=[1, 1]), mw.UsageError, "for each of 3 places"),
+        (lambda: XP.shard(0, sizes=[1, 1]), mw.UsageError, "for each of the 3 devices"),
         (lambda: XP.zeros(3) + other.zeros(3), mw.UsageError, "arrays of one namespace"),
         (lambda: XP.asarray(torch.ones(3, requires_grad=True)), mw.UsageError, "detach"),
         (lambda: XP.zeros(3) + XP.zeros(4), ValueError, "do not broadcast"),

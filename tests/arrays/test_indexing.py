@@ -209,8 +209,8 @@ def test_programs_write_through_slices_of_the_array_itself() -> None:
         ((0, 0, 0), "too many indices"),
         (([0, 12],), "out of bounds"),
         ((..., 0, ...), "one ellipsis"),
-        (1.5, "write integers"),
-        ("a", "write integers"),
+        (1.5, "use integers"),
+        ("a", "use integers"),
         (np.ones((3, 5), bool), "mask of shape"),
     ],
 )

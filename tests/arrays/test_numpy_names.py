@@ -247,7 +247,7 @@ X = XP.arange(12).reshape(3, 4)
 @pytest.mark.parametrize(
     "asked, told",
     [
-        (lambda: X.sum(where=X > 2), r"x\.sum\(where=\.\.\.\): there is no argument 'where'. Put xp.where"),
+        (lambda: X.sum(where=X > 2), r"x\.sum\(where=\.\.\.\): there is no argument 'where'. Pass xp.where"),
         (lambda: XP.sum(X, where=X > 2), r"sum\(where="),
         (lambda: np.sum(X, where=True), r"np\.sum\(where="),
         (lambda: X.reshape(4, 3, order="F"), r"x\.reshape\(order=.*row-major order"),

@@ -184,7 +184,7 @@ def test_numpys_own_functions_write_and_refuse() -> None:
         np.unwrap(x)
     with pytest.raises(TypeError, match=r"np\.add\.at is not supported for arrays"):
         np.add.at(x, [0], 1)
-    with pytest.raises(TypeError, match="`out` is int64"):
+    with pytest.raises(TypeError, match="does not fit out int64"):
         np.sqrt(x, out=np.zeros(7, dtype=np.int64))
 
 
@@ -211,11 +211,11 @@ def test_numbers_are_written_and_rounded() -> None:
 
 def test_what_is_no_number_is_one_sentence() -> None:
     x = given(V)
-    with pytest.raises(TypeError, match="arrays hold numbers"):
+    with pytest.raises(TypeError, match="arrays contain numbers"):
         x[0] = None
     with pytest.raises(TypeError, match="contains more than numbers"):
         XP.asarray(["a"])
-    with pytest.raises(ValueError, match="found -1"):
+    with pytest.raises(ValueError, match="x contains -1"):
         XP.bincount(XP.asarray([-1, 2]))
     with pytest.raises(TypeError, match="exp2 is not defined for complex"):
         XP.exp2(x + 1j)

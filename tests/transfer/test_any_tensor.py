@@ -232,7 +232,7 @@ def test_every_collective_leaves_its_span_and_its_line_in_the_log(pool: Callable
     ("call", "said"),
     [
         (lambda: collectives.all_reduce(torch.ones(1), "summ"), "op='summ'"),
-        (lambda: collectives.broadcast(torch.ones(1), 3), "source 3 does not exist"),
+        (lambda: collectives.broadcast(torch.ones(1), 3), "source rank 3 does not exist"),
         (lambda: collectives.reduce_scatter(torch.tensor(1.0)), "cannot be divided equally over 1 ranks"),
         (lambda: collectives.send(torch.ones(1), 0), "is this rank itself"),
         (lambda: collectives.all_to_all(torch.tensor(1.0)), "cannot be divided equally over 1 ranks"),

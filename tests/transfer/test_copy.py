@@ -321,7 +321,7 @@ def test_a_difference_is_named_with_its_path_devices_and_offset() -> None:
     said = str(caught.value)
     element = (BLOCK_BYTES + 77) // 4
     assert "to from cpu:0 to cpu:1 by path 'staged'" in said
-    assert f"byte {BLOCK_BYTES + 77:,} (element {element:,} of 200,000)" in said
+    assert f"byte is {BLOCK_BYTES + 77:,} (element {element:,} of 200,000)" in said
     assert caught.value.exit_code == 1
 
 
