@@ -154,7 +154,7 @@ def test_out_is_what_comes_back_and_takes_no_other_kind() -> None:
     x, out = given(V), XP.zeros(7)
     assert XP.multiply(x, 2, out=out) is out
     np.testing.assert_array_equal(out.numpy(), V * 2)
-    with pytest.raises(TypeError, match="cannot be cast to out"):
+    with pytest.raises(TypeError, match="the dtype of out"):
         XP.sqrt(x, out=XP.zeros(7, dtype=int))
     with pytest.raises(mw.UsageError, match=r"xp\.where"):
         XP.sqrt(x, where=x > 0)
@@ -184,7 +184,7 @@ def test_numpys_own_functions_write_and_refuse() -> None:
         np.unwrap(x)
     with pytest.raises(TypeError, match=r"np\.add\.at is not supported for arrays"):
         np.add.at(x, [0], 1)
-    with pytest.raises(TypeError, match="does not fit out int64"):
+    with pytest.raises(TypeError, match=r"does not fit out= \(int64"):
         np.sqrt(x, out=np.zeros(7, dtype=np.int64))
 
 

@@ -54,7 +54,7 @@ def missing(where: str, name: str, known: Iterable[str]) -> str:
     if name in INSTEAD_OF_NAMES:
         return f"{begin}. {INSTEAD_OF_NAMES[name]}"
     if where == "an array" and hasattr(np.ndarray, name):
-        return f"{begin}, but a NumPy array has. Write x.numpy().{name}."
+        return f"{begin}, but a NumPy array does. Write x.numpy().{name}."
     if last == "random" and hasattr(np.random.Generator, name):
         return f"{begin}, which NumPy has. Write xp.asarray(np.random.default_rng(seed).{name}(...))."
     theirs, path = (getattr(np, last), f"np.{last}") if last in ("linalg", "fft") else (np, "np")

@@ -103,7 +103,7 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
                 f"dims, not {tuple(first.shape)} {first.dtype} and {tuple(part.shape)} {part.dtype}."
             )
         if device_of(part).type != space.devices[place].type:
-            raise UsageError(f"from_shards: the part for {space.names[place]} is on {part.device}. Move it first.")
+            raise UsageError(f"from_shards: the part for {space.names[place]} is on {part.device}. Move the part.")
     sizes = tuple(agreed(space, [part.shape[dim] for part in parts], "from_shards"))
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
     found = Array(tuple(parts), sharding(space.places, dim, sizes), shape, first.dtype, space)
@@ -146,7 +146,7 @@ def cuda_interface(x: Array) -> Any:
     """
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
-    raise AttributeError(f"__cuda_array_interface__ needs an array on one GPU. This array lies {reading.where(x)}.")
+    raise AttributeError(f"__cuda_array_interface__ needs an array on one GPU, not this layout: {reading.where(x)}.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -171,7 +171,7 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
             return found
         if not np.can_cast(numpy_dtype(found.dtype), numpy_dtype(as_dtype(into.dtype)), "same_kind"):
             raise TypeError(
-                f"np.{called.__name__}(out=): the result {found.dtype} does not fit out {into.dtype}. Cast the result."
+                f"np.{called.__name__}: the result ({found.dtype}) does not fit out= ({into.dtype}). Cast the result."
             )
         into[...] = found
         return into

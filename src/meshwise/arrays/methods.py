@@ -119,9 +119,13 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
         if new is NotImplemented:
             return new
         if new.shape != self.shape:
-            raise ValueError(f"x += y cannot change the shape of x from {self.shape} to {new.shape}. Write x = x + y.")
+            raise ValueError(
+                f"in place, an array cannot change its shape from {self.shape} to {new.shape}. Write x = x + y."
+            )
         if new.dtype is not self.dtype:
-            raise TypeError(f"x += y cannot change the dtype of x from {self.dtype} to {new.dtype}. Write x = x + y.")
+            raise TypeError(
+                f"in place, an array cannot change its dtype from {self.dtype} to {new.dtype}. Write x = x + y."
+            )
         fill(self, new, rule.__name__)
         return self
 

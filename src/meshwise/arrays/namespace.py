@@ -219,7 +219,7 @@ def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             "or write xp.where(condition, result, otherwise)."
         )
     if not np.can_cast(dtypes.numpy_dtype(found.dtype), dtypes.numpy_dtype(out.dtype), "same_kind"):
-        raise TypeError(f"{call.__name__}: the result, of {found.dtype}, cannot be cast to out, of {out.dtype}.")
+        raise TypeError(f"{call.__name__}: cannot cast the result from {found.dtype} to {out.dtype}, the dtype of out.")
     out[...] = found if shown is True else found.__array_namespace__().where(shown, found, out)
     return out
 
@@ -261,7 +261,7 @@ def array_namespace(devices: Any = None, *, default_float: Any = "float64") -> N
     kind = as_dtype(default_float)
     if not kind.is_floating_point:
         raise UsageError(
-            f"array_namespace(default_float={default_float!r}): it is not a float dtype. Write 'float32' or 'float64'."
+            f"array_namespace(default_float={default_float!r}): pass a float dtype, such as 'float32' or 'float64'."
         )
     return namespace_of(find_space(devices, kind))
 
