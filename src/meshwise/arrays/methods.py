@@ -119,13 +119,9 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
         if new is NotImplemented:
             return new
         if new.shape != self.shape:
-            raise ValueError(
-                f"in place, an array cannot change its shape from {self.shape} to {new.shape}. Write x = x + y."
-            )
+            raise ValueError(f"in place, an array of shape {self.shape} cannot become {new.shape}. Write x = x + y.")
         if new.dtype is not self.dtype:
-            raise TypeError(
-                f"in place, an array cannot change its dtype from {self.dtype} to {new.dtype}. Write x = x + y."
-            )
+            raise TypeError(f"in place, an array of {self.dtype} cannot become {new.dtype}. Write x = x + y.")
         fill(self, new, rule.__name__)
         return self
 
