@@ -105,7 +105,7 @@ class Program:
         self.may_draw = False
         """Whether any optimizer may draw random numbers in its step. The optimizers of torch draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
-        self._holds: weakref.WeakKeyDictionary[Optimizer, _Holds] = weakref.WeakKeyDictionary()
+        self._holds: dict[weakref.ref[Optimizer], _Holds] = {}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -254,7 +254,7 @@ class Program:
         if self.plan is not None and self.plan != Plan():
             bind(optimizer, self.plan, self.world)
             self._bound.add(optimizer)
-        self._holds.pop(optimizer, None)
+        self._holds.pop(weakref.ref(optimizer), None)
 
     def close(self) -> None:
         """Forget all models, and close the reduction of their gradients."""
@@ -327,7 +327,7 @@ class Program:
             self._notify(WHOLE_STATE)
         check_steps_on_parts(optimizer, plan)
         self.optimizers[optimizer] = holds
-        self._holds[optimizer] = replace(holds, new=False)
+        self._holds[weakref.ref(optimizer)] = replace(holds, new=False)
 
     def _check_backward(self, optimizer: Optimizer) -> None:
         """Raise UsageError for a second step after the same `mw.backward`, and for gradients that `mw.backward` did not
@@ -343,14 +343,15 @@ class Program:
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])
-        known = self._holds.get(optimizer)
+        known = self._holds.get(weakref.ref(optimizer))
         return known if known is not None and known.count == count else self._look_up(optimizer, count)
 
     def _look_up(self, optimizer: Optimizer, count: int) -> _Holds:
         held, ours = held_parameters(optimizer), {id(p) for p in self.named_parameters().values()}
         foreign = tuple(p for p in held if id(p) not in ours)
         replaced = any(p in self._replaced for p in held)
-        known = self._holds[optimizer] = _Holds(count, len(foreign) < count, foreign, replaced)
+        known, every = _Holds(count, len(foreign) < count, foreign, replaced), self._holds
+        every[weakref.ref(optimizer, lambda gone: every.pop(gone, None))] = known
         self.may_draw |= not is_by_numbers(optimizer)
         return known
 

@@ -150,7 +150,7 @@ _stepping: set[int] = set()
 """The ids of optimizers with a step that has begun and not ended, or that has raised an error. Only in these
 optimizers, or when torch creates optimizer state, can a step run inside another."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-_hooks_of: weakref.WeakValueDictionary[int, _OneOptimizer] = weakref.WeakValueDictionary()
+_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; no WeakValueDictionary: its look-up runs Python
 
 
 @functools.cache
@@ -160,9 +160,11 @@ def _hook_every_optimizer() -> None:
 
 
 def _hooked(optimizer: Optimizer) -> _OneOptimizer:
-    known = _hooks_of.get(id(optimizer))
+    ref = _hooks_of.get(id(optimizer))
+    known = None if ref is None else ref()
     if known is None:
-        known = _hooks_of[id(optimizer)] = _OneOptimizer(optimizer)
+        known = _OneOptimizer(optimizer)
+        _hooks_of[id(optimizer)] = weakref.ref(known)
         _notice_failures(optimizer, known.fail)
     return known
 
@@ -176,7 +178,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return
     _inner.discard(id(frame))
     _stepping.add(id(optimizer))
-    if (one := _hooks_of.get(id(optimizer))) is not None:
+    if (ref := _hooks_of.get(id(optimizer))) is not None and (one := ref()) is not None:
         one.move_inside()
     for subscription in list(_of_all):
         if subscription.before is not None:

@@ -25,7 +25,8 @@ class StepGate:
     step."""
 
     def __init__(self, channel: WorkerChannel | None = None) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._begun = 0
         self._frozen = False
         self._last: int | None = None
@@ -76,7 +77,7 @@ class StepGate:
 
         If the run was asked to stop, wait until the ranks have agreed on the last step.
         """
-        with self._changed:
+        with self._lock:  # that of `_changed`, without a call in Python
             while self._frozen and self._last is None:
                 self._changed.wait()
             if self._last is not None and self._begun >= self._last:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-from meshwise.spec.user_code import is_users, place, user_frame
+from meshwise.spec.user_code import is_users, place
 
 HEADER, ENTRY = struct.Struct("<QII"), struct.Struct("<IIIII")
 SLOTS = 4096
@@ -31,7 +31,7 @@ LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
 """The name of the `Verb` by which a loop asks for its next batch."""
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
-NOWHERE = (0, 0)
+NOWHERE, UNKNOWN = (0, 0), (0, None, 0, None)
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,13 @@ class VerbLog:
         with path.open("w+b") as file:
             file.truncate(LINES)
             self._map = mmap.mmap(file.fileno(), LINES)
+        self._counts, self._words = memoryview(self._map)[:8].cast("Q"), memoryview(self._map)[:LINES].cast("I")
+        self.newest: dict[str, tuple[int, CodeType | None, int, list[int] | None]] = {}  # by verb: see came_to
         self._thread = 0
         self._lines: dict[tuple[str, int, int], list[int]] = {}  # [number of the line, crc32 of the verb, calls]
         self._codes: list[CodeType] = []  # kept, so that no other has the identity of one of them
         self._count = self._checksum = 0
         self._left = NOWHERE
-
-    def _is_first(self) -> bool:
-        """Check whether no thread has made a call yet. If so, log the calls of this thread from now on."""
-        known = bool(self._thread)
-        self._thread = self._thread or threading.get_ident()
-        return not known
 
     def left_loop(self, batches: int) -> None:
         """Log that this rank leaves a loop early, after `batches` batches.
@@ -125,11 +121,15 @@ class VerbLog:
         That is shown to the user, but not compared between ranks, since an iterator may be dropped at any time.
         """
         if threading.get_ident() == self._thread:
-            self._left = (self._add_line("left", user_frame())[0], batches)
+            self._left = (self.line("left", sys._getframe(1))[0], batches)
             HEADER.pack_into(self._map, 0, self._count, *self._left)
 
-    def _add_line(self, verb: str, frame: FrameType | None) -> list[int]:
-        """Return the entry of a source line that makes a call. A new line is appended to the file."""
+    def line(self, verb: str, frame: FrameType | None) -> list[int]:
+        """Return the entry of the innermost line of user code at or outside `frame`. A new line is appended to the
+        file."""
+        depth = 1
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame, depth = frame.f_back, depth + 1
         at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
         line = self._lines.get(at)
         if line is None:
@@ -138,6 +138,8 @@ class VerbLog:
             with self._path.open("ab") as file:
                 where = "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
                 file.write(f"{verb}\t{where}\n".encode())
+        if frame is not None:
+            self.newest[verb] = depth, frame.f_code, frame.f_lasti, line
         return line
 
 
@@ -164,24 +166,29 @@ def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
     which: values that must be equal on all ranks, too. The last one is the number of the call.
     log: the log to write to. By default, the log of this process.
     """
-    log = log or _log
-    if log is None or (threading.get_ident() != log._thread and not log._is_first()):
+    log, here = log or _log, threading.get_ident()
+    if log is None or (log._thread or here) != here:
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
-    line = log._lines.get(at) or log._add_line(verb, frame)
+    log._thread = here
+    depth, code, at, line = log.newest.get(verb, UNKNOWN)  # most often the same line again, at the same depth
+    try:
+        frame = sys._getframe(depth)
+        line = line if frame.f_code is code and frame.f_lasti == at else None
+    except ValueError:  # the stack is less deep
+        line = None
+    line = line or log.line(verb, sys._getframe(1))
     line[2] += 1
     checksum = log._checksum * FACTOR + line[1]
     for number in which:
         checksum = checksum * FACTOR + number
     log._checksum = checksum = checksum & MASK
-    times, slot = which[-1] if which else line[2], log._count % SLOTS
-    ENTRY.pack_into(log._map, HEADER.size + slot * ENTRY.size, line[0], times, checksum, *log._left)
-    log._count += 1
-    log._left = NOWHERE
-    HEADER.pack_into(log._map, 0, log._count, 0, 0)
+    words, at = log._words, (HEADER.size + log._count % SLOTS * ENTRY.size) // 4
+    words[at], words[at + 1], words[at + 2] = line[0], which[-1] if which else line[2], checksum
+    words[at + 3], words[at + 4] = log._left
+    log._counts[0] = log._count = log._count + 1
+    if log._left is not NOWHERE:
+        log._left = NOWHERE
+        words[2] = words[3] = 0
 
 
 def left_loop(batches: int) -> None:
