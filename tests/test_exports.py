@@ -93,7 +93,7 @@ def test_a_name_of_the_first_release_is_still_there() -> None:
 
 def test_a_renamed_name_warns_and_is_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(meshwise._RENAMED, "Scheme", "Plan")
-    with pytest.warns(DeprecationWarning, match=r"meshwise\.Scheme is now meshwise\.Plan"):
+    with pytest.warns(DeprecationWarning, match=r"meshwise\.Scheme has a new name\. Use meshwise\.Plan"):
         assert meshwise.Scheme is meshwise.Plan  # type: ignore[attr-defined]
 
 

@@ -25,7 +25,7 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> _Any:
     if name in _RENAMED:
         new = _RENAMED[name]
-        _warnings.warn(f"meshwise.{name} is now meshwise.{new}. Use that.", DeprecationWarning, stacklevel=2)
+        _warnings.warn(f"meshwise.{name} has a new name. Use meshwise.{new}.", DeprecationWarning, stacklevel=2)
         return __getattr__(new)
     module = _MODULES.get(name)
     if module is None:

@@ -207,9 +207,9 @@ def test_between_its_ends_it_is_too_close_to_call_and_one(planned: Planned, tmp_
 def test_where_nothing_fits_the_nearest_is_named_and_nothing_is_saved(planned: Planned, tmp_path: Path) -> None:
     words = ("mnist-mlp", "--machine", "1xH100", "--within", "1MiB", "--seconds", "0.01")
     code, out, _ = planned(*words)
-    assert code == 1 and "No plan fits: the nearest, data=1 " in out and "parameters " in out
+    assert code == 1 and "No plan fits. The nearest plan, data=1 " in out and "parameters " in out
     code, _, err = planned(*words, "--save", "best.toml")
-    assert code == 2 and "no plan is sure to fit" in err and not (tmp_path / "best.toml").exists()
+    assert code == 2 and "none is certain to fit" in err and not (tmp_path / "best.toml").exists()
 
 
 def test_explain_alone_is_that_of_the_first_and_json_has_it(planned: Planned) -> None:
@@ -252,7 +252,7 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
         (("mnist-mlp", "--machine", "2xH100", "--within", "much"), "--within"),
         (("mnist-mlp", "--machine", "2xH100", "--allow", "magic"), "magic"),
         (("jobs.py:reads", "--machine", "1xH100"), "values"),
-        (("--machine", "1xH100", "jobs.py"), "never gives a model to mw.distribute"),
+        (("--machine", "1xH100", "jobs.py"), "never passes a model to mw.distribute"),
         (("missing.py", "--machine", "1xH100"), "no such file"),
         (("--machine", "1xH100", "--batch-size", "8", "jobs.py"), "this option works only for jobs"),
     ],

@@ -73,7 +73,7 @@ def test_one_device_may_be_the_best_of_two(chosen: Callable[..., Told]) -> None:
 
 def test_where_times_are_not_known_the_simplest_is_taken(chosen: Callable[..., Told]) -> None:
     def unknown(plan: Plan, memory: int):
-        return replace(estimate(plan, 1, memory), seconds=None, unknown="all-reduce of 2 ranks: no figure is known")
+        return replace(estimate(plan, 1, memory), seconds=None, unknown="no figure is known for all-reduce of 2 ranks")
 
     options, said = chosen(estimate(Plan(), 0.1, 50), unknown(Plan(shard=2), 30), unknown(Plan(data=2), 50))
     assert isinstance(options.plan, PlanText) and plan_from_toml(options.plan.text) == Plan(data=2)

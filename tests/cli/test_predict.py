@@ -95,7 +95,7 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_goes_on(
     assert 32 <= done < 200
     assert sum(map(int, computed)) == done
     assert ended("predict train.py:job --arg slow=0.0 --out out.jsonl", monkeypatch) == 2
-    assert "was begun with other arguments" in capfd.readouterr().err
+    assert "contains predictions with arguments " in capfd.readouterr().err
     Path("computed.txt").unlink()
     assert not ended("predict train.py:job --arg slow=0.2 --out out.jsonl --devices 2xcpu", monkeypatch)
     assert sum(map(int, Path("computed.txt").read_text().split())) == 200 - done

@@ -105,7 +105,7 @@ def test_without_a_name_the_newest_run_is_meant(run: Path, report: Report, monke
         (["RUN", "--html", "--to", "FILE"], "cannot be written"),
         (["RUN", "--pdf"], "No such option"),
         (["RUN", "RUN", "--steps", "3"], "Compare two runs as text, or with --json"),
-        (["RUN", "--live", "--json"], "--live works only with --openmetrics"),
+        (["RUN", "--live", "--json"], "--live can be combined only with --openmetrics"),
         (["RUN", "--mermaid", "--json"], "Use one of them"),
         (["FILE"], "cannot be read (Not a directory). Name a folder"),
     ],

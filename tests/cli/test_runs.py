@@ -67,7 +67,7 @@ def test_json_has_plain_values(typed: Typed) -> None:
         ("open nothing", "nothing: no such run in runs/."),
         ("remove shard", "meshwise runs remove --yes NAME"),
         ("remove --yes nothing shard", "no such run"),
-        ("--status failed remove --yes shard", "no filters"),
+        ("--status failed remove --yes shard", "takes names only"),
         ("open damaged", "run.json cannot be read"),
     ],
 )

@@ -187,7 +187,7 @@ def test_arguments_reach_the_function_with_the_types_that_it_says(write: Callabl
 def test_a_finished_job_takes_no_arguments(write: Callable[..., Path]) -> None:
     path = write("job = make()\ndef factory(lr):\n    return make()\n")
     assert "--arg lr=3" in refusal(f"{path}:job", args=["lr=3"])
-    assert "is a Job. Make it a function of `lr`" in refusal(f"{path}:job", args=["lr=3"])
+    assert f"a Job takes no arguments. Make {path}:job a function of `lr`." in refusal(f"{path}:job", args=["lr=3"])
     assert "missing a required argument: 'lr'. Give the argument with --arg" in refusal(f"{path}:factory")
     job = find_job(f"{path}:job")
     with pytest.raises(UsageError, match=r"--data elsewhere: mine is a Job, which has its data"):

@@ -108,7 +108,7 @@ def test_hosts_are_merged_with_a_warning_where_versions_differ() -> None:
     both = merged([here, there])
     assert [(device.name, device.host) for device in both.devices] == [("cuda:0", 0), ("cuda:0", 1)]
     assert [host.name for host in both.hosts] == ["a", "b"] and both.name == "2 hosts"
-    assert both.warnings == ("node1: torch 2.12.0 there, 2.13.0 on node0: make them equal",)
+    assert both.warnings == ("node1 has torch 2.12.0, node0 has 2.13.0: make them equal",)
 
 
 def test_json_has_every_figure_and_no_infinity() -> None:

@@ -136,7 +136,7 @@ def test_a_card_of_generation_4_in_a_slot_of_generation_3_is_not_called_idle(tmp
     simulated = MACHINES["a100_pcie"](tmp_path)
     simulated.nvml.gpus = [replace(gpu, pcie=(3, 16), system=(3, 16)) for gpu in simulated.nvml.gpus]
     machine = machine_of(simulated)
-    assert said(machine, "cuda:0 and 7 more devices", "generation 3", "the card could do generation 4")
+    assert said(machine, "cuda:0 and 7 more devices", "generation 3", "the card supports generation 4")
     assert not said(machine, "idle")
 
 

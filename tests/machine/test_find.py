@@ -53,11 +53,11 @@ def test_more_threads_than_cores_are_said(host: Host, monkeypatch: pytest.Monkey
     host(None, 0, cores=4)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert describe(find_devices(parse_devices("2xcpu"))).endswith(
-        "OMP_NUM_THREADS=3: 6 threads on 4 cores, which slows them"
+        "OMP_NUM_THREADS=3: 6 threads on 4 cores slow the workers"
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "slows" not in describe(find_devices(parse_devices("2xcpu")))
-    assert describe(find_devices(parse_devices("5xcpu"))).endswith("10 threads on 4 cores, which slows them")
+    assert describe(find_devices(parse_devices("5xcpu"))).endswith("10 threads on 4 cores slow the workers")
 
 
 def test_all_is_every_accelerator_else_one_cpu_worker(host: Host) -> None:

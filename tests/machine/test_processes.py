@@ -95,7 +95,7 @@ def test_a_path_that_corrupts_is_named_and_the_others_go_on(pool: Callable[[int]
         for operation, wrong, sizes in results:
             if operation == "all-to-all":
                 assert sizes == 1
-                assert wrong == "all-to-all, gloo, 1.0 KiB: what rank 1 has of rank 0 differs from byte 0"
+                assert wrong == "all-to-all, gloo, 1.0 KiB: on rank 1, the data of rank 0 is wrong from byte 0"
             else:
                 assert wrong is None
 

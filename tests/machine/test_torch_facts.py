@@ -78,8 +78,8 @@ def test_devices_that_only_torch_sees_are_added() -> None:
 @pytest.mark.parametrize(
     ("versions", "says"),
     [
-        ({"torch": "2.13.0+cpu"}, "8 devices are here, and torch 2.13.0+cpu is a build for CPUs only"),
-        (CUDA, "too old for its CUDA 13.0"),
+        ({"torch": "2.13.0+cpu"}, "8 devices are here, but torch 2.13.0+cpu is a build for CPUs only"),
+        (CUDA, "too old for torch's CUDA 13.0"),
     ],
 )
 def test_a_torch_that_cannot_use_what_is_here_is_told(a100: Machine, versions: dict[str, str], says: str) -> None:

@@ -179,7 +179,7 @@ def test_devices_of_two_parts_share_a_host_and_the_slower_link() -> None:
     assert [device.host for device in machine.devices] == [0] * 4
     link = link_between(machine, "cuda:0", "cuda:3")
     assert link is not None and link.kind == "pcie" and link.bandwidth == pytest.approx(15.75e9, rel=0.01)
-    assert any("links are taken as those of V100" in warning for warning in machine.warnings)
+    assert any("links are assumed to be those of V100" in warning for warning in machine.warnings)
 
 
 @pytest.mark.parametrize("words", ["8xH100+8xA100@200Gb", "1x8xH100 + 1x8xA100@200Gb"])

@@ -206,7 +206,7 @@ def test_other_predictions_do_not_go_on_in_a_file(tmp_path: Path, monkeypatch: p
         ("seed", replace(job(), seed=1), {}),
         ("precision", job(), {"precision": "bf16"}),
     ]:
-        with pytest.raises(mw.UsageError, match=f"was begun with other {what}: .* start over with --overwrite"):
+        with pytest.raises(mw.UsageError, match=f"contains predictions with {what} .* start over with --overwrite"):
             predicted(given, out=out, **options)
     found = predicted(replace(job(), seed=1), out=out, overwrite=True)
     assert found["computed"] == SAMPLES
@@ -248,8 +248,8 @@ def test_batches_that_are_dicts_are_given_by_name_and_logits_are_the_output() ->
     found = predicted(given)
     torch.manual_seed(0)
     assert torch.equal(found["outputs"], by_batches(Named().layer))
-    assert any("row of the batches is not given" in note for note in found["notes"])
-    with pytest.raises(mw.UsageError, match=r"dicts of x, and Named.forward takes inputs, scale, labels. Write Job"):
+    assert any("the model does not get row of the batches" in note for note in found["notes"])
+    with pytest.raises(mw.UsageError, match=r"are x, but Named.forward takes inputs, scale, labels. Write Job"):
         predicted(replace(given, data=lambda: {"x": X}))
 
 
@@ -258,7 +258,7 @@ def test_batches_that_are_dicts_are_given_by_name_and_logits_are_the_output() ->
     [
         (
             lambda model, batch: model(batch[0]).mean(),
-            r"a tensor of shape \(\) for 8 samples, and needs one row for each",
+            r"a tensor of shape \(\) for 8 samples. It needs a row for each",
         ),
         (lambda model, batch: model(batch[0])[:3], r"a tensor of shape \(3, 4\)"),
         (lambda model, batch: None, "predicts a NoneType"),

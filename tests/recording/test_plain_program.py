@@ -107,7 +107,7 @@ def test_an_ordinary_program_is_recorded_and_computes_the_same(run_folder: Path)
     assert of_steps[4] == ["evaluate", *validation, *step]
     assert losses == ordinary()
     assert report.steps == 6 and report.kinds["evaluate"] > 0
-    assert report.samples_per_second is None and "no verb of meshwise" in report.missing[0]
+    assert report.samples_per_second is None and "calls no function of meshwise" in report.missing[0]
 
 
 def test_after_it_torch_is_as_it_was(run_folder: Path) -> None:

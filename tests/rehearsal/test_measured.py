@@ -120,7 +120,9 @@ def test_an_operator_that_ends_its_process_is_named_and_the_others_are_timed(tmp
     with patch.object(timing, "SERVE", DIES + timing.SERVE):
         timing._child.cache_clear()
         prices = prices_here(machine_from_words("1xcpu"), [own], folder=tmp_path)
-    assert prices.notes == ("aten.mm ended the process that timed it (SIGABRT): it is priced by the bytes it moves.",)
+    assert prices.notes == (
+        "aten.mm crashed the process that measured its time (SIGABRT). Its time is estimated from its bytes.",
+    )
     price = prices.of(matmul(16), 0)
     assert price is not None and price.origin == MEASURED
 

@@ -29,14 +29,14 @@ def test_the_table_ranks_and_says_why():
                                 refused=[Refused(Plan(tensor=2), "three heads")])))  # fmt: skip
     assert "1 device: a step takes 100 ms; with data=2 it takes 200 ms." in text
     assert "tensor=2: refused: three heads" in text
-    assert "data=8: not rehearsed, for lack of time (--seconds gives more)" in text
+    assert "data=8: not rehearsed, because the time was over (--seconds allows more)" in text
     assert "note: the network is unknown" in text
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would_change_it():
     text = str(plans_text(plans(estimate(Plan(data=2), 0.1, 200), estimate(Plan(data=2, recompute="full"), 0.15, 150))))
     assert "data=2 does not fit: 180 B to 220 B of 100 B." in text
-    assert "No plan fits: the nearest, data=2 recompute=full, may be 65 B over: ." in text
+    assert "No plan fits. The nearest plan, data=2 recompute=full, may need 65 B too much: ." in text
     assert "recompute=full: -50 B, +50 % time; does not fit" in text
 
 
@@ -49,7 +49,7 @@ def test_what_redundancy_keeps_is_told_with_what_the_host_has():
     one = estimate(Plan(shard=2), 0.1, 50)
     one = replace(one, memory=replace(one.memory, kept=3 << 20))
     text = str(plans_text(plans(one)))
-    assert "--redundancy 1 keeps 3.0 MiB of a rank's state in the host's memory, 6.0 MiB of 2 ranks." in text
+    assert "--redundancy 1 keeps 3.0 MiB of each rank's state in the host's memory, 6.0 MiB for 2 ranks." in text
     small = Machine("2xH100", (), hosts=(Host(memory=4 << 20),))
     text = str(plans_text(replace(plans(one), machine=small)))
     assert "6.0 MiB of 2 ranks: more than the 4.0 MiB that it has." in text
@@ -79,10 +79,9 @@ def test_each_plan_that_was_guessed_at_first_has_a_row_or_a_line():
     found = Search((row, behind, large), (), (Plan(data=8),), 3.0, tuple(slower), first)
     text = str(plans_text(replace(plans(row), found=found)))
     assert "shard=2 recompute=full: behind a row on the same axes" in text
-    assert "data=2: does not fit" in text and "data=8: not rehearsed, for lack of time" in text
-    assert (
-        "tensor=2 sequence=true recompute=selective, tensor=2, " in text and " and 1 more: not rehearsed, since" in text
-    )
+    assert "data=2: does not fit" in text and "data=8: not rehearsed, because the time was over" in text
+    assert "tensor=2 sequence=true recompute=selective, tensor=2, " in text
+    assert " and 1 more: not rehearsed, because it is likely slower" in text
 
 
 def test_the_dtype_that_is_computed_in_is_named():

@@ -182,7 +182,7 @@ def test_a_script_knows_how_many_of_its_parameters_are_computed_wide(script):
 
 def test_a_number_that_is_shown_is_taken_for_one_and_said(script):
     notes = trace_script(script(), Plan())[0].step.notes
-    assert any("train.py:" in note and "takes 1" in note for note in notes)
+    assert any("train.py:" in note and "assumes 1" in note for note in notes)
 
 
 def test_this_process_is_as_it_was_before(script):
@@ -267,7 +267,7 @@ def test_a_plain_script_is_refused_after_its_first_steps(script):
     plain = plain.replace("mw.backward(loss)", "loss.backward()")
     assert plain.count("for x, y in loader:") == 1
     text = plain.replace("for x, y in loader:", "for x, y in (batch for _ in iter(int, 1) for batch in loader):")
-    with pytest.raises(UsageError, match=r"never gives a model to mw\.distribute"):
+    with pytest.raises(UsageError, match=r"never passes a model to mw\.distribute"):
         trace_script(script(text), Plan())
 
 
@@ -301,7 +301,7 @@ def test_a_script_of_another_library_is_told_of_the_lines(script, name, kind):
     """It ended in an error about MASTER_ADDR."""
     if name == "accelerate":
         pytest.importorskip("accelerate")
-    with pytest.raises(UsageError, match=r"never gives a model to mw\.distribute.*Trainer or .*docs/from-ddp\.md"):
+    with pytest.raises(UsageError, match=r"never passes a model to mw\.distribute.*Trainer of .*docs/from-ddp\.md"):
         trace_script(script(PLAIN[name]), Plan(), kind)
 
 
@@ -395,10 +395,10 @@ def test_a_first_guess_knows_blocks_activations_and_the_optimizer(script):
 
 
 REFUSED = {
-    "no line": (("mw.distribute(model, optimizer, loader)", "model, optimizer, loader"), "never gives a model"),
-    "no step": (("    optimizer.step()\n", ""), "without a step"),
+    "no line": (("mw.distribute(model, optimizer, loader)", "model, optimizer, loader"), "never passes a model"),
+    "no step": (("    optimizer.step()\n", ""), "no optimizer made a step"),
     "a value decides": (("# changed", "if loss > 1: break"), "train.py:28: train.py is rehearsed on tensors without"),
-    "a value in the model": (("nn.ReLU()", "Reads()"), "this line needs one"),
+    "a value in the model": (("nn.ReLU()", "Reads()"), "this line needs a value"),
     "it ends itself": (("# changed", "sys.exit('no licence')"), "ends before its second step: no licence"),
     "its own options": (("# changed", ""), "unrecognized arguments: --colour"),
     "a file that is not there": (("# changed", "open('missing.txt')"), "No such file or directory: 'missing.txt'"),
@@ -411,7 +411,7 @@ REFUSED = {
     "a device beside the other": (("model(x)", "model(x.cpu())"), "tensors on two devices"),
     "packed sequences": (
         ("model(x)", "model(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([8] * 8)))"),
-        "train.py:27: train.py packs sequences",
+        "train.py:27: train.py calls pack_padded_sequence",
     ),
     "rows that do not fit": (("model(x)", "model(x[:, :7])"), "cannot be rehearsed"),
 }

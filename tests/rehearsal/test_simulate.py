@@ -184,7 +184,9 @@ def test_what_has_no_price_is_said_in_place_of_a_time() -> None:
     machine = machine_from_words("V100-SXM2-32GB")
     product = Operation("aten.mm", ((64, 64), (64, 64)), ("bf16", "bf16"), 2 * 64**3, 8192, 8192)
     unpriced = work(Launch(product), Launch(product), ranks=1)
-    assert missing([unpriced], Prices(machine)) == ("aten.mm in bf16 on V100-SXM2-32GB: no figure is known (2 times)",)
+    assert missing([unpriced], Prices(machine)) == (
+        "no figure is known for aten.mm in bf16 on V100-SXM2-32GB (2 times)",
+    )
     with pytest.raises(UsageError, match="meshwise bench --save"):
         simulate([unpriced], machine)
     with pytest.raises(UsageError, match="this machine has 1 device, but the plan needs 8"):

@@ -160,7 +160,8 @@ def test_a_killed_worker_is_named_with_the_step_it_was_in(tmp_path: Path) -> Non
     write_log(tmp_path, 1, world=2, steps=7, close=False)
     end_session(tmp_path, "failed", "rank 1 was killed by SIGKILL")
     report = report_of(read_timeline(tmp_path))
-    assert report.missing == ["rank 1 was cut off in step 7: no end was recorded, and up to a second is lost."]
+    said = "rank 1 was cut off in step 7: no end was recorded, and up to a second of the log is lost."
+    assert report.missing == [said]
     assert report.verdict.startswith("The run failed: rank 1 was killed by SIGKILL. Until then: ")
     assert [rank.complete for rank in report.ranks] == [True, False] and report.ranks[1].steps == 7
 
@@ -170,7 +171,7 @@ def test_ranks_that_never_started_are_named(tmp_path: Path) -> None:
     write_log(tmp_path, 1, world=4)
     end_session(tmp_path, "failed", "x")
     (sentence,) = report_of(read_timeline(tmp_path)).missing
-    assert sentence.startswith("ranks 0, 2, 3 of 4 left no log: never started, or on another machine")
+    assert sentence.startswith("ranks 0, 2, 3 of 4 left no log. Either they never started, or they ran on another")
 
 
 def test_a_run_without_any_log_still_has_a_report(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_a_log_of_another_version_is_left_out_and_named(run: Path, line: str) ->
     path.write_text(line + "\n" + '{"spans": 3, "data": "?"}\n')
     report = report_of(read_timeline(run))
     assert "another version of meshwise" in report.missing[0] and report.steps == 0
-    assert report.verdict == "No step was recorded, so nothing limited one."
+    assert report.verdict == "No step was recorded, so it is unknown what limits a step."
 
 
 @pytest.mark.parametrize("line", ["[1, 2]", '"text"', "7", '{"spans": "x", "data": 3}', '{"counters": [[1]]}', "{"])
@@ -208,7 +209,7 @@ def test_a_damaged_block_is_left_out_and_told(run: Path) -> None:
     (block,) = [line for line in lines if "spans" in line]
     block["data"] = block["data"][:-8]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_timeline(run).missing[0].startswith("rank 0: 1 damaged line of its log left out")
+    assert read_timeline(run).missing[0].startswith("rank 0: its log has 1 damaged line, left out here")
 
 
 @pytest.mark.parametrize("first", ["", '{"log": 2, "rank": null}'])
@@ -218,7 +219,7 @@ def test_a_session_whose_first_line_is_damaged_is_not_taken_for_the_one_before(r
     path.write_text("\n".join([*lines, first or lines[0][:20], *lines[1:]]) + "\n")
     timeline = read_timeline(run)
     assert len(timeline.spans) == len(whole.spans)
-    assert any("of its log left out" in sentence for sentence in timeline.missing)
+    assert any(", left out here" in sentence for sentence in timeline.missing)
 
 
 def test_a_log_that_cannot_be_written_ends_the_timeline_and_not_the_run(tmp_path: Path) -> None:

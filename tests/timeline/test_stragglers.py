@@ -40,8 +40,8 @@ def test_twenty_more_milliseconds_are_found_with_their_rank_phase_and_cost(phase
 @pytest.mark.parametrize(
     ("plan", "advice"),
     [
-        ("data=3", "If it stays so: --set shares=1.7,1,1.7."),
-        ("data=3, shares=(1, 1, 2)", "If it stays so: --set shares=1.7,1,3.3."),
+        ("data=3", "If this rank stays slow: --set shares=1.7,1,1.7."),
+        ("data=3, shares=(1, 1, 2)", "If this rank stays slow: --set shares=1.7,1,3.3."),
         ("data=3, tensor=2", None),
         ("", None),
     ],

@@ -44,7 +44,7 @@ FAULTS = {
     "a broadcast that does not arrive": (
         "broadcast",
         "broadcast",
-        "broadcast, gloo, 4.0 KiB: what rank 1 has of rank 0",
+        "broadcast, gloo, 4.0 KiB: on rank 1, the data of rank 0",
     ),
 }
 

@@ -55,9 +55,9 @@ def checkpoints(
 def _lines(entries: Sequence[CheckpointEntry], folder: Path, screen: Screen) -> list[Text]:
     if not entries:
         text = (
-            f"No state was saved in {folder}. Jobs save at their end, and with --save-every; a loop of your own saves "
+            f"No state was saved in {folder}. A job saves at its end, and with --save-every. A loop of your own saves "
         )
-        return screen.wrap(Text(f"{text}in the folder of its mw.checkpoint: meshwise checkpoints FOLDER."))
+        return screen.wrap(Text(f"{text}in the folder that it passes to mw.checkpoint: meshwise checkpoints FOLDER."))
     titles = ["checkpoint", "step", "epoch", "devices", "plan", "saved", "size", "state"]
     table = table_lines(titles, [_row(entry) for entry in entries], screen.table_width, left=(0, 4, 7))
     wrong = [line for entry in entries if entry.wrong for line in screen.wrap(Text(f"{entry.name}: {entry.wrong}"))]

@@ -83,7 +83,7 @@ def plan(
     best = plans.best
     if save is not None:
         if best is None:
-            raise PlanError(f"--save {save}: nothing is saved, as no plan is sure to fit. Use more devices.")
+            raise PlanError(f"--save {save}: no plan is saved, because none is certain to fit. Use more devices.")
         predicted = plans.predicted
         write_text(save, plan_to_toml(best.plan) + ("" if predicted is None else prediction_to_toml(predicted)))
         console.print(f"saved {settings_text(best.plan)} to {save}", markup=False, highlight=False)

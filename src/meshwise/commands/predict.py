@@ -33,8 +33,8 @@ def predict(options: PredictOptions) -> None:
     """
     if is_script(options.job) and ":" not in options.job:
         raise UsageError(
-            f"{options.job} is a script, and meshwise predict needs a job. Name a job in it, {options.job}:job, or "
-            "call mw.predict in the script."
+            f"{options.job} is a script, and meshwise predict needs a job. Name a job in the script, such as "
+            f"{options.job}:job, or call mw.predict in the script."
         )
     print("starting", file=sys.stderr, flush=True)
     given = replace(options, out=options.out or "predictions.jsonl")

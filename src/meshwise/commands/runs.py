@@ -43,7 +43,7 @@ def runs(
     context.obj = Path(folder)
     if context.invoked_subcommand is not None:
         if status or name or job or as_json:
-            raise UsageError(f"meshwise runs {context.invoked_subcommand} takes names, no filters. Leave them out.")
+            raise UsageError(f"meshwise runs {context.invoked_subcommand} takes names only. Remove the other options.")
         return
     found = api.runs.runs(Path(folder), status=status, name=name, job=job)
     if as_json:
@@ -84,5 +84,5 @@ def open_page(
 def _agreed(count: int) -> bool:
     """Ask the user whether to remove this many runs. Raises UsageError if stdin is not a terminal."""
     if not sys.stdin.isatty():
-        raise UsageError("this is no terminal, so nobody can confirm. Write meshwise runs remove --yes NAME.")
+        raise UsageError("stdin is not a terminal, so nobody can confirm. Use meshwise runs remove --yes NAME.")
     return input(f"Remove {count} run{'s' * (count > 1)}? [y/N] ").strip().lower() in ("y", "yes")

@@ -43,16 +43,16 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
     whole = "\n".join(texts)
     if any(f"def {name}(" not in whole for name in _GIVEN_AWAY.findall(whole)):
         print(
-            f"Note: {script} gets {some(given)}, which follows its name. Options of meshwise stand before the "
-            f"script's name; write `{script} -- {given[0]} ...` to leave this note out.",
+            f"Note: {script} gets {some(given)}, because options after its name go to the script. Options of meshwise "
+            f"stand before the script's name. To hide this note, write `{script} -- {given[0]} ...`.",
             file=sys.stderr,
         )
         return
     moved, left = _moved(own, given, flags)
     meant = f"{before[0]} {shlex.join([*before[1:], *moved, script, *left])}"
     raise UsageError(
-        f"{some(given)}: options after {script} go to the script, which does not have this one. Write options of "
-        f"meshwise before the script: {meant}. If the script does take it: {shlex.join([script, '--', *own])}."
+        f"{some(given)}: options after {script} go to the script, which does not declare this option. Write options "
+        f"of meshwise before the script: {meant}. If the script takes it, write {shlex.join([script, '--', *own])}."
     )
 
 

@@ -96,7 +96,7 @@ def _refuse_ours(words: list[str], why: str) -> None:
 def _say_sent(script: Path, job: str | None) -> None:
     run = script.parent
     if job is None:
-        print(f"sbatch is not on this machine. The script is written; submit it where sbatch is: sbatch {script}")
+        print(f"This machine has no sbatch. The script is written. Submit it on one that has: sbatch {script}")
         return
     where = "" if run.absolute().parent == Path("runs").absolute() else f" --in {run.parent}"
     print(f"sent        Slurm job {job}\nrecords     {run}\noutput      {run}/slurm-{job}.out")

@@ -63,7 +63,7 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
             )
         if texts:
             name = texts[0].partition("=")[0]
-            raise UsageError(f"--arg {texts[0]}: {word} is a Job. Make it a function of `{name}` that returns a Job.")
+            raise UsageError(f"--arg {texts[0]}: a Job takes no arguments. Make {word} a function of `{name}`.")
         return found
     if not callable(found):
         raise UsageError(f"{word} is a {type(found).__name__}. Make it a meshwise.Job, or a function that returns one.")
@@ -112,7 +112,7 @@ def find_in_file(path: Path, name: str) -> Any:
     module = import_file(path)
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]
-        raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} Name a data set in it, or a function of one.")
+        raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} Name a data set or a function returning one.")
     return getattr(module, name)
 
 

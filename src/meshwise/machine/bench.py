@@ -118,7 +118,7 @@ def merged(machines: Sequence[Machine]) -> Machine:
     devices = tuple(replace(d, host=at) for at, machine in enumerate(machines) for d in machine.devices)
     hosts = tuple(machine.hosts[0] for machine in machines)
     warnings = tuple(
-        f"node{at}: {name} {machine.versions.get(name, 'unknown')} there, {version} on node0: make them equal"
+        f"node{at} has {name} {machine.versions.get(name, 'unknown')}, node0 has {version}: make them equal"
         for at, machine in enumerate(machines)
         for name, version in first.versions.items()
         if machine.versions.get(name) != version

@@ -61,7 +61,7 @@ def describe(slots: Sequence[WorkerSlot], first: int = 0) -> str:
     if any(slot.threads > max(len(slot.cores), 1) for slot in slots):
         cores = len({core for slot in slots for core in slot.cores}) or len(allowed_cores())
         threads = f"{sum(slot.threads for slot in slots)} threads on {plural(cores, 'core')}"
-        crowded = f". OMP_NUM_THREADS={slots[0].threads}: {threads}, which slows them"
+        crowded = f". OMP_NUM_THREADS={slots[0].threads}: {threads} slow the workers"
     return f"{count}: {', '.join(parts)}{crowded}"
 
 

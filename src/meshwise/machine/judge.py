@@ -42,8 +42,8 @@ SLOW_CAUSES = {
     "other-socket": "the path crosses to the other processor socket",
     "through-bridge": "the path goes through the host's PCIe bridge, which other traffic shares",
     "pageable": "pageable memory: the processor copies every byte into pinned memory first; use pin_memory()",
-    "in-network": "above the speed of the link: the switch adds up (NVLS, SHARP), and bus bandwidth is then no speed "
-    "of a link",
+    "in-network": "above the speed of the link: the switch computes the sum (NVLS, SHARP), so the bus bandwidth is not "
+    "the speed of the link",
     "power-or-clocks": "a power or heat limit may hold the clocks down: `nvidia-smi -q -d PERFORMANCE` shows it",
 }
 """A description of each cause, with placeholders for the numbers of the link."""
@@ -143,7 +143,7 @@ def _if_large(expected: Expected, timings: Timings) -> Expected:
     """Return the expected rate, or an unknown rate if only small messages were measured."""
     if timings.sizes[-1] >= LEAST_BYTES:
         return expected
-    return Expected(None, expected.nominal, f"measured up to {bytes_text(timings.sizes[-1])}, too small for a rate")
+    return Expected(None, expected.nominal, f"sizes up to {bytes_text(timings.sizes[-1])} are too small for a rate")
 
 
 def best_rate(timings: Timings) -> float:

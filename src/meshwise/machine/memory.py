@@ -96,7 +96,7 @@ def cap_memory(device: str, limit: int) -> None:
     data, used = _of_status("VmData"), _of_status("RssAnon")
     if limit <= used:
         raise UsageError(
-            f"--memory-limit {bytes_text(limit)}: a worker needs {bytes_text(used)} without a model. Allow more."
+            f"--memory-limit {bytes_text(limit)}: a worker needs {bytes_text(used)} without a model. Raise the limit."
         )
     resource.setrlimit(resource.RLIMIT_DATA, (data - used + limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 

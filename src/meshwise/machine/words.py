@@ -43,10 +43,10 @@ def machine_from_words(words: str) -> Machine:
         on_hosts = [[part for own in on_hosts for part in own]]
     hosts, count = len(on_hosts), sum(map(len, on_hosts))
     if count > MOST_DEVICES:
-        raise UsageError(f"machine '{words}': {count:,} devices are too many. The most are {MOST_DEVICES:,}.")
+        raise UsageError(f"machine '{words}': {count:,} devices are too many. The limit is {MOST_DEVICES:,}.")
     links = [*class_links(_slowest_link(parts_, bool(apart), warnings), count > hosts)]
     if rate is not None and hosts == 1:
-        warnings.append(f"'@{behind.strip()}' is a rate between hosts, and there is only one host: it is not used.")
+        warnings.append(f"'@{behind.strip()}' is a rate between hosts. It is not used, because there is only one host.")
     if hosts > 1:
         origin = "" if rate is None else f"'@{behind.strip()}', {bandwidth_text(rate)} a host, one way"
         links.append(Link(NODE, NODE, "network", rate, origin=origin))
@@ -88,7 +88,7 @@ def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[s
         return link.pair if link else math.inf
 
     slowest = min(device_parts, key=rate)
-    warnings.append(f"All links are taken as those of {slowest.name}. Links that differ go into a machine file.")
+    warnings.append(f"All links are assumed to be those of {slowest.name}. Use a machine file for other links.")
     return [slowest if apart else replace(slowest, link=None, peer=False)]
 
 
@@ -130,7 +130,7 @@ def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
         warnings.append(f"{part.name}: {part.note}.")
     unsure = sorted(figure for figure, origin in part.origins.items() if origin.endswith(NOT_CONFIRMED))
     if unsure:
-        warnings.append(f"{part.name}: not confirmed by a source: {', '.join(unsure)}. Check before you rely on it.")
+        warnings.append(f"{part.name}: no source confirms {', '.join(unsure)}. Check before you rely on these figures.")
     return part, warnings
 
 
@@ -168,7 +168,7 @@ def _near(plain: str) -> str:
     close = difflib.get_close_matches(plain, list(known), n=5, cutoff=0.5)
     names = list(dict.fromkeys(known[name] for name in close))[:3]
     nearby = f" Nearest are {', '.join(names)}." if names else f" Known are {', '.join(p.name for p in parts())}."
-    return f"{nearby} Describe a device that is not listed in a machine file."
+    return f"{nearby} To use another device, describe it in a machine file."
 
 
 # ---- Links -----------------------------------------------------------------------------------------------------------

@@ -105,12 +105,12 @@ class PartialFolder:
         for name in facts:
             if name != "source" and before.get(name) != facts[name]:
                 raise UsageError(
-                    f"{self.path} was begun with other {name}: {_short(before.get(name))}, and not "
-                    f"{_short(facts[name])}. Give the same to continue, name another --out, or start over with "
-                    "--overwrite."
+                    f"{self.path} contains predictions with {name} {_short(before.get(name))}, but this command has "
+                    f"{name} {_short(facts[name])}. Use the earlier {name} to continue, name another --out, or start "
+                    "over with --overwrite."
                 )
         edited = before.get("source") != facts.get("source")
-        return "the job's file was edited since: the first predictions come from the earlier one" if edited else ""
+        return "the job's file was edited: predictions that exist already come from the file before" if edited else ""
 
     def _take(self) -> None:
         """Lock the folder. Raises UsageError if another process has locked it."""
@@ -194,7 +194,7 @@ def _texts(rows: Any) -> list[str]:
             return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"a prediction cannot be written as JSON: {error}. Return tensors or plain values."
+                f"a prediction cannot be written as JSON: {error}. Return tensors, numbers or strings."
             ) from None
     texts = list(map(json.dumps, rows.tolist()))
     if rows.is_floating_point() and not math.isfinite(rows.sum()):
@@ -248,7 +248,7 @@ class Pieces:
                 words = [f"{tuple(shape)} of {str(dtype).removeprefix('torch.')}" for dtype, shape in (known, form)]
                 raise UsageError(
                     f"--out {self.folder.out}: the prediction {name} is {words[0]} for the first samples and "
-                    f"{words[1]} from sample {first} on, not one tensor. Name a .jsonl file, or pad to one length."
+                    f"{words[1]} from sample {first} on, so it is not one tensor. Name a .jsonl file, or pad all rows."
                 )
 
     def _files(self) -> list[Path]:
@@ -286,6 +286,6 @@ def saying_what_is_kept(out: Path | None) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"--out {out} cannot be written ({error.strerror or error}). What was written is kept: the same command "
-            "continues there."
+            f"--out {out} cannot be written ({error.strerror or error}). What was written is kept. To continue, run "
+            "the same command again."
         ) from None

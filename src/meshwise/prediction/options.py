@@ -61,7 +61,7 @@ class PredictOptions:
     def __post_init__(self) -> None:
         settle(self, "batch_size")
         if self.train and self.data is not None:
-            raise UsageError("--train predicts the training set of the job, and --data another one. Give only one.")
+            raise UsageError("--train predicts the job's training set, but --data names another. Use only one option.")
         if self.out is not None and Path(self.out).suffix not in FORMATS:
             raise UsageError(
                 f"--out {self.out}: predictions are written as JSON lines or safetensors. Name a file that ends in "

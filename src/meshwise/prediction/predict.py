@@ -116,7 +116,7 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"job '{job.name}': the model is a {type(model).__name__}. Give an nn.Module, or a function of one."
+            f"job '{job.name}': the model is a {type(model).__name__}. Use an nn.Module or a function that returns one."
         )
     engine.notify(note)
     call = job.predict or plain_call(model, engine.notify)

@@ -35,20 +35,20 @@ def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    asks = f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing by name'}"
+    asks = f"{type(model).__name__}.forward takes {', '.join(names) or 'no named argument'}"
 
     def call(model: nn.Module, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             known = {name: value for name, value in batch.items() if takes_all or name in names}
             lacking = [p.name for p in needed if p.name not in known and not takes_all]
             if lacking or not known:
-                raise UsageError(f"the batches are dicts of {some(list(map(str, batch)))}, and {asks}. {HOW}")
+                raise UsageError(f"the keys of the batches are {some(list(map(str, batch)))}, but {asks}. {HOW}")
             if left := [name for name in batch if name not in known]:
-                notify(f"{asks}: {some(list(map(str, left)))} of the batches is not given to it")
+                notify(f"{asks}, so the model does not get {some(list(map(str, left)))} of the batches")
             return model(**known)
         if isinstance(batch, tuple | list):
             if len(needed) > len(batch):
-                raise UsageError(f"the batches have {len(batch)} parts, and {asks}. {HOW}")
+                raise UsageError(f"the batches have {len(batch)} parts, but {asks}. {HOW}")
             return model(*batch[: max(1, len(needed))])
         return model(batch)
 
@@ -88,5 +88,5 @@ def _rows(value: Any, samples: int, job: str) -> Any:
     else:
         found = f"a {type(value).__name__}"
     if not isinstance(value, Tensor | list) or (isinstance(value, Tensor) and not value.dim()) or len(value) != samples:
-        raise UsageError(f"job '{job}' predicts {found} for {samples} samples, and needs one row for each. {HOW}")
+        raise UsageError(f"job '{job}' predicts {found} for {samples} samples. It needs a row for each. {HOW}")
     return value

@@ -109,8 +109,8 @@ def _as_it_was() -> Iterator[None]:
 
 def _starts_processes(*args: Any, **kwargs: Any) -> Any:
     raise UsageError(
-        f"{user_place()} starts processes, which a rehearsal does not follow. Let `meshwise run` start them: write the "
-        "script as it runs on one rank, or name its Job, train.py:job."
+        f"{user_place()} starts processes, which a rehearsal cannot trace. Write the script as it runs on one rank, "
+        "and let `meshwise run` start the ranks. Or name a job in the script, such as train.py:job."
     )
 
 

@@ -57,7 +57,7 @@ def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Pri
     have.
     """
     if max(collective.ranks, default=0) >= len(machine.devices):
-        raise ValueError(f"rank {max(collective.ranks)} is not one of the {len(machine.devices)} of {machine.name}")
+        raise ValueError(f"{machine.name} has {len(machine.devices)} devices, but no rank {max(collective.ranks)}")
     if collective.size == 0 or len(set(collective.ranks)) < 2:
         return Priced(0.0, 0.0, 0.0, MODEL, COMMUNICATION)
     backend = "gloo" if machine.devices[collective.ranks[0]].kind == "cpu" else "nccl"

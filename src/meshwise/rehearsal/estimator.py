@@ -93,8 +93,8 @@ def _cells(work: Work) -> tuple[str, ...]:
     if work.kind == "cpu" or not cells:
         return ()
     return (
-        f"LSTM, GRU: rehearsed cell by cell ({plural(cells, 'cell')} in a step), where cuDNN computes a layer "
-        "at once: on the GPU they take less time than said here, and other memory.",
+        f"LSTM and GRU layers are rehearsed cell by cell ({plural(cells, 'cell')} in a step), but cuDNN computes a "
+        "whole layer at once. On the GPU, such layers take less time than estimated, and a different amount of memory.",
     )
 
 

@@ -163,7 +163,7 @@ class Tracer:
                 why = str(error).partition("\n")[0]
                 raise UsageError(
                     f"job '{self.job.name}': the model cannot be built on fake tensors, which have shapes but no "
-                    f"values: {why}. Compute this value without torch (numpy, math)."
+                    f"values: {why}. If the model reads a value of a tensor, compute this value with numpy or math."
                 ) from error
             stretch = None
             with contextlib.suppress(Exception):  # modules of an unusual kind: the whole is traced

@@ -87,7 +87,7 @@ def _found(
         else:
             one, other = one + 1, other + 1
     if one < len(short):
-        raise Unlike("the shorter one goes on")
+        raise Unlike("the shorter sequence has more entries than the longer sequence continues")
     return found
 
 
@@ -151,7 +151,7 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
     pieces, shift = [], 0
     for place, length, first, end in stretches:
         if end < place + length:  # the next one begins in the midst of it
-            raise Unlike(f"two pieces at {place}")
+            raise Unlike(f"two repeated pieces overlap at entry {place}")
         at = max(first + (end - length - first) // 2, end - 2 * length)
         pieces.append(Insertion(at, length, first, end, shift))
         shift += length
@@ -183,7 +183,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
         if len(short) == len(long):
             return type(long)(grown(one, other, times) for one, other in zip(short, long, strict=True))
         return type(long)(_longer(short, long, times))
-    raise Unlike(f"{short!r} becomes {long!r}")
+    raise Unlike(f"{short!r} of the shorter sequence cannot be extrapolated from {long!r} of the longer sequence")
 
 
 def _longer(short: Sequence[Any], long: Sequence[Any], times: int) -> list[Any]:

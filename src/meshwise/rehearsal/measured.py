@@ -112,7 +112,7 @@ class OperatorTimes:
                 left -= 1
                 seconds, taken, how = timing.timed(operation.call, self.threads, self.workers - 1)
                 if how:
-                    self.ended[operation.call] = f"{operation.name} ended the process that timed it ({how})"
+                    self.ended[operation.call] = f"{operation.name} crashed the process that measured its time ({how})"
                 if seconds is not None:
                     found[operation.call] = seconds
                 if taken:
@@ -167,7 +167,7 @@ def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
     calls = {launch.what.call for work in works for launch in work.launches if isinstance(launch.what, Operation)}
     return tuple(
         dict.fromkeys(
-            f"{why}: it is priced by the bytes it moves." for call, why in times.ended.items() if call in calls
+            f"{why}. Its time is estimated from its bytes." for call, why in times.ended.items() if call in calls
         )
     )
 

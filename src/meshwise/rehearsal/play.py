@@ -282,7 +282,7 @@ def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -
 def _stuck(rank: int, of: _Rank) -> str:
     left = [item for item in of.items if item.place not in of.ended]
     waiting = next((item for item in left if item.launch.stream in of.busy), left[0])
-    return f"rank {rank} in {name_of(waiting.launch.what)} (event {waiting.place})"
+    return f"rank {rank} waits in {name_of(waiting.launch.what)} (event {waiting.place})"
 
 
 def name_of(what: What) -> str:

@@ -150,12 +150,12 @@ def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
         if work.ranks > len(machine.devices):
             raise UsageError(
                 f"machine '{machine.name}': this machine has {plural(len(machine.devices), 'device')}, but the plan "
-                f"needs {work.ranks}. Name a machine with as many, such as {work.ranks}xH100."
+                f"needs {work.ranks}. Name a machine with at least that many, such as {work.ranks}xH100."
             )
         for launch in work.launches:
             if prices.of(launch.what, work.rank) is None:
                 unknown[_named(launch.what, machine.devices[work.rank])] += 1
-    return tuple(f"{what}: no figure is known ({plural(count, 'time')})" for what, count in unknown.most_common())
+    return tuple(f"no figure is known for {what} ({plural(count, 'time')})" for what, count in unknown.most_common())
 
 
 def _named(what: What, device: Device) -> str:

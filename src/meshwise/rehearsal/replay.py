@@ -187,7 +187,7 @@ class _Longer:
             number = old + times * (number - old)
         if self.long.keys[place] != self.short.keys[before]:
             if self.buckets:
-                raise Unlike("a launch on more parameters")
+                raise Unlike("a launch has more parameters in the longer trace, so buckets would change at some depth")
             event = _grown(self.short.events[before], event, times)
         return self._put(place, event, refers, number)
 
@@ -218,7 +218,7 @@ class _Longer:
     def _fixed_refer(self, old: int, new: int) -> int:
         piece, moved = self.pieces.around(new), new - old
         if moved not in ((self.pieces.shift(new),) if piece is None else (piece.shift, piece.shift + piece.length)):
-            raise Unlike("what an entry refers to moves in another way")
+            raise Unlike("the entry that an event refers to does not move with the repeated pieces")
         return old + self.times * moved
 
     def _copies(self, piece: Insertion) -> Iterator[Event | None]:
@@ -235,7 +235,7 @@ class _Longer:
         """Return how the references of an entry in a piece change from copy to copy, and how its block or microbatch
         changes."""
         if self.long.events[place] is None:
-            raise Unlike("a section is no piece")
+            raise Unlike("a repeated piece contains the start of a section of the trace")
         beside = [
             (other, way)
             for other, way in ((place - piece.length, -1), (place + piece.length, 1))
@@ -258,7 +258,7 @@ class _Longer:
             own = self._slope(others, refer, length)
             shift = self.pieces.shift(refer) if around is None else around.shift + (length if own < 0 else 0)
             if around is not None and not own:
-                raise Unlike("all copies refer to one of them")
+                raise Unlike("all copies of a repeated piece refer to the same copy")
             refers.append(_Moved(refer + (self.times - 1) * shift, own))
         return refers, at
 
@@ -273,7 +273,7 @@ class _Longer:
         slopes = {None if other is None else way * (other - value) for way, other in beside}
         slope = slopes.pop() if len(slopes) == 1 else None
         if slope is None or (length is not None and abs(slope) not in (0, length)):
-            raise Unlike("copies refer to others in other ways")
+            raise Unlike("a value does not change by the same amount from each copy of a piece to the next")
         return slope
 
     def _put(
@@ -289,7 +289,7 @@ class _Longer:
             old = self.long.refers[place]
             of = [self.long.keys[each] for each in old] if len(old) == len(refers) else None
             if min(refers) < 0 or max(refers) >= len(keys) or (of and of != [keys[each] for each in refers]):
-                raise Unlike("what is referred to is something else")
+                raise Unlike("an event of a repeated piece would refer to an entry of another kind")
         keys.append(key)
         kind = type(event)
         if kind is Launch or event is None:
@@ -303,7 +303,7 @@ class _Longer:
             storage, self.next = self.next, self.next + 1
         self.storages.append(storage)
         if (storage in self.alive) is (kind is Allocate):
-            raise Unlike("memory is taken or given back twice")
+            raise Unlike("the extended trace would allocate or free the same storage twice")
         if isinstance(event, Allocate):
             self.alive.add(storage)
             return Allocate(storage, event.size, event.category, event.on_host, event.stream)
@@ -322,7 +322,7 @@ def _grown(short: Event | None, long: Event, times: int) -> Event:
     if isinstance(short, Launch) and isinstance(long, Launch):
         what = grown(short.what, long.what, times)
         if isinstance(what, CollectiveOperation) and what.size > NUMBERS:
-            raise Unlike("a collective grows")
+            raise Unlike(f"a collective of more than {NUMBERS} bytes is larger in the longer trace")
         return replace(long, what=what)
     if isinstance(short, Allocate) and isinstance(long, Allocate):
         return replace(long, size=grown(short.size, long.size, times))

@@ -47,21 +47,21 @@ from meshwise.spec.world import World
 from meshwise.timeline.recorder import Mark, make_current
 
 WHOLE = (
-    "while a step accumulates batches, each rank keeps whole gradients. In your own loop, mw.backward outside of "
-    "mw.accumulate() reduces each batch, and a rank keeps its part alone: less memory under shard."
+    "while a step accumulates batches, each rank keeps whole gradients. If mw.backward is called outside of "
+    "mw.accumulate(), it reduces the gradients of each batch. Under shard, each rank then keeps only its part of them."
 )
 LATE = (
-    "the last batch of a step is in mw.accumulate() too: gradients are reduced after its backward, and their means are "
-    "held beside them. Leave the last batch outside of mw.accumulate(), and its backward reduces them."
+    "the last batch of a step is also inside mw.accumulate(), so gradients are reduced after its backward, and their "
+    "means need extra memory. Leave the last batch outside of mw.accumulate(): its backward then reduces the gradients."
 )
 NO_LINES = (
-    "{} never gives a model to mw.distribute, so no plan can be tried. Add the two lines: model, optimizer, loader = "
-    "mw.distribute(model, optimizer, loader), and mw.backward(loss) for loss.backward(); to transformers' Trainer or "
-    "Lightning's one, trainer = mw.distribute(trainer). docs/from-ddp.md and docs/from-accelerate.md say what goes."
+    "{} never passes a model to mw.distribute, so no plan can be tried. Add model, optimizer, loader = mw.distribute("
+    "model, optimizer, loader), and write mw.backward(loss) for loss.backward(). With a Trainer of transformers or "
+    "Lightning, add trainer = mw.distribute(trainer). docs/from-ddp.md and docs/from-accelerate.md say what to remove."
 )
 NO_STEP = (
-    "{} ended without a step: after mw.backward(loss), in a loop over a loader of mw.distribute, no optimizer made a "
-    "step. Give it options that make it train, after its name."
+    "{} ended before it trained: no optimizer made a step after mw.backward(loss) in a loop over a loader of "
+    "mw.distribute. If the script needs options to train, write them after its name."
 )
 _UNKNOWN = Facts(None, False, 0, 0)
 
@@ -216,7 +216,7 @@ class _Loop(Places):
         for a bool."""
         if dtype == torch.bool:
             return None
-        self._engine.notify(f"{user_place()} reads a number that only a real run knows: the rehearsal takes 1")
+        self._engine.notify(f"{user_place()} reads a number that only a real run computes. The rehearsal assumes 1.")
         return 1 if not dtype.is_floating_point else 1.0
 
 

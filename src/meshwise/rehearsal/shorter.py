@@ -270,14 +270,14 @@ class _Given:
         """
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
-            raise Unlike("the model does something between blocks")
+            raise Unlike("the model runs an operator or keeps a tensor between two blocks")
         self._before = now
 
     def note(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         first = next(tensors_in((args, kwargs)), None)
         given, rest = (out[0], out[1:]) if isinstance(out, tuple) and out else (out, None)
         if first is None or not isinstance(given, Tensor) or any(True for _ in tensors_in(rest)):
-            raise Unlike(f"{type(block).__name__} does not give one tensor for one")
+            raise Unlike(f"{type(block).__name__} does not map one tensor to exactly one tensor")
         if (given.shape, given.dtype, given.requires_grad) != (first.shape, first.dtype, given.requires_grad):
-            raise Unlike(f"{type(block).__name__} gives a tensor of another size than it is given")
+            raise Unlike(f"{type(block).__name__} returns a tensor with another shape or dtype than its input")
         self.rest = rest

@@ -104,14 +104,14 @@ def simulate(
 
 def _costs(works: Sequence[Work], prices: Prices) -> dict[int, list[Cost]]:
     if len({work.rank for work in works}) < len(works):
-        raise ValueError(f"works of the ranks {[work.rank for work in works]}: each rank may have only one")
+        raise ValueError(f"each rank may have only one work, but these have ranks {[work.rank for work in works]}")
     if all(work.ranks <= len(prices.machine.devices) for work in works):
         costs = {work.rank: own for work in works if (own := costs_of(work, prices)) is not None}
         if len(costs) == len(works):
             return costs
     unknown = missing(works, prices)
     raise UsageError(
-        f"machine '{prices.machine.name}': the time of a step is not known. {unknown[0]}. Measure the machine with "
+        f"machine '{prices.machine.name}': the time of a step is unknown: {unknown[0]}. Measure the machine with "
         "`meshwise bench --save FILE`, or write its figures into a machine file."
     )
 

@@ -115,15 +115,15 @@ def _why_not(what: str, error: Exception) -> str:
     first = by_its_name(str(error)).partition("\n")[0].partition(". This could be because")[0]
     if "_pack_padded_sequence" in first:
         return (
-            f"{what} packs sequences, and how long each is decides what is computed: not rehearsed. To plan it, "
-            "give the recurrent layer the padded batch (pack_padded_sequence left out): it takes as much or more."
+            f"{what} calls pack_padded_sequence. A rehearsal does not know the lengths of the sequences, so it cannot "
+            "trace this. Pass the padded batch to the recurrent layer: this takes the same time and memory, or more."
         )
     if isinstance(error, NEEDS_VALUES):
         return (
-            f"{what} is rehearsed on tensors without values, and this line needs one ({first}). Known are numbers and "
-            "a batch's integers, with what follows from them, up to 65,536 of them: give a batch that has them. What "
-            "follows from weights or activations is not: decide by shapes or settings, or compute it outside of the "
-            "model (numpy, math)."
+            f"{what} is rehearsed on tensors without values, and this line needs a value ({first}). Only constants, "
+            "integers of a batch, and tensors of at most 65,536 elements computed from both have values. Weights and "
+            "activations have no values: decide by shapes or settings, or compute the value outside of the model with "
+            "numpy or math."
         )
     if isinstance(error, KeyError) and (name := error.args[0]) in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         return (
@@ -133,7 +133,7 @@ def _why_not(what: str, error: Exception) -> str:
     if "on the same device" in first:
         return (
             f"{what}: this line computes with tensors on two devices. mw.distribute moves models to the GPU, and its "
-            "loaders move batches there: move others too, tensor.to(next(model.parameters()).device)."
+            "loaders move batches to the GPU. Move other tensors too: tensor.to(next(model.parameters()).device)."
         )
     return f"{what} cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
 

@@ -7,34 +7,34 @@ from __future__ import annotations
 
 _SLOWER_COMPUTE = "Look for another program on its device, a lower clock, longer samples, or extra work on this rank."
 TRY_FOR_STRAGGLER = {
-    "data": "Compare its data source with the others': slower storage, larger samples, fewer loader workers.",
-    "transfer": "Compare the path from host to device with the others': meshwise run prints which cores it uses.",
+    "data": "Look for slower storage, larger samples or fewer loader workers than on the other ranks.",
+    "transfer": "Look for a slower path from host to device than on other ranks. meshwise run prints the cores.",
     "forward": _SLOWER_COMPUTE,
     "backward": _SLOWER_COMPUTE,
     "optimizer": "Look for another program on its device or cores, a lower clock or throttling.",
-    "evaluate": "Its part of the test set takes longer; look for other work on its device.",
-    "checkpoint": "It saves while the others wait: {save}, or to faster storage.",
-    "idle": "Its time is spent between the phases: look for host work in its loop, or another program.",
+    "evaluate": "This rank's part of the test set takes longer. Look for other programs on its device.",
+    "checkpoint": "This rank saves while the other ranks wait: {save}, or use faster storage.",
+    "idle": "This rank spends time between the phases. Look for host work in its loop, or for another program.",
 }
 TRY_FOR_COMMUNICATION = {
-    "batch norm": "Fewer and larger steps: {batch}. Or a norm that needs no other rank: GroupNorm{local_norm}.",
+    "batch norm": "Make fewer, larger steps: {batch}. Or use a norm without communication: GroupNorm{local_norm}.",
     "parameters": "Gather less often: {shard}, or {batch}.",
-    "mw.sum": "Sum once after the loop instead of in every batch: mw.sum of the values that were added up.",
-    "": "Fewer reductions a sample: {batch}, or {accumulate}; half the bytes: {half}.",
+    "mw.sum": "Add the values up in the loop, and call mw.sum once after the loop instead of in every batch.",
+    "": "For fewer reductions per sample: {batch}, or {accumulate}. For half the bytes: {half}.",
 }
 """Advice against slow collectives. The key is the kind of data that the collective sends, or "" for any other data."""
 TRY = {
-    "slower": "Use one device, or give each more to compute in a step: {batch}, or {accumulate}.",
+    "slower": "Use one device, or give each device more to compute in a step: {batch}, or {accumulate}.",
     "input": "Read ahead with more loader workers ({workers}).",
     "imbalance": (
-        "Samples of unequal length: batch similar ones together. A shared or throttling machine: look for other "
-        "programs."
+        "If samples differ in length, batch similar lengths together. If the machine is shared or throttles, look for "
+        "other programs."
     ),
-    "bubble": "More microbatches a step (--accumulate), or schedule=interleaved with twice as many blocks as ranks.",
+    "bubble": "Use more microbatches (--accumulate), or schedule=interleaved with twice as many blocks as ranks.",
     "idle": "Look for host work in the training loop: printing, .item(), logging, metrics.",
     "checkpoint": "Save less often{save_option}, or to faster storage.",
     "evaluation": "Evaluate less often, or on fewer samples.",
-    "memory": "Keep no graph alive: append loss.item() or loss.detach(), not loss.",
+    "memory": "Do not keep autograd graphs alive: append loss.item() or loss.detach(), not loss.",
     "compute": "To go faster: more devices, {bf16}, torch.compile, or a smaller model.",
 }
 _OF_A_PLAN = {

@@ -247,11 +247,11 @@ def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:
     notes = []
     if len(first.ranks) != len(second.ranks):
         notes.append(
-            f"{len(first.ranks)} and {len(second.ranks)} ranks: a step is not the same work in both; compare samples/s."
+            f"The runs have {len(first.ranks)} and {len(second.ranks)} ranks: their steps differ. Compare samples/s."
         )
     devices = [sorted({rank.device.partition(":")[0] for rank in report.ranks}) for report in (first, second)]
     if devices[0] != devices[1] and all(devices):
-        notes.append(f"Different devices: {', '.join(devices[0])} and {', '.join(devices[1])}.")
+        notes.append(f"The runs have different devices: {', '.join(devices[0])} and {', '.join(devices[1])}.")
     for name, report in zip(names, (first, second), strict=True):
         if 0 < report.steps < FEWEST:
             notes.append(f"{name} has {report.steps} steps: too few to tell a difference from chance.")

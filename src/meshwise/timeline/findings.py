@@ -119,7 +119,7 @@ def findings_of(
 
 def verdict_of(findings: Sequence[Finding]) -> str:
     """Return the verdict on a run, which is the sentence of its first finding."""
-    return findings[0].sentence if findings else "No step was recorded, so nothing limited one."
+    return findings[0].sentence if findings else "No step was recorded, so it is unknown what limits a step."
 
 
 def _balanced(table: StepTable, taken: Sequence[float]) -> str:
@@ -134,7 +134,7 @@ def _balanced(table: StepTable, taken: Sequence[float]) -> str:
     rates = np.array(taken) / np.maximum(np.median(computing, axis=0), 1e-9)
     if rates.max() < LEAST_UNEQUAL * rates.min():
         return ""
-    return f" If it stays so: --set shares={','.join(f'{rate:.2g}' for rate in rates / rates.min())}."
+    return f" If this rank stays slow: --set shares={','.join(f'{rate:.2g}' for rate in rates / rates.min())}."
 
 
 def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
@@ -209,17 +209,17 @@ def _communication(
     if share < LEAST["communication"]:
         return
     delays = table.sync_points.delay
-    why = f" on (ranks arrive within {seconds_text(float(np.median(delays)) if len(delays) else 0.0)})"
+    why = f" (ranks arrive within {seconds_text(float(np.median(delays)) if len(delays) else 0.0)})"
     slow = "the links are slow" if links else "gloo sends on the cores that compute"
     if shares.share("waiting") < share / 2:
         why += f": {slow}, not a rank" if links else f": no rank is late, {slow}"
     if len(table.arrivals.ranks) < 2:
         why = ", or waiting for ranks that left no log (the two look the same)"
     elif stragglers:
-        why = f" on, besides what rank {', '.join(str(found.rank) for found in stragglers)} costs: {slow}"
+        why = f", without the cost of rank {', '.join(str(found.rank) for found in stragglers)}: {slow}"
     sentence = (
         f"{shares.bound('Communication', share)}: {shares.of_step(share)} is exposed communication (not overlapped "
-        f"with computing), from the last rank's arrival{why}.{_most_expensive(collectives, shares.steps)}"
+        f"with computing), counted from the last rank's arrival{why}.{_most_expensive(collectives, shares.steps)}"
     )
     of = collectives[0].of if collectives else ""
     advice = TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""])
@@ -269,9 +269,9 @@ def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
     longest, shortest = (seconds_text(stage.forward_seconds + stage.backward_seconds) for stage in (slowest, quickest))
     sentence = (
         f"Pipeline bubble: {percent_text(pipeline.bubble)} of the time from the first forward to the last backward. "
-        f"The schedule alone ({len(stages)} stages, {pipeline.microbatches} microbatches) makes "
-        f"{percent_text(pipeline.bubble_of_schedule)}, with these stages {percent_text(pipeline.bubble_of_stages)}: "
-        f"stage {slowest.stage} takes {longest} a microbatch, stage {quickest.stage} {shortest}."
+        f"The schedule alone ({len(stages)} stages, {pipeline.microbatches} microbatches) causes "
+        f"{percent_text(pipeline.bubble_of_schedule)}, these unequal stages {percent_text(pipeline.bubble_of_stages)}: "
+        f"stage {slowest.stage} takes {longest} a microbatch, stage {quickest.stage} takes {shortest}."
     )
     yield shares.finding("bubble", "waiting", "Pipeline bubble", share, sentence, TRY["bubble"])
 
@@ -279,7 +279,7 @@ def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
 def _idle(shares: _Shares) -> Iterator[Finding]:
     share = shares.share("idle")
     if share >= LEAST["idle"]:
-        sentence = f"Between phases: {shares.of_step(share)} is in none of them."
+        sentence = f"Between phases: {shares.of_step(share)} is in no phase, such as forward or backward."
         yield shares.finding("idle", "idle", "Between phases", share, sentence, TRY["idle"])
 
 
@@ -295,10 +295,10 @@ def _stalls(table: StepTable) -> Iterator[Finding]:
     worst = int(steps[seconds.argmax()])
     sentence = (
         f"Stalls: {percent_text((beyond > 0).mean(), 1)} of the steps take more than {STALL:.0f} times the median of "
-        f"{seconds_text(usual)}, and {percent_text(share)} of the time beyond it; the longest is step {worst} with "
-        f"{seconds_text(float(seconds.max()))}."
+        f"{seconds_text(usual)}. Their time beyond the median is {percent_text(share)} of the time of all steps. The "
+        f"longest is step {worst} with {seconds_text(float(seconds.max()))}."
     )
-    advice = f"See meshwise report RUN --steps {worst}. Often another program, a slow disk, or garbage collection."
+    advice = f"See meshwise report RUN --steps {worst}. Look for another program, a slow disk or garbage collection."
     headline, each = f"Stalls take {percent_text(share)} of the time.", float(beyond[beyond > 0].mean())
     yield Finding("stalls", headline, sentence, advice, share, each)
 

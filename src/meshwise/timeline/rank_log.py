@@ -101,7 +101,7 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
                 other = "1"
             elif logs and not other:
                 if headless or logs[-1].end is not None:
-                    raise ValueError("the spans belong to no session")
+                    raise ValueError("the line has spans, but its session has ended or was not read")
                 _take(logs[-1], line)
         except (TypeError, ValueError, LookupError, OverflowError, AttributeError):
             if logs:
@@ -143,8 +143,8 @@ def _seconds(value: Any) -> float:
 def _unread(path: Path, other: str, logs: list[RankLog]) -> str:
     if other:
         return (
-            f"{path.parent.name}/{path.name} was written by another version of meshwise (log {other}; this one reads "
-            f"{VERSION}): its spans are left out."
+            f"{path.parent.name}/{path.name} is from another version of meshwise. Its log format is {other}, and "
+            f"this version reads {VERSION}, so its spans are left out."
         )
     if not logs:
         return f"{path.parent.name}/{path.name} has no first line: rank {rank_of(path)} was cut off at its start."

@@ -208,13 +208,13 @@ def _missing(facts: dict[str, Any], logs: Sequence[RankLog], spans: Spans, ranks
         yield "no rank has a log here: the run ended before any worker began to record, or it was not recorded."
     elif absent:
         yield (
-            f"{ranks_text(absent)} of {world} left no log: never started, or on another machine (copy its "
-            f"{names.SPANS}/rank*.jsonl here). What follows is about the other ranks."
+            f"{ranks_text(absent)} of {world} left no log. Either they never started, or they ran on another machine: "
+            f"copy its {names.SPANS}/rank*.jsonl here. This report covers only the other ranks."
         )
     if facts.get("program") == "plain":
         yield (
-            "the program uses no verb of meshwise: forward is all it does up to its backward; its samples and losses "
-            "are not known."
+            "the program calls no function of meshwise. All that happens before a backward is shown as forward, and "
+            "samples and losses are not known."
         )
     running = facts.get("status") == "running"
     if running and logs:
@@ -223,16 +223,16 @@ def _missing(facts: dict[str, Any], logs: Sequence[RankLog], spans: Spans, ranks
         if silent > SILENT:
             running = False
             yield (
-                f"run.json has the run as running, but nothing was recorded for {seconds_text(silent)}: its launcher "
-                "was probably killed."
+                f"run.json says that the run is running, but nothing was recorded for {seconds_text(silent)}. Its "
+                "launcher was probably killed."
             )
     yield from _cut_off(ranks, spans, running)
     hosts = {log.rank: log.host for log in logs}
     for log in logs:
         if not log.round_trips and hosts.get(0, log.host) != log.host:
-            yield f"rank {log.rank}: its clock was never compared with rank 0's, on another host; its times may be off."
+            yield f"rank {log.rank}: its clock was not compared with rank 0's on another host, so times may be off."
         if log.damaged:
-            yield f"rank {log.rank}: {plural(log.damaged, 'damaged line')} of its log left out."
+            yield f"rank {log.rank}: its log has {plural(log.damaged, 'damaged line')}, left out here."
 
 
 def _cut_off(ranks: Sequence[Rank], spans: Spans, running: bool) -> Iterator[str]:
@@ -247,7 +247,7 @@ def _cut_off(ranks: Sequence[Rank], spans: Spans, running: bool) -> Iterator[str
     for step, which in sorted(cut_off.items()):
         at = f"in step {step}" if step else "before the first step"
         were = "was" if len(which) == 1 else "were"
-        yield f"{ranks_text(which)} {were} cut off {at}: no end was recorded, and up to a second is lost."
+        yield f"{ranks_text(which)} {were} cut off {at}: no end was recorded, and up to a second of the log is lost."
 
 
 def _counters(aligned: Sequence[_Aligned]) -> list[Counter]:

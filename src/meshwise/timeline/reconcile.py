@@ -90,7 +90,7 @@ def _most(kinds: Sequence[TimeBeside]) -> str:
         return ""
     most = max(kinds, key=lambda kind: abs(kind.measured - kind.predicted))
     return (
-        f"What differs most is {most.name}: {seconds_text(most.measured)}, "
+        f"What differs most is {most.name}: {seconds_text(most.measured)} were measured, "
         f"and {seconds_text(most.predicted)} were predicted."
     )
 
@@ -98,7 +98,7 @@ def _most(kinds: Sequence[TimeBeside]) -> str:
 def _memory_sentence(memory: Sequence[MemoryBeside]) -> str:
     known = [row for row in memory if row.measured is not None]
     if not known:
-        return "Memory is not compared: a CPU worker measures that of its whole process." if memory else ""
+        return "Memory is not compared: a CPU worker measures the memory of its process." if memory else ""
     told = ", ".join(
         f"{row.name} {bytes_text(row.measured or 0)} of {bytes_text(row.predicted)} predicted" for row in known
     )

@@ -123,7 +123,7 @@ class Recorder:
         code = self._codes.get(key)
         if code is None:
             if kind not in KIND or lane not in LANE:
-                raise ValueError(f"a span cannot be of kind {kind!r} on lane {lane!r}: see timeline/spans.py")
+                raise ValueError(f"kind {kind!r} or lane {lane!r} of a span is not listed in timeline/spans.py")
             code = self._codes[key] = len(self.names)
             self.names.append(key)
         return code

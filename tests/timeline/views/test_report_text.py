@@ -205,7 +205,7 @@ def test_a_short_title_is_whole_and_the_line_wraps() -> None:
 
 
 def empty(**changes: object) -> Report:
-    verdict = "No step was recorded, so nothing limited one."
+    verdict = "No step was recorded, so it is unknown what limits a step."
     report = Report("gpt-125m", "failed", "measured", "runs/x", {}, {}, "", verdict, [], [], 0, 0.0, 0.0, None, 2.0,
                     [], [], {}, [], [], 0.0, [], Series(), [], [])  # fmt: skip
     return dataclasses.replace(report, **changes)  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def empty(**changes: object) -> Report:
 
 def test_a_run_without_steps_says_so_and_nothing_else() -> None:
     assert printed(report_text(empty())) == (
-        "gpt-125m failed · 2.0 s in all\nNo step was recorded, so nothing limited one.\n"
+        "gpt-125m failed · 2.0 s in all\nNo step was recorded, so it is unknown what limits a step.\n"
     )
 
 

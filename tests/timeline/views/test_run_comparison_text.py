@@ -115,8 +115,8 @@ def test_different_numbers_of_ranks_and_devices_are_noted() -> None:
     )
     assert comparison.ranks == (3, 2)
     assert comparison.notes == [
-        "3 and 2 ranks: a step is not the same work in both; compare samples/s.",
-        "Different devices: cpu and cuda.",
+        "The runs have 3 and 2 ranks: their steps differ. Compare samples/s.",
+        "The runs have different devices: cpu and cuda.",
         "two is not complete: rank 2 left no log.",
     ]
 

@@ -33,7 +33,7 @@ NAMES = {
 }
 """Names of devices that have no `product_name`, by PCI device number (pci-ids.ucw.cz, vendor 1002)."""
 UNNAMED = "AMD device"
-INSTALL = "pip install amdsmi, of your ROCm's version"
+INSTALL = "pip install amdsmi, in the version of your ROCm"
 
 
 def read_amd(sys: Path, amdsmi: Any = None) -> Found:

@@ -89,7 +89,7 @@ def unknown_part(name: str) -> str:
     """Return the warning for a part that the catalog does not have."""
     return (
         f"{name} is not in the catalog: its peak and the bandwidth of its memory and links are unknown. "
-        "meshwise bench measures them; figures that you know go into a machine file."
+        "meshwise bench measures them. Write figures that you know into a machine file."
     )
 
 
@@ -130,7 +130,7 @@ def _host_warnings(sys: Path, host: Host) -> list[str]:
     """Warn of a limit on locked memory if the host has InfiniBand. NCCL's guide asks for `--ulimit memlock=-1`."""
     ports = sys / "class/infiniband"
     if "locked memory" in host.limits and ports.is_dir() and any(ports.iterdir()):
-        return ["Locked memory is limited, and InfiniBand needs it: ulimit -l unlimited, or --ulimit memlock=-1."]
+        return ["Locked memory is limited, but InfiniBand needs it. Use ulimit -l unlimited or --ulimit memlock=-1."]
     return []
 
 

@@ -125,8 +125,8 @@ def limits_that_hurt(machine: Machine) -> list[str]:
             )
         if host.cores is not None and host.cores < len(others):
             found.append(
-                f"{plural(host.cores, 'core')} for {len(others)} devices: workers wait for each "
-                f"other. Give the container one core a device or more (--cpus={len(others)})."
+                f"{plural(host.cores, 'core')} for {len(others)} devices: workers wait for each other. "
+                f"Give the container at least one core per device (--cpus={len(others)})."
             )
     return list(dict.fromkeys(found))
 

@@ -43,7 +43,7 @@ def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
     if nvml is None:
         nvml = _installed()
     if nvml is None:
-        return _without_nvml(sys, proc, f"nvidia-ml-py is not installed: {INSTALL}") if present else Found()
+        return _without_nvml(sys, proc, f"nvidia-ml-py is not installed ({INSTALL})") if present else Found()
     try:
         nvml.nvmlInit()
     except Exception as error:
@@ -210,7 +210,7 @@ def _without_nvml(sys: Path, proc: Path, why: str) -> Found:
         facts = pci_facts(sys, address)
         name = model[1].strip() if model else NAMELESS
         devices.append(Accelerator(name, address, numa=facts.numa, now=facts.now, own=facts.most))
-    warning = f"Memory, NVLinks and peer access of the NVIDIA devices are unknown: {why}."
+    warning = f"Memory, NVLinks and peer access of the NVIDIA devices are unknown, because {why}."
     version = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]+)", read_text(proc / "driver/nvidia/version"))
     return Found(tuple(devices), versions={"driver": version[1]} if version else {}, warnings=(warning,))
 

@@ -59,8 +59,8 @@ def link_warnings(links: Sequence[Link], found: Sequence[Named]) -> list[str]:
         warnings.append(f"{_pairs(few)}: {up}. nvidia-smi nvlink --status shows which are down.")
     if missing:
         warnings.append(
-            f"{_pairs(missing)}: these parts have NVLink, and none is up between them. "
-            "See whether nvidia-fabricmanager runs (systemctl status nvidia-fabricmanager)."
+            f"{_pairs(missing)}: these parts have NVLink, but no NVLink is up between them. "
+            "Check whether nvidia-fabricmanager runs (systemctl status nvidia-fabricmanager)."
         )
     if off:
         warnings.append(f"{_pairs(off)}: there is no peer access, so copies go through the host's memory.{why}")
@@ -145,15 +145,15 @@ def _pcie_warning(link: Link, device: Accelerator) -> tuple[str, str] | None:
     if lanes < all_lanes and lanes == (slot[1] or lanes):
         notes.append(
             f"its PCIe link has {lanes} of {all_lanes} lanes: copies to and from the host can reach "
-            f"{lanes / all_lanes:.0%} at best. See whether the slot has {all_lanes} lanes, or shares them with another"
+            f"{lanes / all_lanes:.0%} at best. The slot may have fewer than {all_lanes} lanes, or share its lanes"
         )
     if now < min(slot[0] or now, most):
         notes.append(
-            f"its PCIe link runs at generation {now} now, as an idle one does; it could do generation "
-            f"{min(slot[0] or now, most)}. meshwise bench shows what it does under load"
+            f"its PCIe link runs at generation {now} now, as idle links do, but supports generation "
+            f"{min(slot[0] or now, most)}. meshwise bench shows its speed under load"
         )
     elif now < most:
-        notes.append(f"its PCIe link is of generation {now}, as the slot is; the card could do generation {most}")
+        notes.append(f"its PCIe link runs at generation {now}, like the slot; the card supports generation {most}")
     return (link.target, "; ".join(notes).replace("%", " %")) if notes else None
 
 

@@ -175,8 +175,8 @@ def _no_device(facts: TorchFacts, devices: int) -> str:
     many = f"{devices} device{'s are' if devices > 1 else ' is'} here"
     version = facts.versions["torch"]
     if "cuda" not in facts.versions and "rocm" not in facts.versions:
-        return f"{many}, and torch {version} is a build for CPUs only. Install a build for them: {INSTALL}."
+        return f"{many}, but torch {version} is a build for CPUs only. Install a build for devices: {INSTALL}."
     return (
-        f"{many}, and torch {version} can use none. The driver may be too old for its CUDA "
-        f"{facts.versions.get('cuda', '')}: install a newer driver, or a torch for this one: {INSTALL}."
+        f"{many}, but torch {version} can use none. The driver may be too old for torch's CUDA "
+        f"{facts.versions.get('cuda', '')}. Install a newer driver, or a torch for this driver: {INSTALL}."
     )

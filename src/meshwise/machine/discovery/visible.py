@@ -34,13 +34,13 @@ def visible(found: Found, environ: Mapping[str, str]) -> Found:
             order = _chosen(environ[name], order, devices)
             if len(order) < len(devices):
                 notes.append(
-                    f"{name}={environ[name]}: {len(order)} of {len(devices)} devices are left to this process."
+                    f"{name}={environ[name]}: this process can use only {len(order)} of {len(devices)} devices."
                 )
     differ = len({device.name for device in devices}) > 1 and devices[0].vendor == "nvidia"
     if differ and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         notes.append(
-            "Devices differ, and CUDA numbers the fastest first: without torch the numbers here are by PCI address. "
-            "CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
+            "The devices differ. CUDA numbers the fastest device first, but without torch, this list is in the order "
+            "of PCI addresses. Set CUDA_DEVICE_ORDER=PCI_BUS_ID to make both the same."
         )
     return kept(replace(found, warnings=(*found.warnings, *notes)), order)
 

@@ -99,7 +99,7 @@ def _times(table: Table, key: str, place: str) -> int:
 
 def _no_more(count: int, things: str, place: str) -> None:
     if count > MOST_DEVICES:
-        raise UsageError(f"{place}: {count:,} {things} are too many. The most are {MOST_DEVICES:,}.")
+        raise UsageError(f"{place}: {count:,} {things} are too many. The limit is {MOST_DEVICES:,}.")
 
 
 # ---- Hosts and devices -----------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _devices(tables: Sequence[Table], own_parts: Mapping[str, Table], where: str
         for host in range(device.host, device.host + hosts):
             for one in alike:
                 if (host, one.name) in found:
-                    raise UsageError(f"{place}: host {host} has two devices {one.name}. Give each a different name.")
+                    raise UsageError(f"{place}: host {host} has two devices named {one.name}. Use different names.")
                 found[host, one.name] = replace(one, host=host)
                 next_index[host, one.kind] = (_index(one.name) or 0) + 1
     return tuple(found.values())
@@ -174,7 +174,7 @@ def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) 
     all devices or a list."""
     index = _index(device.name)
     if count > 1 and index is None:
-        raise UsageError(f"{place}: name = '{device.name[:60]}' must end in a number if count is above 1, as cuda:0.")
+        raise UsageError(f"{place}: count is above 1, so name = '{device.name[:60]}' must end like cuda:0 in a number.")
     each = {}
     for key in ("numa", "pci"):
         value = values.get(key, getattr(device, key))
@@ -218,8 +218,8 @@ def _ends(texts: Iterable[str], known: set[str], place: str) -> list[tuple[str, 
         for end in (source, target):
             if end not in known:
                 raise UsageError(
-                    f"{place}: '{end[:60]}' is not a device of this machine.{nearest(end, known)} Use a device of the "
-                    "file, host, device (any), node (any host) or node0."
+                    f"{place}: '{end[:60]}' is not a device of this machine.{nearest(end, known)} Use the name of "
+                    "a device in the file, host, device (any device), node (any host) or node0."
                 )
         found += [(source, target)] if arrow == "->" or source == target else [(source, target), (target, source)]
     return found

@@ -271,7 +271,7 @@ def _of_parts(
         for pair, tensor in incoming.items():
             at = first_difference(tensor, member.key(number, *pair))
             if at is not None:
-                return f"what rank {member.rank} has of rank {pair[0]} differs from byte {at}"
+                return f"on rank {member.rank}, the data of rank {pair[0]} is wrong from byte {at}"
         return None
 
     return Case(size, write, call, wrong, counts)

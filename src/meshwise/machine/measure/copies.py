@@ -97,7 +97,7 @@ def measure_copy(
         cut = [(source[:size], target[:size]) for source, target in tensors]
         left = end - time.perf_counter()
         if samples and left < 7 * samples[sizes[at - 1]].seconds * size / sizes[at - 1]:
-            note = f"{bytes_text(size)} and more were left out: the time for this path was over"
+            note = f"sizes of {bytes_text(size)} and more were left out: the time for this path was over"
             break
         samples[size] = repeat(_call(path.path, cut, move), clocked, left / (len(sizes) - at))
     return result_of(path, samples, check_path(path, tensors, move), note)

@@ -21,7 +21,7 @@ from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text
 from meshwise.terminal.table import Cell, columns_lines, table_lines
 
-WORDS = {STEP: "what no price knows"}
+WORDS = {STEP: "effects that no estimate covers"}
 LIMITS = {
     COMPUTE: "the rate at which the device multiplies matrices",
     MEMORY: "the rate of the device's memory",
@@ -77,7 +77,7 @@ def limit_sentences(found: Explanation) -> list[str]:
     shares = [
         f"{name} {percent_text(part / whole)}" for name, part in found.limits.items() if part / whole >= WORTH_SAYING
     ]
-    limit = LIMITS.get(first, f"the link ({first}): communication that no computing hides")
+    limit = LIMITS.get(first, f"the link ({first}): communication that does not overlap with computing")
     lines = [f"What limits it: {limit}.", f"Of the step: {', '.join(shares)}."]
     if hidden:
         shown = found.time.kinds["communication"]
@@ -85,7 +85,7 @@ def limit_sentences(found: Explanation) -> list[str]:
     factors = sorted(((name, more) for name, more in found.factors.items() if more > 0), key=lambda one: -one[1])
     if factors:
         told = ", ".join(f"{WORDS.get(name, name)} +{seconds_text(more)}" for name, more in factors[:3])
-        lines.append(f"The upper end of its interval comes from: {told}.")
+        lines.append(f"The step may take longer than estimated because of: {told}.")
     return lines
 
 

@@ -126,9 +126,9 @@ def kept_sentence(plans: Any) -> str:
     each, whole, room = first.memory.kept, first.memory.kept * ranks, machine.hosts[0].memory
     if each <= HOST_WORTH_SAYING:
         return ""
-    told = f"--redundancy 1 keeps {bytes_text(each)} of a rank's state in the host's memory"
-    told += f", {bytes_text(whole)} of {plural(ranks, 'rank')}" if ranks > 1 else ""
-    return f"{told}{f': more than the {bytes_text(room)} that it has' if room is not None and whole > room else ''}."
+    told = f"--redundancy 1 keeps {bytes_text(each)} of each rank's state in the host's memory"
+    told += f", {bytes_text(whole)} for {plural(ranks, 'rank')}" if ranks > 1 else ""
+    return f"{told}{f': the host has only {bytes_text(room)}' if room is not None and whole > room else ''}."
 
 
 def _interval(estimate: Estimate) -> str:
@@ -162,8 +162,8 @@ def _not_shown(found: Any) -> Iterator[str]:
     for other in sorted(found.refused, key=lambda other: other.plan not in guessed):
         if (why := f"refused: {other.why}") in reasons or len(reasons) < MOST_REASONS:
             reasons.setdefault(why, []).append(other.plan)
-    reasons["not rehearsed, for lack of time (--seconds gives more)"] = [*found.left]
-    reasons["not rehearsed, since it is likely slower"] = [*found.worse]
+    reasons["not rehearsed, because the time was over (--seconds allows more)"] = [*found.left]
+    reasons["not rehearsed, because it is likely slower"] = [*found.worse]
     for why, plans in reasons.items():
         if plans:
             names = map(settings_text, sorted(plans, key=lambda plan: plan not in guessed))
@@ -192,10 +192,10 @@ def sentences(plans: Any) -> list[str]:
         FITS: f"fits: {low} to {high}{of}",
         TOO_CLOSE: f"is too close to call: {low} to {high}{of}",
         TOO_LARGE: f"does not fit: {low} to {high}{of}",
-    }.get(memory.verdict, f"needs {need}; what the device has is not known")
+    }.get(memory.verdict, f"needs {need}; the memory of the device is not known")
     host = f"; in the host's memory {bytes_text(memory.host)}" if memory.host > HOST_WORTH_SAYING else ""
     reserved = (
-        f"; the allocator reserves {bytes_text(memory.reserved)} for it" if memory.reserved > memory.allocated else ""
+        f"; the allocator reserves {bytes_text(memory.reserved)} for them" if memory.reserved > memory.allocated else ""
     )
     found = [
         f"{settings_text(first.plan)} {said}.",
@@ -220,7 +220,7 @@ def _why_first(first: Estimate, others: Sequence[Estimate]) -> list[str]:
         over = near.memory.total.high - (near.memory.capacity or 0)
         narrower = "" if near.plan.dtypes.computed in ("bf16", "fp16") else ", or --allow precision"
         found.append(
-            f"No plan fits: the nearest, {settings_text(near.plan)}, may be {bytes_text(over)} over: "
+            f"No plan fits. The nearest plan, {settings_text(near.plan)}, may need {bytes_text(over)} too much: "
             f"{_split(near)}. Use more devices{',' if narrower else ' or'} a smaller --batch-size{narrower}."
         )
     next_best = next((other for other in others if other.plan.devices != first.plan.devices), None)
@@ -233,5 +233,5 @@ def _why_first(first: Estimate, others: Sequence[Estimate]) -> list[str]:
             )
     unknown = next((other for other in others if other.unknown), None)
     if unknown is not None and not first.unknown:
-        found.append(f"Times of other plans are not known, {settings_text(unknown.plan)} for one: {unknown.unknown}.")
+        found.append(f"Some times are not known, such as that of {settings_text(unknown.plan)}: {unknown.unknown}.")
     return found

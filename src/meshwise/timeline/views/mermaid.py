@@ -29,7 +29,7 @@ def render(report: Report, timeline: Timeline) -> str:
     Only the longest MOST_BARS bars are drawn. Raises UsageError if the run has no steps.
     """
     if not report.views:
-        raise UsageError("this run has no steps to draw: it ended before its first, or it was not recorded.")
+        raise UsageError("this run has no steps to draw: it ended before its first step, or it was not recorded.")
     window = report.views[0]
     bars = [bar for bar in window.bars if bar.step == window.usual_step or report.chosen_steps]
     return gantt(report, bars)

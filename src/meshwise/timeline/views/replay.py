@@ -109,7 +109,7 @@ def replay_script(report: Report, what: str) -> str:
         raise UsageError(f"--replay {what} is not a collective of this run. Use {known or 'another run: it has none'}.")
     found = report.collectives[int(number) - 1]
     if found.name not in CALLS or not (found.bytes or found.name == "barrier"):
-        raise UsageError(f"--replay {what}: the size of {_named(found)} was not recorded. Choose another.")
+        raise UsageError(f"--replay {what}: the size of {_named(found)} was not recorded. Choose another collective.")
     return _script(report, found)
 
 
