@@ -77,7 +77,8 @@ def test_where_times_are_not_known_the_simplest_is_taken(chosen: Callable[..., T
 
     options, said = chosen(estimate(Plan(), 0.1, 50), unknown(Plan(shard=2), 30), unknown(Plan(data=2), 50))
     assert isinstance(options.plan, PlanText) and plan_from_toml(options.plan.text) == Plan(data=2)
-    assert "This is the simplest plan that fits on all devices. Times are not known: all-reduce of 2 ranks" in said
+    fits = "This is the simplest plan that fits on all devices. Times are not known: no figure is known for all-reduce"
+    assert fits in said
 
 
 def test_nothing_that_fits_is_refused_with_the_smallest(chosen: Callable[..., Told]) -> None:

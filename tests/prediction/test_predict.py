@@ -328,7 +328,7 @@ def test_a_run_folder_gives_its_weights_or_its_newest_state(tmp_path: Path) -> N
         ({"weights": "{tmp}/none"}, "no such file or folder"),
         ({"weights": "{tmp}/w.pt"}, "this option reads only safetensors files"),
         ({"batch_size": 0}, "must be at least 1"),
-        ({"train": True, "data": (X,)}, "Give only one"),
+        ({"train": True, "data": (X,)}, "Use only one option"),
         ({"precision": "fp31"}, "fp31"),
         ({"settings": ("shard=3",), "devices": "2xcpu"}, "needs 3 devices|shard"),
         ({"devices": ""}, "names no device"),

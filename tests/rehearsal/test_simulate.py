@@ -174,7 +174,7 @@ def test_the_interval_adds_errors_of_one_factor_and_squares_those_of_several() -
 def test_ranks_that_call_different_collectives_are_named() -> None:
     one = work(gathers((0, 1)), gathers((0, 1), kind="all-reduce"))
     other = work(gathers((0, 1)), rank=1)
-    with pytest.raises(ValueError, match=r"wait for each other.*rank 0 in all-reduce of 2 ranks \(event 1\)"):
+    with pytest.raises(ValueError, match=r"wait for each other.*rank 0 waits in all-reduce of 2 ranks \(event 1\)"):
         step_of(one, other)
     with pytest.raises(ValueError, match="each rank may have only one"):
         step_of(one, one)
