@@ -115,7 +115,7 @@ def test_the_report_names_the_bubble_and_draws_the_microbatches() -> None:
     timeline = pipeline_timeline("gpipe", 2, 4, even, steps=12)
     report = report_of(timeline)
     assert report.findings[0].kind == "bubble"
-    assert "The schedule alone (2 stages, 4 microbatches) makes 20 %" in report.verdict
+    assert "The schedule alone (2 stages, 4 microbatches) causes 20 %" in report.verdict
     assert report.kinds["waiting"] > report.kinds["communication"] > 0
     text = printed(report_text(report, 100))
     assert [line.split() for line in text.splitlines() if line.startswith("stage  ranks")]

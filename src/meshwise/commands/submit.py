@@ -57,9 +57,9 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     sizes, limit = nodes_of(cluster.nodes), cluster.seconds()
     refused = api.submit_gate.verdict(options, own, site, sizes, limit, _say)
     if refused and not cluster.anyway:
-        raise PlanError(f"not sent: {refused}. {INSTEAD}, or send it with --anyway.")
+        raise PlanError(f"the run was not sent: {refused}. {INSTEAD}, or send it with --anyway.")
     if refused:
-        _say(f"sent anyway, although {refused}.")
+        _say(f"The run is sent anyway, although {refused}.")
     if cluster.dry_run:
         print(submission.script, end="")
         return

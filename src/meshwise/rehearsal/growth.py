@@ -87,7 +87,7 @@ def _found(
         else:
             one, other = one + 1, other + 1
     if one < len(short):
-        raise Unlike("the shorter sequence has more entries than the longer sequence continues")
+        raise Unlike("the shorter sequence has entries that are not in the longer sequence")
     return found
 
 
