@@ -36,11 +36,11 @@ PATHS = {
 }
 # Each fault with the path that it is in, the function of torch.distributed that has it, and how its path is named.
 FAULTS = {
-    "a permuted all-gather": ("all-gather", compat._ALL_GATHER, "all-gather, gloo, 4.0 KiB: what rank"),
+    "a permuted all-gather": ("all-gather", compat._ALL_GATHER, "all-gather, gloo, 4.0 KiB: on rank"),
     "a reduce without one rank": ("all-reduce", "all_reduce", "all-reduce, gloo, 4.0 KiB: the sum on rank"),
     "a scattered reduce without one rank": ("reduce-scatter", compat._REDUCE_SCATTER, "reduce-scatter, gloo, 4.0 KiB:"),
-    "a receive of zeros": ("copy back", "irecv", "copy cpu:1 -> cpu:0, gloo, 4.0 KiB: what rank 0 has of"),
-    "swapped blocks": ("all-to-all", "all_to_all_single", "all-to-all, gloo, 4.0 KiB: what rank"),
+    "a receive of zeros": ("copy back", "irecv", "copy cpu:1 -> cpu:0, gloo, 4.0 KiB: on rank 0, the data of rank 1"),
+    "swapped blocks": ("all-to-all", "all_to_all_single", "all-to-all, gloo, 4.0 KiB: on rank"),
     "a broadcast that does not arrive": (
         "broadcast",
         "broadcast",
