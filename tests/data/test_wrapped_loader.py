@@ -92,7 +92,7 @@ def test_only_what_holds_one_data_loader_is_a_loader() -> None:
     assert loader_inside(wrapped(ReadsAhead, 21)) == "loader"
     assert loader_inside(object()) is None
     end_sessions()
-    with pytest.raises(UsageError, match="loaders that hold one DataLoader, but not a list"):
+    with pytest.raises(UsageError, match="loaders that wrap one DataLoader, but was passed a list"):
         mw.distribute([1])
 
 

@@ -221,7 +221,7 @@ def test_after_training_with_padding_the_refusal_names_the_loop(pool: Any) -> No
         for verb in (mw.sum, lambda value: mw.gather_samples(torch.zeros(value))):
             p.train()
             total = sum(len(x) for x, _ in p.held_out)
-            with pytest.raises(UsageError, match=r"of the loop at .*test_undistributed.py:\d+: give its loader to mw"):
+            with pytest.raises(UsageError, match=r"of the loop at .*test_undistributed.py:\d+, pass its loader to mw"):
                 verb(total)
             found.append(total)
         return found

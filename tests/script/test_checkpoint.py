@@ -166,20 +166,20 @@ def test_a_loop_without_a_loader_says_where_its_steps_end(tmp_path: Path) -> Non
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     end_sessions()
     model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(4, 2))))
-    with pytest.raises(UsageError, match=r"loader= is a DataLoader\. Give the DataLoader that mw.distribute"):
+    with pytest.raises(UsageError, match=r"loader= is a DataLoader\. Pass the DataLoader that mw.distribute"):
         mw.checkpoint(tmp_path, model=model, loader=DataLoader(TensorDataset(torch.ones(4, 2))))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="model= is a int"):
         mw.checkpoint(tmp_path, model=[model, 3])
     saved = mw.checkpoint(tmp_path, model=model, loader=loader)
-    with pytest.raises(UsageError, match="for a loop without a loader"):
+    with pytest.raises(UsageError, match="for loops without a loader"):
         saved.step_done()
     saved.save()
     end_sessions()
     with pytest.raises(CheckpointError, match="belongs to another model: weight is"):
         mw.checkpoint(tmp_path, model=nn.Linear(3, 1))
-    with pytest.raises(CheckpointError, match=r"has 1 of model=, and mw\.checkpoint was given 2 now"):
+    with pytest.raises(CheckpointError, match=r"has 1 of model=, but mw\.checkpoint was now passed 2\."):
         mw.checkpoint(tmp_path, model=[nn.Linear(3, 1), nn.Linear(3, 1)])
-    with pytest.raises(CheckpointError, match=r"has 0 of optimizer=, and mw\.checkpoint was given 1 now"):
+    with pytest.raises(CheckpointError, match=r"has 0 of optimizer=, but mw\.checkpoint was now passed 1\."):
         mw.checkpoint(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
     for saved in checkpoints_in(tmp_path):
         (saved.path / "manifest.json").unlink()
@@ -299,7 +299,7 @@ def test_batches_that_were_read_ahead_are_not_lost_by_a_stop(
     end_sessions()
     weights, read = windows(tmp_path / "cut")
     assert torch.equal(weights, whole) and read == (12 if stops_at % 2 else 12 - stops_at)
-    assert ("stopped between batches that make one step" in capsys.readouterr().err) == bool(stops_at % 2)
+    assert ("stopped between the batches of one step" in capsys.readouterr().err) == bool(stops_at % 2)
 
 
 def test_a_loop_that_ends_inside_an_accumulation_is_saved_at_its_end(
@@ -309,5 +309,5 @@ def test_a_loop_that_ends_inside_an_accumulation_is_saved_at_its_end(
     first = run(str(tmp_path), Plan(), None, 4, None)
     end_sessions()
     said = capsys.readouterr().err
-    assert "the loop ended between batches that make one step. Its end is saved, without their gradients." in said
+    assert "the loop ended before its accumulated batches made a step. The saved state lacks their gradients." in said
     assert run(str(tmp_path), Plan(), None, 4, None) == first

@@ -549,7 +549,7 @@ def test_save_writes_once_and_load_reads_it_on_every_rank(pool: Any, tmp_path: A
 
 
 def test_wrong_things_are_refused_in_a_sentence() -> None:
-    with pytest.raises(mw.UsageError, match="hold one DataLoader, but not a list"):
+    with pytest.raises(mw.UsageError, match="wrap one DataLoader, but was passed a list"):
         mw.distribute([1, 2])
     with pytest.raises(mw.UsageError, match="this loader returns a object"):
         next(iter(mw.distribute(DataLoader([object()], batch_size=None))))

@@ -277,7 +277,7 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(
     want = train(Case(str(tmp_path / "one"), **options))
     end_sessions()
     there = str(tmp_path / "two/last.ckpt")
-    said = f'saved {there}: trainer.fit(…, ckpt_path="{there}") goes on from there.'
+    said = f'saved {there}. To resume from this state, call trainer.fit(…, ckpt_path="{there}").'
     for got in pool(2).run(train, Case(str(tmp_path / "two"), stops=7 + accumulated, **options)):
         assert got == {"steps": steps, "said": [said], "saves": True}
     got = pool(3).run(train, Case(str(tmp_path / "two"), resume=there, **options))[0]
@@ -324,8 +324,8 @@ def test_a_resumed_run_has_the_names_that_lightning_itself_has_then(tmp_path: Pa
 
 REFUSED = [
     ({"model": Manual}, "does not support manual optimisation"),
-    ({"options": {"devices": 2, "strategy": "ddp"}}, "DDPStrategy (2 devices) is not supported"),
-    ({"model": OfOneRank}, "self.log('rows') outside of a step is of this rank's samples"),
+    ({"options": {"devices": 2, "strategy": "ddp"}}, "does not support DDPStrategy (2 devices)"),
+    ({"model": OfOneRank}, "self.log('rows') outside of a step logs"),
     ({"model": Lbfgs}, "does not support LBFGS: it computes the loss several times"),
 ]
 

@@ -23,14 +23,14 @@ def test_a_damaged_file_is_named(left: int, tmp_path: Path) -> None:
     mw.save({"weight": torch.ones(1000)}, path)
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(
-        CheckpointError, match=rf"mw.load\({path}\): the file is damaged, or not written by torch \(.* byte"
+        CheckpointError, match=rf"mw.load\({path}\): the file is damaged, or torch did not write it \(.* byte"
     ):
         mw.load(path)
 
 
 def test_a_text_is_none_of_torchs(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(CheckpointError, match="Load an earlier file"):
+    with pytest.raises(CheckpointError, match="Load another file"):
         mw.load(tmp_path / "notes.txt")
 
 

@@ -140,7 +140,7 @@ def test_lists_and_dicts_of_extra_are_filled_where_the_loop_holds_them(tmp_path:
 def test_numbers_in_a_dict_that_nobody_holds_are_said(tmp_path: Path) -> None:
     model, optimizer, loader, _ = begun(tmp_path / "a", extra={"best": 0.0, "losses": []})
     train(model, optimizer, loader)
-    assert "nothing holds the dict of extra=, so best in it is saved as at first" in said()
+    assert "no reference to the dict of extra=. Each save writes the first value of best, and" in said()
     assert "state['best'] in the loop" in said()
     end_sessions()
     state = {"best": 0.0}

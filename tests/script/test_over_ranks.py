@@ -163,10 +163,10 @@ def test_values_of_no_loop_are_joined_rank_by_rank(pool: Any) -> None:
 
 
 WRONG = {
-    "numbers": (lambda x: x.flatten().tolist(), "and was given float. Use torch.as_tensor(values)"),
-    "nothing": (lambda x: [], "none"),
-    "another number of rows": (lambda x: x[:-1], "rows are not the samples of this rank"),
-    "a scalar": (lambda x: x.sum(), "rows are not the samples"),
+    "numbers": (lambda x: x.flatten().tolist(), "but found float. Use torch.as_tensor(values)"),
+    "nothing": (lambda x: [], "no tensor"),
+    "another number of rows": (lambda x: x[:-1], "a rank's rows are not its samples"),
+    "a scalar": (lambda x: x.sum(), "rows are not its samples"),
     "other columns": (lambda x: x[:, : 1 + mw.rank()], "do not fit together (shapes rank 0: (2, 1); rank 1: (2, 2))"),
 }
 

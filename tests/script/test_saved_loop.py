@@ -96,7 +96,7 @@ def test_a_state_without_the_second_place_is_said_and_other_things_are_refused(t
     steps(begun(tmp_path, both=False), "first", 5)
     end_sessions()
     begun(tmp_path)
-    assert "has the places of 1 of 2 loaders" in " ".join(default_engine().notes)
+    assert "has the positions of 1 of 2 loaders" in " ".join(default_engine().notes)
     end_sessions()
     model = mw.distribute(nn.Linear(1, 1))
     with pytest.raises(UsageError, match="loader= is a list_iterator"):

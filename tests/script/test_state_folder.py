@@ -111,7 +111,7 @@ def test_a_state_of_another_run_is_said_and_one_of_this_run_is_not(
     as_attempt(monkeypatch, tmp_path / "second", 1)
     trained(folder)
     said = capsys.readouterr().err
-    assert said == "state: goes on from step 6, which run first saved. Another folder starts from scratch.\n"
+    assert said == "state: resumes from step 6, which run first saved. Another folder starts from scratch.\n"
 
 
 def test_a_program_that_has_changed_is_said(
@@ -123,7 +123,7 @@ def test_a_program_that_has_changed_is_said(
         trained(tmp_path / "state")
     first, second = capsys.readouterr().err.splitlines()
     assert f"which process {os.getpid()} on " in first and "saved (train.py has changed since). Another" in first
-    assert "saved (train.py; here runs other.py). Another folder" in second
+    assert "saved (train.py; this program is other.py). Another folder" in second
 
 
 def test_other_settings_are_honoured_and_said_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -311,7 +311,7 @@ def test_a_run_that_was_stopped_goes_on_with_another_number_of_devices(pool: Any
     end_sessions()
     want = train(Case("gpt2", str(tmp_path / "one"), options=saves))
     there = str(tmp_path / "two/checkpoint-1")
-    said = f"saved {there}: trainer.train(resume_from_checkpoint=True) goes on from there."
+    said = f"saved {there}. To resume from this state, call trainer.train(resume_from_checkpoint=True)."
     for got in pool(2).run(train, Case("gpt2", str(tmp_path / "two"), options=saves, stops=1)):
         assert got == {"steps": 1, "said": [said], "saves": True}
     del want["log"][-1]["train_loss"]  # Trainer's own is that of the steps since it was started

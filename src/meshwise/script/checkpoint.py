@@ -39,7 +39,7 @@ from meshwise.workers.environment import SAVES
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
-OPENED = "{folder}: the loop ended between batches that make one step. Its end is saved, without their gradients."
+OPENED = "{folder}: the loop ended before its accumulated batches made a step. The saved state lacks their gradients."
 
 
 def checkpoint(
@@ -161,7 +161,7 @@ class LoopState:
 
         Collective if the state is due to be saved."""
         if self._loader is not None:
-            raise UsageError("saved.step_done() is only for a loop without a loader. Leave it out here.")
+            raise UsageError("saved.step_done() is only for loops without a loader. Remove the call from this loop.")
         self._look_at_program(None)
         self._step, self._clean, self._drawn = self._step + 1, True, random_of(self._engine)
         self._counted = self._engine.program.backwards
@@ -274,10 +274,10 @@ class LoopState:
         loader, engine = self._loader, self._engine
         ahead = loader is not None and loader.place[1] > 0 and loader.given_at == engine.phases.done  # not trained on
         if not self._clean or ahead or (loader is None and self._counted != engine.program.backwards):
-            where = "between batches that make one step" if self._clean is not None else "in its first step"
+            where = "between the batches of one step" if self._clean is not None else "in its first step"
             if loader is None and self._clean is None and engine.phases.done:
                 where = "before saved.step_done(), which a loop without a loader calls after each step"
-            newest = f"the newest state is that of step {self._last}" if self._last else "no state is saved"
+            newest = f"the newest saved state is that of step {self._last}" if self._last else "no state is saved"
             self._engine.notify(f"stopped {where}: {newest}.")
         elif self._saver.saved != self._step:
             self.save()
@@ -318,8 +318,8 @@ class LoopState:
             self.save()
         else:
             tell(
-                f"the state after the last epoch, of step {self._step}, is not saved: the program ended its process "
-                "group first. Leave destroy_process_group out: meshwise ends the group."
+                f"the state after the last epoch, of step {self._step}, is not saved, because the program ended "
+                "its process group before. Remove destroy_process_group(): meshwise ends the group."
             )
 
     @property

@@ -143,8 +143,8 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
     if isinstance(getattr(thing, "optimizer", None), Optimizer) and callable(getattr(thing, "step", None)):
         return thing  # a scheduler that is not torch's, such as timm's
     raise UsageError(
-        "mw.distribute takes models, optimizers, schedulers, DataLoaders, and loaders that hold one DataLoader, but "
-        f"not a {type(thing).__name__}."
+        "mw.distribute takes models, optimizers, schedulers, DataLoaders, and loaders that wrap one DataLoader, but "
+        f"was passed a {type(thing).__name__}."
     )
 
 

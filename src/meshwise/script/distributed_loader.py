@@ -67,7 +67,7 @@ class DistributedLoader:
 
     def __len__(self) -> int:
         if self._spec.length is None:
-            raise TypeError("this loader has no len(), since its data set or sampler has no length")
+            raise TypeError("this loader has no len(), because its data set or sampler has no length")
         return self._spec.length
 
     @property

@@ -62,9 +62,9 @@ def unread_numbers(*, held: int, extra: Any) -> str:
     if not names or held > _HELD_ONCE:
         return ""
     return (
-        f"mw.checkpoint: nothing holds the dict of extra=, so {', '.join(names)} in it "
-        f"{'is' if len(names) == 1 else 'are'} saved as at first, and what is restored is not seen. Write "
-        f"state = {{…}}, mw.checkpoint(…, extra=state), and read and change state[{names[0]!r}] in the loop."
+        f"mw.checkpoint: the script keeps no reference to the dict of extra=. Each save writes the first value of "
+        f"{', '.join(names)}, and the script cannot read a restored value. Write state = {{…}} and "
+        f"mw.checkpoint(…, extra=state), and read and change state[{names[0]!r}] in the loop."
     )
 
 

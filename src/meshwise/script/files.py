@@ -34,8 +34,8 @@ from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
 SPOILED = (
-    "{place}: mw.save({path}): {what} is not finite in what is saved. Save only while the loss is finite, or give each "
-    "file a different name."
+    "{place}: mw.save({path}) saves values that are not finite: {what}. Save only while the loss is finite, or write "
+    "each file under a different name."
 )
 _FOREIGN = re.compile(r"(?:Unsupported (?:global: GLOBAL|class|operand)|Trying to load unsupported GLOBAL) ([\w.]+)")
 GRACE = 60.0  # seconds in which all ranks must come to a file
@@ -102,12 +102,12 @@ def _read(path: Path) -> Any:
             raise  # a program may begin anew where no file is
         if found := _FOREIGN.search(text):
             raise CheckpointError(
-                f"mw.load({path}): the file holds a {found[1]}, but mw.load reads only tensors and plain values. Save "
-                "state_dict()s, or read a file that you trust with torch.load(path, weights_only=False)."
+                f"mw.load({path}): the file contains a {found[1]}, but mw.load reads only tensors and plain values. "
+                "Save a state_dict(), or read a file that you trust with torch.load(path, weights_only=False)."
             ) from None
         raise CheckpointError(
-            f"mw.load({path}): the file is damaged, or not written by torch ({plural(path.stat().st_size, 'byte')}; "
-            f"{error_text(error).split('. ')[0]}). Load an earlier file; mw.save never leaves half a file."
+            f"mw.load({path}): the file is damaged, or torch did not write it ({plural(path.stat().st_size, 'byte')}; "
+            f"{error_text(error).split('. ')[0]}). Load another file. mw.save never leaves a partly written file."
         ) from None
 
 
@@ -116,4 +116,4 @@ def _all_come(key: str, world: World, what: str) -> None:
         return
     default_store().add(key, 1)
     if not wait_for_all(key, world.size, GRACE):
-        raise UsageError(f"{what} was not called on every rank. Call it on all ranks, without a condition on the rank.")
+        raise UsageError(f"{what} was not called on every rank. Make this call on all ranks, not under `if rank == 0`.")

@@ -11,7 +11,7 @@ from typing import Any
 from meshwise.engine.engine import Engine
 
 REFUSED = "mw.distribute(trainer) on {ranks} devices does not support {what}: {instead}."
-SAVED = "saved {0}: trainer.{1} goes on from there."
+SAVED = "saved {0}. To resume from this state, call trainer.{1}."
 
 
 def is_made_from(thing: Any, name: str, *modules: str) -> bool:

@@ -27,14 +27,14 @@ from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 
 REFUSED = (
-    "{place}: {verb}(…, grad=True) under {what}: it needs the whole batch, but the backward of the first microbatch "
-    "begins before the forward of the last. Use a plan without pipeline and accumulate, or a loss that is a mean over "
-    "samples."
+    "{place}: {verb}(…, grad=True) does not work with {what}: it needs the whole batch, but the backward of the first "
+    "microbatch begins before the forward of the last microbatch. Use a plan without pipeline and accumulate, or a "
+    "loss that is a mean over samples."
 )
 
 NOT_OURS = (
-    "a gradient of {verb}(…, grad=True) that mw.backward does not take, by torch.autograd.grad or loss.backward(), is "
-    "{ranks} times that of one device. Leave it out of the loss, or compute it from what mw.backward leaves in .grad."
+    "torch.autograd.grad or loss.backward() would return {ranks} times the gradient that {verb}(…, grad=True) has on "
+    "one device. Call mw.backward instead, and compute what needs this gradient from the .grad that mw.backward leaves."
 )
 
 
@@ -67,7 +67,7 @@ def _begin(engine: Engine, verb: str, value: Any) -> Any:
     """Check a call of `mw.sum` or `mw.mean` with grad=True. Return this rank's part of the batch. Return None if
     `value` covers the whole batch already. verb: the name of the called function."""
     if not isinstance(value, Tensor):
-        raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, and this is a {type(value).__name__}.")
+        raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, but got a {type(value).__name__}.")
     plan, part = engine.plan, engine.part
     sizes = {"pipeline": plan.pipeline, "accumulate": plan.accumulate}
     if what := ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1):
@@ -77,8 +77,8 @@ def _begin(engine: Engine, verb: str, value: Any) -> Any:
         return None
     if part is None or engine.reads.ended is not None:
         raise UsageError(
-            f"{user_place()}: {verb}(…, grad=True) works only in a loss, in the loop over the loader, before "
-            f"mw.backward. Elsewhere call {verb} without grad=True."
+            f"{user_place()}: {verb}(…, grad=True) works only in a loss, inside the loop over the loader and "
+            f"before mw.backward. For a value that is no part of a loss, call {verb} without grad=True."
         )
     if part.whole:
         return None

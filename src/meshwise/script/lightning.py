@@ -35,10 +35,10 @@ from meshwise.workers.join import rank_context
 
 MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 ALONE = (
-    "mw.distribute(trainer) of Lightning: {what} is not supported: give the number of devices with meshwise run "
-    "--devices, and divide the model with --plan. Write L.Trainer(devices=1) without strategy= and num_nodes=."
+    "mw.distribute(trainer) of Lightning does not support {what}. Write L.Trainer(devices=1) without strategy= and "
+    "num_nodes=. meshwise run --devices sets the number of devices, and --plan divides the model."
 )
-WHOLE = "Lightning: the batch_size of each DataLoader is the batch of all {ranks} devices together."
+WHOLE = "Lightning: the batch_size of each DataLoader is the batch size of all {ranks} devices together."
 
 
 def is_lightning(thing: Any) -> bool:
@@ -62,7 +62,7 @@ def distribute_lightning(
     ranks = Ranks(engine, trainer, add, share)
     for callback in trainer.callbacks:
         if type(callback).__name__ == "BatchSizeFinder":
-            refuse(ranks, "BatchSizeFinder", "it tries each rank's memory; meshwise plan says what fits")
+            refuse(ranks, "BatchSizeFinder", "each rank would find its own batch size; meshwise plan says what fits")
     strategy.global_rank, strategy.local_rank = world.rank, world.local_rank
     strategy.node_rank = world.rank // max(world.local_size, 1)
     sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = world.rank

@@ -20,11 +20,11 @@ from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 
 NOT_ROWS = (
-    "Lightning: {what} has a value that is not one row a sample and differs between ranks ({value!r}). Give rows."
+    "Lightning: {what} has a value ({value!r} here) that differs between ranks. Pass one row for each sample instead."
 )
 SHAPES = (
-    "Lightning: {what} has rows of shape {shape} on this rank and of other shapes on others. Pad them to the same "
-    "length (a collate_fn that pads to a fixed one)."
+    "Lightning: {what} has rows of shape {shape} on this rank and of other shapes on other ranks. Pad all rows to the "
+    "same length (with a collate_fn that pads to a fixed length)."
 )
 
 

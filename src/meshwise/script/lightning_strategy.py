@@ -70,7 +70,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if sync_grads:
-            refuse(self.meshwise, "all_gather(…, sync_grads=True)", "gather without it, or use mw.sum(…, grad=True)")
+            refuse(self.meshwise, "all_gather(…, sync_grads=True)", "remove sync_grads, or use mw.sum(…, grad=True)")
         rows: Tensor = gather_over_ranks(self.meshwise.engine, tensor)
         return tensor if self.meshwise.alone else rows
 
@@ -78,11 +78,11 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     def connect(self, model: Any) -> None:
         if not model.automatic_optimization:
-            refuse(self.meshwise, "manual optimisation", "write that loop with mw.distribute(model, …) and mw.backward")
+            refuse(self.meshwise, "manual optimisation", "write a loop with mw.distribute(model, …) and mw.backward")
         if "lightning" not in str(type(model).backward.__module__):
-            refuse(self.meshwise, "a backward of your own", "leave it to Lightning")
+            refuse(self.meshwise, "your own LightningModule.backward", "remove that method")
         if "dataloader_iter" in inspect.signature(model.training_step).parameters:
-            refuse(self.meshwise, "training_step(dataloader_iter)", "take a batch")
+            refuse(self.meshwise, "training_step(dataloader_iter)", "take the argument batch instead")
         super().connect(model)  # type: ignore[misc]
 
     def _setup_model(self, model: Any) -> Any:
@@ -121,7 +121,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         ranks = self.meshwise
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         if not isinstance(dataloader, DataLoader) and loader_inside(dataloader) is None:
-            refuse(ranks, f"a {type(dataloader).__name__} of batches", "give a DataLoader")
+            refuse(ranks, f"a {type(dataloader).__name__} of batches", "pass a DataLoader")
             return dataloader
         shared = LoaderOnRanks(ranks.share(dataloader), ranks)
         if isinstance(shared.batch_size, int):
@@ -137,7 +137,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         with logging(ranks, self.lightning_module, "training_step"):
             result = super().training_step(*args, **options)  # type: ignore[misc]
         if result is None:
-            refuse(ranks, "a training_step that returns None", "give a loss of 0 * output.sum()")
+            refuse(ranks, "a training_step that returns None", "return the loss 0 * output.sum()")
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if isinstance(loss, Tensor):  # before Lightning divides it, by which it looks like a mean
             ranks.said = loss_kind(ranks, loss)
@@ -174,7 +174,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         if getattr(plugin, "scaler", None) is not None or (ranks.alone and ranks.engine.watcher is None):
             return super().optimizer_step(optimizer, closure, model, **options)  # type: ignore[misc]
         if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-            refuse(ranks, type(optimizer).__name__, "it computes the loss several times in a step. Use another")
+            refuse(ranks, type(optimizer).__name__, "it computes the loss several times a step. Use another optimizer")
         value = run_closure(plugin, model or self.lightning_module, optimizer, closure)
         ranks.flush()
         optimizer.step(**options)

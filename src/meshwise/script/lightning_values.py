@@ -38,17 +38,17 @@ OTHERS = (
     "value such as 0 where a rank has none."
 )
 OF_ONE_RANK = (
-    "Lightning: self.log({name!r}) outside of a step is of this rank's samples ({own:.6g}; others have {other:.6g}). "
-    "Log it in the step, or use a metric of torchmetrics, or self.all_gather(torch.cat(rows)) before it is computed; "
-    "or, for a count, say reduce_fx='sum'."
+    "Lightning: self.log({name!r}) outside of a step logs {own:.6g} on this rank and {other:.6g} on another rank. Log "
+    "the value in the step, use a metric of torchmetrics, or compute the value from self.all_gather(torch.cat(rows)). "
+    "For a count, pass reduce_fx='sum'."
 )
 NO_MEAN = (
-    "Lightning: self.log({name!r}) is no mean, sum, largest or smallest of the rows of a batch, as far as it can be "
-    "told: of several devices it is the mean over their rows. For that of one device use a metric of torchmetrics."
+    "Lightning: self.log({name!r}) does not look like a mean, sum, maximum or minimum over the rows of a batch. The "
+    "log shows the mean over the ranks' rows. For the value that one device has, use a metric of torchmetrics."
 )
 TWO = (
-    "Lightning: the loss has {count} cross entropies that are means over other items than samples, so it is not known "
-    "how the parts of several devices add up. Compute a mean over samples, or write a loop with mw.backward(weight=)."
+    "Lightning: the loss has {count} cross entropies that are means over other items than samples, so meshwise does "
+    "not know how to add up the devices' parts. Compute a mean over samples, or write a loop with mw.backward(weight=)."
 )
 
 

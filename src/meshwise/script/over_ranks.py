@@ -105,8 +105,8 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
         return None if part is None else part.samples
     if ended.padded:
         raise UsageError(
-            f"{verb} was called after a loop in which a batch had fewer samples than the {engine.world.size} ranks: "
-            f"the value of some rank counts a padding sample. Call {verb} inside the loop, on each batch's "
+            f"{verb} was called after a loop in which a batch had fewer samples than the {engine.world.size} ranks, "
+            f"so the value of some rank includes a padding sample. Call {verb} inside the loop, on each batch's "
             f"value.{_of_another_loop(engine)}"
         )
     return sum(ended.samples)
@@ -128,8 +128,8 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
     strange = next((type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)), "")
     if strange or not tensors:
         raise UsageError(
-            "mw.gather_samples takes tensors with a row for each sample, or lists and dicts of them, and was given "
-            f"{strange or 'none'}. Use torch.as_tensor(values)."
+            "mw.gather_samples takes tensors with one row for each sample, or lists and dicts of such tensors, but "
+            f"found {strange or 'no tensor'}. Use torch.as_tensor(values)."
         )
     counts = _counts_of(engine, tensors)
     mine = (counts, [(tuple(t.shape), t.dtype) for t in tensors])
@@ -166,7 +166,7 @@ def _of_another_loop(engine: Engine) -> str:
     """Return advice for the case that a value comes from a loop over a loader that is not distributed. Return an empty
     string if there was no such loop."""
     whole = engine.reads.whole
-    return "" if whole is None else f" For values of the loop at {whole.place}: give its loader to mw.distribute."
+    return "" if whole is None else f" For values of the loop at {whole.place}, pass its loader to mw.distribute."
 
 
 def _check_rows(
@@ -180,10 +180,10 @@ def _check_rows(
     shown = "; ".join(
         f"rank {rank}: {', '.join(str(s) for s, _ in tensors)}" for rank, (_, tensors) in enumerate(ranks)
     )
-    what = "the ranks' tensors do not fit together" if None not in batches else "rows are not the samples of this rank"
+    what = "the ranks' tensors do not fit together" if None not in batches else "a rank's rows are not its samples"
     raise UsageError(
-        f"mw.gather_samples: {what} (shapes {shown}). Give a row for each sample of this rank's batch, in the loop or "
-        "after it for all its batches together (torch.cat), with the same further dimensions and dtype on every rank."
+        f"mw.gather_samples: {what} (shapes {shown}). Pass one row for each sample of this rank's batch, inside the "
+        "loop or after it (torch.cat of all batches). All ranks need the same further dimensions and the same dtype."
         f"{advice}"
     )
 

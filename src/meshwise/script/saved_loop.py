@@ -50,8 +50,8 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
     for each in several:
         if not isinstance(each, DistributedLoader):
             raise UsageError(
-                f"mw.checkpoint: loader= is a {type(each).__name__}. Give the DataLoader that mw.distribute returned; "
-                "a loader that reads ahead does not know which batches were trained on."
+                f"mw.checkpoint: loader= is a {type(each).__name__}. Pass the DataLoader that mw.distribute returned. "
+                "A loader that reads ahead does not know which batches the program has trained on."
             )
     return several
 
@@ -64,8 +64,8 @@ def says_beside(parts: LoopParts) -> str:
     if not parts.loaders or all(each in parts.loaders for each in read):
         return ""
     return (
-        "mw.checkpoint: a second loader is read beside the one of the loop, and its position is not saved: a restart "
-        "begins its epoch again. Write mw.checkpoint(…, loader=[loader, other])."
+        "mw.checkpoint: the loop also reads a second loader, whose position is not saved. After a restart, that "
+        "loader begins its epoch again. Write mw.checkpoint(…, loader=[loader, other])."
     )
 
 
@@ -129,6 +129,6 @@ def _restore_loaders(parts: LoopParts, places: Sequence[dict[str, Any]]) -> None
         loader.load_state_dict(place)
     if parts.loaders and len(places) < len(parts.loaders):
         parts.engine.notify(
-            f"mw.checkpoint: the state has the places of {len(places)} of {len(parts.loaders)} loaders; the others "
-            "begin an epoch."
+            f"mw.checkpoint: the state has the positions of {len(places)} of {len(parts.loaders)} loaders. The other "
+            "loaders begin a new epoch."
         )

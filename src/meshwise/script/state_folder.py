@@ -50,10 +50,10 @@ class HeldFolder:
         who = f"run {_short(by['run'])}" if by.get("run") else f"process {by.get('process')} on {by.get('host')}"
         told = f", which {printable(who)} saved" if by else ""
         if by and by.get("program") != own["program"]:
-            told += f" ({printable(str(by.get('program')))}; here runs {own['program']})"
+            told += f" ({printable(str(by.get('program')))}; this program is {own['program']})"
         elif by and by.get("source") != own["source"]:
             told += f" ({own['program']} has changed since)"
-        say(f"{_short(str(self.path))}: goes on from step {saved.step}{told}. Another folder starts from scratch.")
+        say(f"{_short(str(self.path))}: resumes from step {saved.step}{told}. Another folder starts from scratch.")
 
     def close(self) -> None:
         """Release the lock of the folder."""
@@ -80,7 +80,7 @@ def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
         saved = files.checkpoints_in(folder)
         number = max([attempt(), newest(folder) + 1, *(each.attempt + 1 for each in saved)])
         if not claim(folder, number, {**_facts(), "checkpoints": [each.path.name for each in saved]}):
-            return lock, None, f"{folder}: another program has begun to save there at this moment. Start it again."
+            return lock, None, f"{folder}: another program began to save there at the same time. Start this one again."
     except UsageError as error:
         return None, None, str(error)
     except OSError:

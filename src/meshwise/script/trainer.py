@@ -35,11 +35,11 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.workers.join import rank_context, rejoin
 
-MASKS = " Its collator masks at random: each number of devices draws its own masks, in evaluation too."
+MASKS = " The data collator masks at random: its masks depend on the number of devices, in evaluation too."
 SFT = "SFTTrainer"  # of TRL 1.16: what it logs are sums over all ranks
 WHOLE = (
     "Trainer: per_device_train_batch_size={0.per_device_train_batch_size} and "
-    "per_device_eval_batch_size={0.per_device_eval_batch_size} are the batches of all {1} devices together."
+    "per_device_eval_batch_size={0.per_device_eval_batch_size} are the batch sizes of all {1} devices together."
 )
 
 
@@ -94,29 +94,29 @@ def _refuse(trainer: Any, ranks: int, masks: bool) -> None:
     own = sorted({c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")} - {"_BaseTrainer", SFT})
     reads = not str(type(trainer).get_batch_samples.__module__).startswith("transformers.")
     found = {
-        "deepspeed": (args.deepspeed, "leave it out; a plan divides the model (meshwise plan, --plan)"),
-        "fsdp": (args.fsdp, "leave it out; a plan with shard divides the model (meshwise plan, --plan)"),
-        "parallelism_config": (getattr(args, "parallelism_config", None), "leave it out; use a plan (--plan)"),
+        "deepspeed": (args.deepspeed, "remove it; a plan divides the model (meshwise plan, --plan)"),
+        "fsdp": (args.fsdp, "remove it; a plan with shard divides the model (meshwise plan, --plan)"),
+        "parallelism_config": (getattr(args, "parallelism_config", None), "remove it; use a plan (--plan)"),
         "a model that was divided where it was loaded": (
             getattr(trainer, "is_distributed_loading_by_transformers", False),
-            "load it whole, or under mw.deferred(); a plan divides it (--plan)",
+            "load the whole model, or load it under mw.deferred(); a plan divides it (--plan)",
         ),
         "auto_find_batch_size": (
             args.auto_find_batch_size,
-            "a rank that runs out of memory would restart alone. Leave it out; meshwise plan says what fits, and "
-            "per_device_train_batch_size is of all devices",
+            "a rank that runs out of memory would restart alone. Remove it; meshwise plan says what fits, and "
+            "per_device_train_batch_size counts the samples of all devices",
         ),
-        "torch_compile": (args.torch_compile, "leave it out; use a plan with compile"),
+        "torch_compile": (args.torch_compile, "remove it; use a plan with compile"),
         f"optim={getattr(args.optim, 'value', args.optim)}": (
             any(name in str(args.optim).lower() for name in ("layerwise", "lomo")),
-            "it steps inside the backward, before gradients are averaged. Use one that steps after it",
+            "it steps inside the backward, before gradients are averaged. Use an optimizer that steps later",
         ),
         f"TRL's {own and own[0]}": (
             own,
             "only its SFTTrainer was compared with one device. Write its loop with mw.distribute",
         ),
-        "--exact-random with a collator that masks at random": (masks, "leave it out, or mask in the data set"),
-        "a get_batch_samples of your own": (reads, "leave it to Trainer"),
+        "--exact-random with a collator that masks at random": (masks, "remove the option, or mask in the data set"),
+        "your own get_batch_samples": (reads, "remove this method"),
     }
     for name, (given, instead) in found.items():
         if given:

@@ -30,7 +30,7 @@ from meshwise.transfer import collectives
 TRAINER = "transformers.trainer"
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
 """Endings of logged values that differ between ranks: times, and computed work, as each rank pads its own rows."""
-SWEEP = {"what": "hyperparameter_search", "instead": "each rank would try others. Loop in the script, a Trainer each"}
+SWEEP = {"what": "hyperparameter_search", "instead": "write a loop over the trials, with a new Trainer for each"}
 
 
 def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
@@ -142,8 +142,8 @@ class OnRanks:
         super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
         if (missing := load_result.missing_keys) and (others := load_result.unexpected_keys):
             raise UsageError(
-                f"Trainer: this checkpoint, saved without mw.distribute, has {others[0]} for {missing[0]}, which "
-                "Trainer would not load. Load it with from_pretrained, and train without resuming."
+                f"Trainer: this checkpoint, saved without mw.distribute, has {others[0]} instead of {missing[0]}, so "
+                "Trainer would not load this value. Load it with from_pretrained, and train without resuming."
             )
 
     def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:

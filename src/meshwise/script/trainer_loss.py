@@ -91,7 +91,7 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
     if kind == MIXED:
         raise UsageError(
             f"Trainer: the loss of {type(ranks.trainer.model).__name__} is {SUM} plus another term, such as that of a "
-            "router. Leave that term out (router_aux_loss_coef=0), or give a compute_loss_func without it."
+            "router. Remove that term (router_aux_loss_coef=0), or pass a compute_loss_func without it."
         )
     ranks.kinds[ranks.items] = kind
     ranks.weight = weight_of(ranks, loss) if kind == ITEMS else None
@@ -111,6 +111,6 @@ def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
     if len(found) != 1:
         raise UsageError(
             f"Trainer: the loss of {type(ranks.trainer.model).__name__} has {len(found)} cross entropies that are "
-            "means over other items than samples. Give a compute_loss_func that divides a sum by num_items_in_batch."
+            "means over other items than samples. Pass a compute_loss_func that divides a sum by num_items_in_batch."
         )
     return found[0]
