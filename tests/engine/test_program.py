@@ -260,7 +260,7 @@ def test_an_optimizer_made_afterwards_or_given_in_a_call_of_its_own_works(plan: 
 
 def test_an_optimizer_of_parameters_that_were_replaced_is_refused(pool: Any) -> None:
     said = refused(pool, made_when, PLANS["shard"], "never given")
-    assert said.startswith("UsageError: ") and "holds the parameters that the model had before" in said
+    assert said.startswith("UsageError: ") and "Its parameters are those from before sharding" in said
 
 
 def test_parameters_of_no_distributed_model_are_refused(pool: Any) -> None:
@@ -273,7 +273,7 @@ def test_parameters_of_no_distributed_model_are_refused(pool: Any) -> None:
             mw.backward(nn.functional.cross_entropy(other(model(x)), y))
             optimizer.step()
 
-    for alone, words in ((False, "from one rank alone"), (True, "holds no parameter of a model that was")):
+    for alone, words in ((False, "from one rank alone"), (True, "none of its parameters belongs to a")):
         said = refused(pool, case, mw.Plan(data=2), alone)
         assert said.startswith("UsageError: ") and words in said
     said = refused(pool, case, PLANS["shard"], False)
@@ -583,7 +583,7 @@ def test_two_models_that_train_in_turns_are_those_of_one_device(plan: mw.Plan, c
 
 
 def test_a_second_model_under_shard_belongs_into_the_first_call(pool: Any) -> None:
-    assert "Give all models in one call" in refused(pool, gan, PLANS["shard"], 2)
+    assert "Pass all models in one call" in refused(pool, gan, PLANS["shard"], 2)
 
 
 def test_one_optimizer_of_two_models_is_bound_to_both(pool: Any) -> None:
@@ -757,7 +757,7 @@ def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
     mw.backward(model(torch.ones(2, 6, dtype=torch.float64)).sum())
     optimizer.step()
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters() if name != "first.weight")
-    with pytest.raises(mw.UsageError, match=r"made before mw\.distribute and not given to it"):
+    with pytest.raises(mw.UsageError, match=r"made before mw\.distribute and not passed to it"):
         foreign.step()
     end_sessions()
 

@@ -1,4 +1,4 @@
-"""`mw.split`: a program without a loader is that of one device, and ranks that hold different batches stop.
+"""`mw.split`: a program without a loader is that of one device, and ranks that pass different batches stop.
 
 engine/model_stream.py is tested here too.
 """
@@ -180,7 +180,7 @@ def sums_of_several() -> None:
 def test_ranks_that_hold_different_batches_stop_with_the_line(verb: str, pool: Any) -> None:
     first, second = pool(2).run(refused, different, verb)
     assert first == second
-    assert "test_split_batch.py:" in first and "hold different batches" in first
+    assert "test_split_batch.py:" in first and "pass different batches" in first
 
 
 def test_batches_of_other_shapes_are_told(pool: Any) -> None:
@@ -225,11 +225,11 @@ def test_one_device_gets_its_own_objects_back() -> None:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ((torch.ones(4), torch.ones(3)), "equally many rows"),
+        ((torch.ones(4), torch.ones(3)), "need the same number of rows"),
         ((torch.ones(0, 2),), "at least one"),
         ((torch.ones(4), ["a", "b"]), "holds a str"),
         ((torch.ones(4), object()), "whole=True"),
-        ((torch.tensor(1.0),), "equally many rows"),
+        ((torch.tensor(1.0),), "need the same number of rows"),
         ((nn.utils.rnn.pack_sequence([torch.ones(2)]),), "PackedSequence"),
         ((), "nothing"),
     ],

@@ -44,7 +44,7 @@ def train(*mistakes: str) -> list[str]:
     ("mistake", "says"),
     [
         ("twice", "called twice after one mw.backward"),
-        ("weight", "A loss was given with weight=-1. The weight is how many items its mean is over"),
+        ("weight", "A loss was passed with weight=-1. The weight is the number of items of its mean"),
         ("DDP", "mw.distribute was given a DistributedDataParallel. Remove that wrapper"),
     ],
 )

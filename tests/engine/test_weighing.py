@@ -43,7 +43,7 @@ def test_a_stand_in_weighs_nothing(weight: Any) -> None:
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        (torch.zeros(4), "gave a tensor of shape (4,), not one number. Return a mean, for instance loss.mean()"),
+        (torch.zeros(4), "returned a tensor of shape (4,), not one number. Return a mean, for example loss.mean()"),
         (torch.zeros(0), "shape (0,)"),
         (1.5, "gave a float"),
         (None, "gave a NoneType"),
@@ -78,7 +78,7 @@ def test_a_weight_is_exact_in_float64(weight: Any) -> None:
 @pytest.mark.parametrize("weight", [-1, -0.5, float("nan"), float("inf")])
 def test_a_number_that_counts_nothing_is_no_weight(weight: float) -> None:
     with pytest.raises(
-        UsageError, match=f"with weight={weight}. The weight is how many items its mean is over: 0 or more"
+        UsageError, match=f"with weight={weight}. The weight is the number of items of its mean, 0 or more"
     ):
         split_weight((torch.tensor(1.0), weight), EIGHT, "a loss")
 

@@ -19,7 +19,7 @@ import meshwise as mw
 from meshwise.process.session import default_engine, end_sessions, program_ends
 from meshwise.spec.errors import LossError
 
-FIRST = "step 2: the loss{} is nan (samples {}). The run goes on; unless the program, or its GradScaler, leaves such a "
+FIRST = "step 2: the loss{} is nan (samples {}). The run continues, but its parameters are lost unless "
 COUNTED = "1 of 5 losses were not finite, the first in step 2"
 
 

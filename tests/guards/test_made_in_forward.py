@@ -97,7 +97,7 @@ def train_recurrent(plan: mw.Plan) -> list[float]:
 @pytest.mark.parametrize("between", [lazily, each_time])
 def test_it_is_refused_with_its_line(between: Any, pool: Any) -> None:
     message = (
-        r"test_made_in_forward\.py:\d+: this makes a Linear inside a forward: every rank has drawn its own weight, so"
+        r"test_made_in_forward\.py:\d+: this creates a Linear inside a forward. Every rank has drawn its own weight, so"
     )
     with pytest.raises(CaseFailed, match=message):
         pool(2).run(train, between)

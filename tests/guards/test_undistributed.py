@@ -195,7 +195,7 @@ def said(case: Case, folder: Path) -> list[str]:
     with contextlib.chdir(folder):
         case(program)
     end_sessions()
-    return [text for text in engine.notify.all if "not given to mw.distribute" in text]
+    return [text for text in engine.notify.all if "not passed to mw.distribute" in text]
 
 
 @pytest.mark.parametrize("case", MISTAKES, ids=lambda case: case.__name__)
@@ -204,7 +204,7 @@ def test_is_said_once_with_its_line(case: Case, pool: Any, tmp_path: Path) -> No
     line = first + next(number for number, text in enumerate(lines) if text.endswith("# here\n"))
     for notes in pool(2).run(said, case, tmp_path):
         (text,) = notes
-        assert f"test_undistributed.py:{line}: this loop reads a DataLoader that was not given to mw.distribute" in text
+        assert f"test_undistributed.py:{line}: this loop reads a DataLoader that was not passed to mw." in text
         assert "counts it 2 times. Write loader = mw.distribute(loader)" in text
 
 

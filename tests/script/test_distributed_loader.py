@@ -109,7 +109,7 @@ def test_enumerate_from_0_inside_an_epoch_is_said_once(tmp_path: Path) -> None:
     cut(tmp_path, evaluates="never", fails_after=3)
     trained(tmp_path, evaluates="never", counts_on=False)
     (said,) = (note for note in default_engine().notes if "enumerate(" in note)
-    assert "goes on with batch 4 of its epoch" in said and "enumerate(loader, loader.start)" in said
+    assert "resumes with batch 4 of its epoch" in said and "enumerate(loader, loader.start)" in said
     end_sessions()
 
 

@@ -187,6 +187,6 @@ def test_a_resumed_program_that_counts_its_epochs_anew_is_told(asks: bool, tmp_p
     epochs = range(saved.epoch, 3) if asks else range(3)
     for _ in epochs:
         train(model, optimizer, loader)
-    told = "epochs 1 to 2 are over in the state that was restored, and the program has not read saved.epoch"
+    told = "epochs 1 to 2 are over in the restored state, but the program has not read saved.epoch"
     assert (told in said()) is not asks
     assert said().count("range(saved.epoch") == int(not asks)

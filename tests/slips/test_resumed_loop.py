@@ -49,7 +49,7 @@ def said_of(source: str) -> list[str]:
 )
 def test_enumerate_without_a_start_is_said(line: str, written: str) -> None:
     said = said_of(f"{line}\n    pass\n")
-    assert "goes on with batch 5 of its epoch" in said[0] and f"write {written}." in said[0]
+    assert "resumes with batch 5 of its epoch" in said[0] and f"write {written}." in said[0]
 
 
 @pytest.mark.parametrize(

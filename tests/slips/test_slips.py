@@ -27,7 +27,7 @@ from meshwise.process.session import default_engine
 Case = Callable[["Program"], Any]
 MISTAKES: list[tuple[Case, str]] = []
 RIGHT: list[Case] = []
-TWICE = "it covers all ranks already, so it is left as it is"
+TWICE = "it covers all ranks already, so mw.sum returns it unchanged"
 RATIO = "mw.mean of a ratio of sums"
 DIVIDED = "is 8 divided by the number of ranks"
 RUNNING = "running adds up losses times this rank's part of each batch"

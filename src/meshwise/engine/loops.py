@@ -133,13 +133,13 @@ class Loops:
             return
         sizes, loaders = " and ".join(str(part.total) for part in parts), len(self.round)
         one, given = ("loader", f"{loaders} loaders have") if loaders == len(parts) else ("batch", "one loader has")
-        then = f"before the next {one} {'gives its batch' if one == 'loader' else 'is given'}. Or use drop_last=True."
+        then = f"before the next {one} {'returns a batch' if one == 'loader' else 'comes'}. Or use drop_last=True."
         if len(padded) < 2:
-            then = "and say how many samples that is a mean over: weight=len(x). Or use batch sizes that "
+            then = "and pass the number of its samples: weight=len(x). Or use batch sizes that "
             then += f"{self.ranks} divides, with drop_last=True."
-        how = "loss by itself (inside mw.accumulate(), but for the last)" if backward else "value by itself"
+        how = "own loss (inside mw.accumulate(), except for the last)" if backward else "own value"
         raise UsageError(
-            f"{user_place()}: {verb}: {given} given batches of {sizes} samples, and the ranks have different shares of "
+            f"{user_place()}: {verb}: {given} returned batches of {sizes} samples. The ranks have different shares of "
             f"these, so it is not known what this value is a mean over. Call {verb} for each {one}'s {how}, {then}"
         )
 

@@ -39,12 +39,12 @@ from meshwise.transfer import collectives
 from meshwise.workers.environment import BLOCKS
 
 NOT_OURS = (
-    "optimizer.step() found gradients that mw.backward did not make, so each rank has its own. "
+    "optimizer.step() found gradients that mw.backward did not make, so the ranks have different gradients. "
     "Write mw.backward(loss) instead of loss.backward()."
 )
 STEPPED_TWICE = (
-    "optimizer.step() was called twice after one mw.backward. The gradients were used already, or loss.backward() made "
-    "them on each rank alone. Call mw.backward(loss) before each step."
+    "optimizer.step() was called twice after one mw.backward. Its gradients were used already, or loss.backward() made "
+    "gradients on each rank alone. Call mw.backward(loss) before each step."
 )
 WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank."
 
@@ -215,8 +215,8 @@ class Program:
     def _apply(self, new: Sequence[nn.Module], plan: Plan, again: bool) -> None:
         if again and plan.parameters_divided:
             raise UsageError(
-                f"mw.distribute was called a second time with a model, which {plan} cannot take. Give all models in "
-                "one call."
+                f"mw.distribute was called a second time with a model, but {plan} supports only one such call. Pass "
+                "all models in one call."
             )
         together = nn.ModuleList(new) if len(new) > 1 else new[0]
         world = self.world
@@ -264,10 +264,10 @@ class Program:
     def check_has_models(self) -> None:
         """Raise UsageError in a backward on several ranks if no model is left whose gradients could be reduced."""
         if self.world.size > 1 and (self.plan is None or not self._alive):
-            gone = "is not referenced any more" if self._roots else "was never given"
+            gone = "has no reference left" if self._roots else "was never distributed"
             raise UsageError(
-                f"mw.backward: the model {gone}, so gradients would come from one rank alone. Give mw.distribute the "
-                "model that you train, and keep a reference to it."
+                f"mw.backward: the model {gone}, so gradients would come from one rank alone. Pass the model that you "
+                "train to mw.distribute, and keep a reference to it."
             )
 
     def plain(self, result: Any) -> Any:
@@ -358,22 +358,22 @@ class Program:
     def _check_held(self, optimizer: Optimizer, holds: _Holds) -> bool:
         if holds.replaced:
             raise UsageError(
-                "optimizer.step(): this optimizer was made before mw.distribute and not given to it, so it holds the "
-                "parameters that the model had before they were sharded, and would change nothing. Give it to "
-                "mw.distribute with the model, or make it afterwards."
+                "optimizer.step(): this optimizer was made before mw.distribute and not passed to it. Its parameters "
+                "are those from before sharding, so the step would not change the model. Pass the optimizer to "
+                "mw.distribute with the model, or create it afterwards."
             )
         if not holds.ours:
             if weakref.ref(optimizer) in self._given:
                 raise UsageError(
-                    "optimizer.step(): this optimizer was given to mw.distribute, but holds no parameter of a model "
-                    "that was given to it. Give the model that it trains to mw.distribute too."
+                    "optimizer.step(): this optimizer was passed to mw.distribute, but none of its parameters belongs "
+                    "to a distributed model. Pass the model that it trains to mw.distribute too."
                 )
             return False
         for p in holds.foreign:
             if p.grad is not None:
                 raise UsageError(
-                    f"optimizer.step(): the optimizer holds a parameter of shape {tuple(p.shape)} that belongs to no "
-                    "distributed model, so its gradient comes from one rank alone. Pass the module that owns it to "
-                    "mw.distribute too."
+                    f"optimizer.step(): the optimizer has a parameter of shape {tuple(p.shape)} that belongs to no "
+                    "distributed model, so its gradient comes from one rank alone. Pass the module that owns this "
+                    "parameter to mw.distribute too."
                 )
         return True

@@ -102,9 +102,9 @@ class Splits:
         if weight is None and len(shares) > 1:
             sizes = " and ".join(str(part.total) for part in self._parts)
             raise UsageError(
-                f"mw.backward: batches of {sizes} samples were given since the last one, and the ranks' shares of them "
-                "differ, so it is not known what this loss is a mean over. Call mw.backward before the next mw.split, "
-                "or say how many samples it is a mean over: mw.backward(loss, weight=len(x))."
+                f"mw.backward: mw.split has cut batches of {sizes} samples since the last mw.backward. The ranks' "
+                "shares of these differ, so it is not known what this loss is a mean over. Call mw.backward before the "
+                "next mw.split, or pass the number of its samples: mw.backward(loss, weight=len(x))."
             )
         return self.stream.backward()
 
@@ -120,8 +120,8 @@ class Splits:
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):
             raise UsageError(
-                "mw.sum: several batches were split since the last one, and they count differently (padding, or "
-                "whole=True). Call mw.sum after each mw.split, on that batch's value."
+                "mw.sum: mw.split has cut several batches, whose values must be added up differently (padding, or "
+                "whole=True). Call mw.sum after each mw.split, on the value of that batch."
             )
         if self._unchecked:
             self._agreed.compare(collectives.all_reduce_mean(self._agreed.signs(torch.zeros(()))))
@@ -154,15 +154,15 @@ class Splits:
         where, calls = mine[number][0], [rank[number] for rank in ranks]
         places, shapes = {call[0] for call in calls}, {call[1] for call in calls}
         if len(places) > 1:
-            what = f"the ranks are at different lines ({'; '.join(f'rank {r}: {c[0]}' for r, c in enumerate(calls))})"
+            what = f"the ranks call it on other lines ({'; '.join(f'rank {r}: {c[0]}' for r, c in enumerate(calls))})"
         elif len(shapes) > 1:
-            what = f"the ranks hold different shapes ({'; '.join(f'rank {r}: {c[1]}' for r, c in enumerate(calls))})"
+            what = f"the ranks pass different shapes ({'; '.join(f'rank {r}: {c[1]}' for r, c in enumerate(calls))})"
         else:
-            what = "the ranks hold different batches"
+            what = "the ranks pass different batches"
         return (
-            f"{where}: mw.split: {what}. Give it the same whole batch on every rank: seed all ranks alike, and draw "
-            "outside the model, for the whole batch. In a loop over a distributed loader each rank draws its own "
-            "numbers: draw as many rows as this rank has there, without mw.split, or use a torch.Generator of your own."
+            f"{where}: mw.split: {what}. Pass the same whole batch on every rank: seed all ranks alike, and draw the "
+            "whole batch outside the model. Inside a loop over a distributed loader, each rank draws its own numbers: "
+            "there, draw as many rows as this rank has, without mw.split, or use your own torch.Generator."
         )
 
 
@@ -174,7 +174,7 @@ def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
     """Return how many rows the batch has. Raise UsageError if it has none, or if its tensors have different numbers of
     rows."""
     if not batch:
-        raise UsageError("mw.split() was given nothing. Write x, y = mw.split(x, y).")
+        raise UsageError("mw.split() was called without a batch. Write x, y = mw.split(x, y).")
     arrays = [leaf for leaf in all_leaves(batch) if _is_array(leaf)]
     if whole:
         return next((len(array) for array in arrays if array.ndim and len(array)), 1)
@@ -182,15 +182,15 @@ def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
     others += leaves_of(PackedSequence, batch)
     if others:
         raise UsageError(
-            f"mw.split cuts tensors and arrays by rows, and this batch holds a {type(others[0]).__name__}. Leave it "
-            "out, make a tensor of it, or pass what has no rows unchanged: mw.split(…, whole=True)."
+            f"mw.split cuts tensors and arrays by rows, but this batch contains a {type(others[0]).__name__}. Remove "
+            "it, convert it to a tensor, or let every rank run the whole batch: mw.split(…, whole=True)."
         )
     counts = {array.shape[dim] for array in arrays if array.ndim > dim}
     if len(counts) != 1 or 0 in counts:
         shapes = ", ".join(map(_shape, arrays))
         raise UsageError(
-            f"mw.split: the tensors of a batch need equally many rows, and at least one, and these are {shapes}. Split "
-            "tensors with other rows in a separate call, or name the dimension of the samples: mw.split(…, dim=1)."
+            f"mw.split: the tensors of a batch need the same number of rows, at least one, but are {shapes}. Split "
+            "tensors of other sizes in a separate call, or name the dimension of the samples: mw.split(…, dim=1)."
         )
     return int(counts.pop())
 

@@ -20,9 +20,9 @@ from meshwise.engine.program import Program
 from meshwise.transfer.reading import look_out, meet
 
 ALONE = (
-    "{here}: rank {rank} reads a gradient that waits in mw.accumulate() to be added up over the ranks, and {other}. "
-    "All ranks read it together: take the value outside of what some ranks run alone, or leave the last batch before "
-    "it out of mw.accumulate()."
+    "{here}: rank {rank} reads a gradient that mw.accumulate() has not added up over the ranks yet, and {other}. All "
+    "ranks must read this gradient together. Read it outside of code that only some ranks run, or run the last batch "
+    "before it outside of mw.accumulate()."
 )
 
 

@@ -131,13 +131,13 @@ def _split_weight(
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         shape = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
         raise UsageError(
-            f"{where} gave {shape}, not one number. Return a mean, for instance loss.mean(), or (mean, weight)."
+            f"{where} returned {shape}, not one number. Return a mean, for example loss.mean(), or (mean, weight)."
         )
     number = weight.numel() == 1 if isinstance(weight, Tensor) else weight is None or isinstance(weight, Real)
     if not number:
         raise UsageError(
-            f"{where} gave a {type(weight).__name__} as its weight, not one number. "
-            "Return a mean alone, or (mean, weight), where weight counts what the mean is over."
+            f"{where} returned a {type(weight).__name__} as its weight, not one number. "
+            "Return a mean alone, or (mean, weight), where weight is the number of items of the mean."
         )
     if summed is not None:
         check_sum_alone(weight, where)
@@ -150,8 +150,8 @@ def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
     if part is None:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
-            "Give the loader to mw.distribute too, and call mw.backward inside its loop. A program without a loader "
-            "writes x, y = mw.split(x, y). If a loader of your own wraps a DataLoader, pass the wrapper to "
+            "Pass the loader to mw.distribute too, and call mw.backward inside its loop. A program without a loader "
+            "writes x, y = mw.split(x, y). If your own loader wraps a DataLoader, pass this wrapper to "
             "mw.distribute, not the DataLoader."
         )
     raise UsageError(
@@ -180,30 +180,30 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
         return ""
     if reduction == "sum" and has_penalty(loss, ranks):
         return (
-            f"{where}: this sum over samples has a term of the parameters alone (a penalty), which each of the "
-            f"{ranks} ranks adds. Divide that term by mw.world_size()."
+            f"{where}: this sum over samples has a term that depends on the parameters alone (a penalty). "
+            f"Each of the {ranks} ranks adds this term. Divide that term by mw.world_size()."
         )
     if reduction != "mean" and (what := summed_loss(loss)):
         if mean := mean_term(loss):
             raise UsageError(
-                f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}), and no weight over {ranks} "
-                "ranks is right for both. Make all of its terms means, or all of them sums."
+                f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}). No weighting of {ranks} "
+                "ranks is right for both. Make all terms of the loss means, or all terms sums."
             )
         if reduction is None:
             raise UsageError(
-                f"{where}: this loss is a sum over samples ({what}). Taken for a mean, its gradients would be those of "
+                f"{where}: this loss is a sum over samples ({what}). Used as a mean, its gradients would be those of "
                 f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to accept that."
             )
     if reduction is None and adds_rows(loss, samples):
         raise UsageError(
-            f"{where}: this loss adds up one term for each of this rank's {samples} samples. Taken for a mean, its "
+            f"{where}: this loss adds up one term for each of this rank's {samples} samples. Used as a mean, its "
             f"gradients would be those of one device divided by {ranks}. Divide it by the number of terms, or write "
-            f"{verb}reduction='sum'); or reduction='mean' if you want that."
+            f"{verb}reduction='sum'). If you want those gradients, write reduction='mean'."
         )
     if reduction is None and (what := summed_loss(loss, weighed=True)):
         return (
-            f"{where}: this loss looks like a sum over samples ({what}), and is taken for a mean: then its gradients "
-            f"are those of one device divided by {ranks}. Write {verb}reduction='sum'); or reduction='mean', if its "
+            f"{where}: this loss looks like a sum over samples ({what}), but is used as a mean: then its gradients "
+            f"are those of one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' if its "
             "factors divide it by the number of samples."
         )
     said = samples <= 0 or reduction == "sum" or loss is not found
@@ -216,8 +216,8 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
     weight = uneven_mean(loss, samples)
     return weight and (
         f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
-        "targets, or it is divided by its own count), and the ranks have unequal parts of what it averages over. "
-        f"Give this rank's weight: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
+        "targets, or it is divided by its own count), and the ranks average over unequal numbers of items. "
+        f"Pass this rank's weight: {f'{verb}weight={weight})' if verb.startswith('mw.') else f'return loss, {weight}'}."
     )
 
 
@@ -226,8 +226,8 @@ def refuse_joined_sum() -> None:
     already."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): the term of mw.sum "
-        "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and leave "
-        "reduction='sum' out."
+        "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and remove "
+        "reduction='sum'."
     )
 
 
@@ -235,8 +235,8 @@ def check_sum_alone(weight: object, where: str) -> None:
     """Raise UsageError if a weight is given for a loss that is a sum over samples."""
     if weight is not None:
         raise UsageError(
-            f"{where}: a sum over samples takes no weight. Leave weight out, or give the mean over `weight` items and "
-            "reduction='mean'."
+            f"{where}: weight= does not work with a sum over samples. Remove weight, or pass the mean over `weight` "
+            "items with reduction='mean'."
         )
 
 
@@ -261,7 +261,7 @@ def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
         told = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     if told is not None:
         raise UsageError(
-            f"A loss was given with weight={told}. The weight is how many items its mean is over: 0 or more."
+            f"A loss was passed with weight={told}. The weight is the number of items of its mean, 0 or more."
         )
     return torch.tensor(float(weight), dtype=dtype, device=like.device)
 

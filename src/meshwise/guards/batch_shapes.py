@@ -22,9 +22,9 @@ SHAPES = "shapes of a batch"
 BACKWARDS = 20  # that it hears the batches of
 OTHER = (
     "{place}: batches of one step have different shapes on different ranks ({shapes}, beside the samples): collate_fn "
-    "sees the samples of one rank, and pads to their longest. That equals one device only if the model and the loss "
-    "mask the padding, and nothing of its shape is drawn (dropout, with --exact-random too). If they do not, pad to a "
-    "fixed length; or do not distribute this loader, and cut its batches with x, y = mw.split(x, y)."
+    "sees the samples of one rank, and pads to the longest of these. The results equal those of one device only if the "
+    "model and the loss mask the padding, and no random numbers are drawn in its shape (dropout, with --exact-random "
+    "too). Else pad to a fixed length, or keep this loader as it is, and cut its batches with x, y = mw.split(x, y)."
 )
 
 

@@ -27,8 +27,8 @@ from meshwise.transfer.checksum import sampled_sum
 
 DRAWS = (
     "{place}: the model runs here after its loop, on this rank's part of the last batch, and draws random numbers "
-    "(dropout) for it alone: from here on the program's draws, and the order of later epochs, differ from those on one "
-    "device. Call it inside the loop, or in evaluation mode: model.eval()."
+    "(dropout) for this part alone. From here on, random numbers and the order of later epochs differ from those on "
+    "one device. Call the model inside the loop, or in evaluation mode: model.eval()."
 )
 
 

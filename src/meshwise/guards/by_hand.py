@@ -82,7 +82,7 @@ class HandUpdates:
         total = torch.stack([as_real(p.detach()).double().sum().cpu() for p in parameters]).sum().item()
         if agree(f"{self._key}/{self._compared}", repr(total), self._program.world.size, GRACE):
             raise UsageError(
-                f"{user_place()}: the ranks' parameters have diverged, since this loop updates them by hand from the "
+                f"{user_place()}: the ranks' parameters have diverged, because this loop updates them by hand from the "
                 "gradients of one rank alone. Write mw.backward(loss) instead of loss.backward(): .grad is then the "
                 "gradient of the whole batch."
             )

@@ -24,10 +24,10 @@ from meshwise.transfer.foreign import Foreign
 
 LOOKED_AT = 5  # backwards; the first is passed by, since nothing is known of what was called before it
 COUPLED = (
-    "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample (similarities "
-    "of samples, the hardest of them, a dice, root or correlation over the batch). Each of the {ranks} ranks computes "
-    "it over its own samples, so training differs from one device; meshwise check shows by how much. Compute it per "
-    "sample and take the mean, if you want that; or build it from sums over ranks: mw.sum(x, grad=True)."
+    "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample, but for "
+    "example of similarities, the hardest samples, or a dice, root or correlation over the batch. Each of the {ranks} "
+    "ranks computes the loss over its own samples, so training differs from one device; meshwise check shows by how much. "
+    "Build the loss from sums over ranks, mw.sum(x, grad=True), or from one value per sample, and take the mean."
 )
 
 

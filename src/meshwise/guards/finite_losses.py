@@ -31,8 +31,8 @@ from meshwise.transfer import collectives
 BACKWARDS = 8  # in loops, after which parameters are worth a look
 SHOWN = 4  # samples
 FIRST = (
-    "step {step}: the loss{whose} is {what}. The run goes on; unless the program, or its GradScaler, leaves such a "
-    "step out, its parameters are lost. Lower the learning rate, clip gradients, or look at these samples."
+    "step {step}: the loss{whose} is {what}. The run continues, but its parameters are lost unless the program, or its "
+    "GradScaler, skips such a step. Lower the learning rate, clip gradients, or look at these samples."
 )
 
 

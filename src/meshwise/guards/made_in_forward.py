@@ -29,8 +29,8 @@ from meshwise.spec.user_code import user_place
 MADE = "made in a forward"
 MOST = 100  # parameters that are compared
 OTHERS = (
-    "{place}: this makes a {kind} inside a forward: every rank has drawn its own {name}, so their models differ. Make "
-    "it before mw.distribute, in __init__; a lazy module needs one forward before mw.distribute."
+    "{place}: this creates a {kind} inside a forward. Every rank has drawn its own {name}, so models differ. Create "
+    "it before mw.distribute, in __init__. Run a lazy module once before mw.distribute."
 )
 
 Made = tuple[str, str, str, Tensor]

@@ -55,10 +55,10 @@ def _sentence(rank: int, setting: tuple[str, str, Any], of_rank_0: tuple[str, st
     text = f"rank {rank} has {name} {_shown(value)}, rank 0 {_shown(of_rank_0[2])} ({whose}): models would differ. "
     if any(issubclass(type(thing), ReduceLROnPlateau) for thing in gc.get_objects()):
         return text + (
-            "ReduceLROnPlateau was given a different number on each rank. Give all ranks the same: "
-            "scheduler.step(mw.mean(loss)), or what mw.backward gives."
+            "ReduceLROnPlateau got a different number on each rank. Pass the same number on all ranks: "
+            "scheduler.step(mw.mean(loss)), or what mw.backward returns."
         )
-    return text + "Give the scheduler the same number on all ranks, or set it to the same on all."
+    return text + "Pass the same number to the scheduler on all ranks, or set this value alike on all ranks."
 
 
 def _shown(value: Any) -> str:
@@ -106,7 +106,7 @@ def diverged(ranks: Sequence[Settings], kind: str) -> str:
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):
-                sums = f"the sum of their sizes is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
+                sums = f"the sum of their absolute values is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
                 return f"{user_place()}: {(_DIVERGED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)}"
     return ""
 
@@ -114,12 +114,12 @@ def diverged(ranks: Sequence[Settings], kind: str) -> str:
 _DIVERGED = (
     "the ranks' parameters have diverged: {sums}. Between mw.backward and the next batch something changes parameters "
     "or gradients differently on each rank: random numbers, which each rank draws for itself in the loop over a "
-    "loader, or values of this rank's samples. Draw noise for parameters alike: torch.randn(p.shape, generator=g), "
-    "where g is a torch.Generator that is seeded alike on every rank."
+    "loader, or values of this rank's samples. Draw the same noise for parameters on every rank: "
+    "torch.randn(p.shape, generator=g), where g is a torch.Generator with the same seed on every rank."
 )
 _BUFFER = (
-    "the ranks' buffers {name} differ: the model updates it from this rank's samples alone, so it is not that of one "
-    "device, and rank 0's is saved. Let the model compute it from sums over the ranks (mw.sum)."
+    "the ranks' buffers {name} differ: the model updates this buffer from the rank's own samples. It differs from the "
+    "buffer on one device, and only rank 0's is saved. Let the model compute it from sums over the ranks (mw.sum)."
 )
 
 

@@ -40,13 +40,13 @@ FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's 
 MOST_SENT = 4  # things whose numbers travel, where their bits are others
 ROUNDING = 1e-3  # of a stretch's largest number: what the ranks' machines may compute otherwise
 DIFFERENT = (
-    "Not the same data: the ranks give different data sets ({sizes} samples). Give every rank the whole set: meshwise "
-    "takes its share of each batch, so leave out split_dataset_by_node, dataset.shard and subsets by rank."
+    "Not the same data: the ranks pass different data sets ({sizes} samples). Pass the whole data set on every rank: "
+    "meshwise divides each batch, so remove split_dataset_by_node, dataset.shard and subsets by rank."
 )
 OTHER = (
-    "Not the same data: rank {rank} has other values than rank 0 in {name}. Every rank must hold the same, since its "
-    "share of each batch is taken here: draw them from one seed, torch.manual_seed(0), and not from one of mw.rank() "
-    "or RANK, or load them from one file. A data set that is split by rank already is given whole, too."
+    "Not the same data: rank {rank} has other values than rank 0 in {name}. Every rank must pass the same "
+    "data, because meshwise takes the rank's share of each batch. Draw the data from the same seed on all ranks, not "
+    "from a seed that depends on mw.rank() or RANK, or load one file. If the script splits the data by rank, pass all."
 )
 _NUMBERS = (bool, int, float, complex, numpy.generic)
 _Array = numpy.ndarray[Any, Any]

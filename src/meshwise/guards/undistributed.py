@@ -33,8 +33,8 @@ from meshwise.spec.user_code import OURS, user_place
 from meshwise.spec.world import World
 
 COUNTED = (
-    "{place}: this loop reads a DataLoader that was not given to mw.distribute, so every rank reads all of it, and "
-    "{verb} at {at} counts it {ranks} times. Write loader = mw.distribute(loader) before the loop."
+    "{place}: this loop reads a DataLoader that was not passed to mw.distribute. Every rank reads all of its data, and "
+    "{verb} at {at} counts the data {ranks} times. Write loader = mw.distribute(loader) before the loop."
 )
 MOST = 5  # comparisons of a loop: where ranks differ once, they do again
 LOOKED_AT, OF_A_ROW = 64, 8  # numbers of a value, and of each sample, that are compared

@@ -44,14 +44,14 @@ from meshwise.parallel.batch_norm import is_joined
 from meshwise.transfer.foreign import Foreign
 
 MISSING = (
-    "{place}: this loop evaluates a model, but nothing sums its results over the ranks, so each rank has the figures "
+    "{place}: this loop evaluates a model, but nothing sums its results over the ranks, so each rank has the results "
     "of its own samples only. Use mw.sum(correct), mw.mean(value, weight=n) or mw.gather_samples(values), in the loop "
     "or after it."
 )
 NORM = (
-    "{place}: a {kind} runs in training mode in a model that was not given to mw.distribute, so it takes, and keeps, "
-    "the statistics of each rank's own samples: not those of one device. Give that model to mw.distribute too, before "
-    "this loop, or copy it from the distributed one."
+    "{place}: a {kind} runs in training mode in a model that was not passed to mw.distribute. It uses and stores "
+    "the statistics of each rank's own samples, which differ from those of one device. Pass that model to "
+    "mw.distribute too, before this loop, or copy it from the distributed model."
 )
 _MODULE_CALL = nn.Module.__call__.__code__.co_filename
 

@@ -26,13 +26,13 @@ from meshwise.slips.user_source import Source, adds, bare, given, inside, loop_a
 from meshwise.spec.user_code import user_frame
 
 RUNNING = (
-    "{place}: {name} adds up losses times this rank's part of each batch, and nothing adds it up over the ranks: it is "
-    "not the mean that one device has. Count all samples: n = mw.sum(len(x)), with what mw.backward gives as the loss."
+    "{place}: {name} adds up losses times this rank's part of each batch, and nothing adds it up over the ranks. {name} "
+    "differs from the mean on one device. Count all samples, n = mw.sum(len(x)), and add up what mw.backward returns."
 )
 BUFFER = (
-    "{place}: {name} keeps samples of this rank alone and lets the oldest go: it holds older ones than on one device, "
-    "and each rank trains on its own. Let every rank hold all: leave the loader out of mw.distribute, and cut what is "
-    "trained on with x, y = mw.split(x, y)."
+    "{place}: {name} keeps samples of this rank alone and drops the oldest. It keeps older samples than on one device, "
+    "and each rank trains on different ones. Let every rank keep all samples: do not pass the loader to mw.distribute, "
+    "and cut the training batches with x, y = mw.split(x, y)."
 )
 JOINS = ("reduce", "gather", "sync", "sum", "mean", "average")
 LETS_GO = ("pop", "popleft", "clear")

@@ -16,8 +16,8 @@ from meshwise.slips.user_source import Source, call_in, inside, name_of, source_
 from meshwise.spec.user_code import user_frame
 
 DIVIDED = (
-    "{place}: this loader's batch_size, {size}, is {whole} divided by the number of ranks, and mw.distribute takes it "
-    "for the batch of all ranks together: each of {ranks} ranks would get {part}. Write batch_size={whole}."
+    "{place}: this loader's batch_size, {size}, is {whole} divided by the number of ranks, but for mw.distribute "
+    "it is the batch size of all ranks together: each of {ranks} ranks would get {part}. Write batch_size={whole}."
 )
 COUNTS = {"world_size", "get_world_size", "device_count"}
 DEEP = 3  # names behind names

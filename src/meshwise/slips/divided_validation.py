@@ -19,8 +19,8 @@ from meshwise.slips.user_source import Scope, Source, given, inside, loop_at, na
 from meshwise.spec.user_code import user_frame
 
 DIVIDED = (
-    "{place}: this evaluation divides by {divisor}, the number of backwards that make a step: its figure is {count} "
-    "times too small. Only what mw.backward accumulates is divided by it."
+    "{place}: this evaluation divides by {divisor}, the number of backwards that make a step, so its result is {count} "
+    "times too small. Divide only a loss that mw.backward accumulates."
 )
 
 

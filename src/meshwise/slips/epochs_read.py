@@ -42,7 +42,7 @@ class Asked:
         self._told = True
         which = "epoch 1 is" if epochs == 1 else f"epochs 1 to {epochs} are"
         return (
-            f"{which} over in the state that was restored, and the program has not read saved.epoch: a loop over all "
+            f"{which} over in the restored state, but the program has not read saved.epoch. A loop over all "
             f"epochs, such as range(4), trains {plural(epochs, 'epoch')} too many. Write for epoch in "
             "range(saved.epoch, …)."
         )

@@ -22,9 +22,9 @@ from meshwise.spec.units import plural
 from meshwise.spec.user_code import user_frame
 
 PADDED = (
-    "{place}: {verb} of {name}, which the loop at line {loop} adds up: {batch} of its loader has {samples}, fewer than "
-    "the {ranks} ranks, so {name} would count a padding sample. Call {verb} inside the loop, on each batch's value, or "
-    "use at most {fewer}."
+    "{place}: {verb} of {name}, which the loop at line {loop} adds up: {batch} of its loader has {samples}, fewer "
+    "than the {ranks} ranks, so {name} would include a padding sample. Call {verb} inside the loop, on each batch's "
+    "value, or use at most {fewer}."
 )
 DEEP = 3  # functions within functions
 EACH = "each batch"

@@ -31,10 +31,10 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
         return
     file, line = frame.f_code.co_filename, frame.f_lineno
     tree = parsed(frame)
-    at = f"{place(file, line)}: the loop goes on with batch {start + 1} of its epoch"
+    at = f"{place(file, line)}: the loop resumes with batch {start + 1} of its epoch"
     for inside, name in _counted(tree, line):
         yield (
-            f"{at}, and enumerate counts from 0. Where that number decides anything (accumulation, a break), write "
+            f"{at}, but enumerate counts from 0. If that number decides anything (accumulation, a break), write "
             f"enumerate({inside}, {name}.start)."
         )
     values = frame.f_globals | frame.f_locals
@@ -42,8 +42,8 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
         found = dict.fromkeys([*_sums(loop), *_gathered(loop)])
         if begun := [name for name in found if name in values and _is_empty(values[name], kept)]:
             yield (
-                f"{at}, and {some(begun)} {'begins' if len(begun) == 1 else 'begin'} anew: what is added from there. "
-                "For the whole epoch keep it in a dict that is given as mw.checkpoint(…, extra=state)."
+                f"{at}, and {some(begun)} {'begins' if len(begun) == 1 else 'begin'} anew there. "
+                "To cover the whole epoch, keep the values in a dict and pass it: mw.checkpoint(…, extra=state)."
             )
 
 

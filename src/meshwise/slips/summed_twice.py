@@ -15,8 +15,8 @@ from collections.abc import Callable
 from meshwise.slips.user_source import Source, asked, bare
 
 TWICE = (
-    "{place}: mw.sum of a value that mw.sum or mw.mean returned: it covers all ranks already, so it is left as it "
-    "is. Sum once, in the loop or after it."
+    "{place}: mw.sum of a value that mw.sum or mw.mean returned: it covers all ranks already, so mw.sum returns it "
+    "unchanged. Sum once, in the loop or after it."
 )
 RATIO = (
     "{place}: mw.mean of a ratio of sums: each rank's ratio covers its own samples, and the mean of ratios is not the "
