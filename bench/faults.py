@@ -106,7 +106,7 @@ class Row:
 
 BOTH = ("kill:rank=R,step=15", "kill:rank=O,step=15")
 ALL = "kill:rank=A,step=15"
-LINK = "look at the link between them"
+LINK = "heck the network between"
 EXCEPTION = ("--restart-on=exception",)
 OLDER = "12 is not used"
 DISK = ("--redundancy=0",)  # with a state in memory no checkpoint is read

@@ -210,7 +210,7 @@ def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(
     code, out, err = check("--no-rounding", "own.py")
     assert code == 2 and not out
     last = err.splitlines()[-1]
-    assert last.startswith("No progress for ") and "Every rank must call the same" in last
+    assert last.startswith("No progress for ") and "Every rank must make the same calls" in last
     assert "rank 1 stands at own.py:14 in <module>; rank 0 waits for it in optimizer.step" in last
     assert "rank 0 stands at own.py:15 in <module>" in last
 

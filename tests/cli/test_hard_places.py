@@ -105,12 +105,12 @@ def test_a_plan_or_a_report_ends_well(
         (
             f"ulimit -n 40; meshwise {SMALL}",
             2,
-            "48 files or more, and the limit is 40. Raise the limit with ulimit -n 4096.",
+            "48 files, but the limit is 40. Raise the limit with ulimit -n 4096.",
         ),
         (
             f"ulimit -n 12; meshwise {SMALL}",
             2,
-            "48 files or more, and the limit is 12. Raise the limit with ulimit -n 4096.",
+            "48 files, but the limit is 12. Raise the limit with ulimit -n 4096.",
         ),
         (
             f"ulimit -n 5; meshwise {SMALL}",

@@ -58,8 +58,8 @@ IMPORTED = {
     "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd": (USAGE, "(its text cannot be made)"),
 }
 MADE = {
-    "made(lambda: leaves(0))": (USAGE, "sys.exit(0) ended the command before it was done"),
-    "made(lambda: leaves(3))": (USAGE, "sys.exit(3) ended the command before it was done"),
+    "made(lambda: leaves(0))": (USAGE, "sys.exit(0) ended the command too early"),
+    "made(lambda: leaves(3))": (USAGE, "sys.exit(3) ended the command too early"),
     "made(interrupted)": (INTERRUPTED, "stopped by Ctrl-C"),
     "made(odd)": (FAILED, "the program failed: Odd: an odd end"),
 }
@@ -139,7 +139,7 @@ def test_what_ends_the_process_of_a_command_is_said(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == USAGE
     said = capfd.readouterr()
     assert said.out == "begun\n" and said.err.splitlines()[-1] == (
-        f"UsageError: ends.py:3: {CALLS[how]} ended the command before it was done. "
-        "Return from what meshwise calls, or raise an exception, and read a command line under "
+        f"UsageError: ends.py:3: {CALLS[how]} ended the command too early. "
+        "Return from the function that meshwise calls, or raise an exception. Parse the command line under "
         "`if __name__ == '__main__':`."
     )

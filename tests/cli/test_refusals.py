@@ -160,7 +160,7 @@ SAID = {
     ("report nothing", ""): "nothing is not a run folder",
     (OF_JOB, "import"): "loud.py cannot be imported. Line 22: ValueError: a fault",
     (OF_JOB, "exit"): "loud.py exits while it is imported (exit code 3)",
-    (OF_JOB, "os._exit"): "os._exit(3) ended the command before it was done",
+    (OF_JOB, "os._exit"): "os._exit(3) ended the command too early",
     (OF_JOB, "optimizer"): "refused",
     (OF_JOB, "data"): "all 2 ranks failed: ValueError: a fault",
     (OF_JOB, "backward 1"): "the loss of job 'loud' gave",

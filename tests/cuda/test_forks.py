@@ -127,7 +127,7 @@ def test_torchrun_with_more_ranks_than_gpus_is_refused(python: Run, tmp_path: Pa
     (tmp_path / "train.py").write_text(SCRIPT.replace("TOUCH", ""))
     done = python(*TORCHRUN, 3, "train.py", check=False)
     assert done.returncode != 0
-    assert "local rank 2 has no GPU, as torch sees only 2. Start fewer processes." in done.stderr
+    assert "local rank 2 has no GPU, because torch sees only 2. Start fewer processes." in done.stderr
 
 
 @pytest.mark.evidence(
@@ -159,4 +159,4 @@ def test_a_dataset_that_makes_cuda_tensors_in_a_loaders_worker_is_told_what_to_w
     (tmp_path / "train.py").write_text(text)
     done = python(*MESHWISE, "1xcuda", "train.py", check=False)
     assert done.returncode == 1
-    assert "return CPU tensors, or give it multiprocessing_context='spawn'" in done.stdout + done.stderr
+    assert "return CPU tensors, or set its multiprocessing_context='spawn'" in done.stdout + done.stderr

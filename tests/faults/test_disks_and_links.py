@@ -79,7 +79,7 @@ def test_a_checkpoint_that_rots_is_noticed_and_the_one_before_it_is_taken(
 def test_a_link_that_is_closed_is_told_as_one_and_the_run_goes_on_at_once(tmp_path: Path) -> None:
     run, folder = trained(tmp_path, "--save-every", "4", "--fault", "reset-link:rank=1,step=15")
     assert run.process.returncode == 0 and "did not happen" not in run.output, run.output
-    assert "The ranks lost their connections to each other, though all are running: look at the link" in run.output
+    assert "The ranks lost their connections to each other, but all ranks still run. Check the network" in run.output
     first, second = names.read_run(folder)["sessions"]
     assert first["kind"] == "link" and second["steps_lost"] <= 3
     assert run.left_over() == []
@@ -93,7 +93,7 @@ def test_a_link_that_carries_nothing_is_told_as_one_and_the_run_goes_on(
     fault = ("--fault", f"drop-link:rank=1,step=14,phase={phase}", "--hang-limit", "4s")
     run, folder = trained(tmp_path, *SHARDED, *fault)
     assert run.process.returncode == 0 and "did not happen" not in run.output, run.output
-    assert "look at the link between them" in run.output, run.output
+    assert "check the network between the ranks" in run.output, run.output
     assert names.read_run(folder)["sessions"][0]["kind"] == "hung" and same(folder, undisturbed)
     assert run.left_over() == []
 

@@ -33,7 +33,7 @@ def test_a_hang_ends_the_run_at_its_limit_and_is_kept(tmp_path: Path) -> None:
     run = CommandRun(*words, "--fault", "hang:rank=1,step=50,phase=backward", out=tmp_path)
     assert run.wait() != 0
     assert "in step 50: rank 1 is in its phase backward and stands at" in run.output
-    assert "Ended after 4 s without progress. --hang-limit 10min waits longer." in run.output
+    assert "Ended after 4 s without progress. To wait longer, use --hang-limit 10min." in run.output
     assert "No progress for" in read_run(run_folder(tmp_path))["error"]
     assert run.left_over() == []
 
@@ -56,7 +56,7 @@ def test_a_forward_of_one_rank_alone_is_thought_of_where_it_meets_the_others(tmp
     """Its batch norm is joined with the next step's of the others; then both are in one collective at two lines."""
     run = CommandRun("--devices", "2xcpu", "--hang-limit", "4s", str(SCRIPT), "alone", "0", out=tmp_path)
     assert run.wait() == 1, run.output
-    assert "or whether some rank calls its model alone. Rank 0 is in its phase" in run.output, run.output
+    assert "and whether some rank calls its model alone. Rank 0 is in its phase" in run.output, run.output
     assert run.output.count("script_that_hangs.py:") >= 2, run.output
 
 

@@ -163,4 +163,4 @@ def test_a_machine_that_was_started_with_another_command_does_not_join(tmp_path:
     two.runs[0].wait_for("attempt 2 of 4 begins")
     back = two.start(1, "-back", "--epochs", "7")
     assert (back.wait(), two.runs[0].wait()) == (2, 0), back.output
-    assert "the run uses epochs None, and this machine was started with 7." in " ".join(back.output.split())
+    assert "the run uses epochs None, but this machine was started with 7." in " ".join(back.output.split())

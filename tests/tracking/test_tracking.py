@@ -299,4 +299,4 @@ def test_two_workers_write_once_and_are_told_of_other_values(
     (run,) = (tmp_path / "runs").iterdir()
     assert lines(run) == [{"loss": 0.5, "step": 3}, {"part": 0, "step": 4}]
     assert len(list((run / "tensorboard").iterdir())) == 1
-    assert "train.py:3: mw.log gets part 0 on rank 0 and 1 on rank 1, and keeps rank 0's" in capfd.readouterr().out
+    assert "train.py:3: mw.log gets part 0 on rank 0 and 1 on rank 1, but writes only rank" in capfd.readouterr().out

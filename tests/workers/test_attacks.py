@@ -184,13 +184,13 @@ def test_a_planted_file_is_refused_by_all_and_no_matter_where_the_environment_ha
         Attacker("link", path, "mine").read()
     else:
         Attacker("plant", path, PLANTED).read()
-    why = "is a link" if how == "link" else f"belongs to user {NOBODY}, and this process to user 0"
+    why = "is a link" if how == "link" else f"belongs to user {NOBODY}, but this process to user 0"
     for meets in (lambda: rendezvous.open_door(place, STORE, shared), lambda: find(place, 1, shared)):
-        with pytest.raises(UsageError, match=f"{why}, so its secret is not used. Remove it, start in another folder"):
+        with pytest.raises(UsageError, match=f"{why}, so its secret is not used. Remove the file, start in"):
             meets()
     monkeypatch.setenv(VARIABLE, GIVEN)
     rendezvous.open_door(place, STORE, shared)
-    assert f"{path} {why}: it is not used." in capsys.readouterr().err
+    assert f"{path} {why}, so this file is not used." in capsys.readouterr().err
     assert [find(place, rank, shared) for rank in (1, 2)] == [("127.0.0.1", STORE)] * 2
 
 

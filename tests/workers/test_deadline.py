@@ -83,7 +83,7 @@ def test_what_was_never_measured_counts_and_is_said(capsys: pytest.CaptureFixtur
         patch.setattr(deadline, "ASK", 0.05)
         left = iter([3600.0, 50.0])
         assert stops_within(LONG, gate_of(), JOB, left_of=lambda job: next(left, None)) is not None
-    assert "3 saves (1 min 00 s, none of which was measured) to come: stops" in capsys.readouterr().err
+    assert "3 saves (1 min 00 s, none of which was measured) to come: stopping" in capsys.readouterr().err
 
 
 def test_a_limit_that_is_changed_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_the_time_limit_of_the_run_is_one(monkeypatch: pytest.MonkeyPatch, capsy
     assert stops_within(0.2, gate_of(), environment) is None  # a save that is not known is not guessed: nobody kills
     assert stops_within(LONG, gate_of(save=4.0), environment) is not None
     assert stops_within(LONG, gate_of(step=12.0, saves=False), environment) is not None
-    assert "left of the time limit, a step (12.0 s) to come: stops" in capsys.readouterr().err
+    assert "left of the time limit, a step (12.0 s) to come: stopping" in capsys.readouterr().err
 
 
 def test_the_time_limit_is_known_to_what_is_started_inside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_the_sentence_names_the_first_verb_that_differs_on_each_rank(tmp_path: P
     here = place(__file__, trail.__code__.co_firstlineno + 3)
     text = divergence(trails, [])
     assert text.startswith(f"Ranks diverged: rank 0 reached mw.sum at {here}; ranks 1, 2 reached mw.load at {here}.")
-    assert "look for what depends on the rank" in text
+    assert "Look for code that depends on the rank" in text
 
 
 def test_a_rank_that_ended_and_one_that_is_behind_are_told(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_ranks_that_all_live_and_lost_each_other_had_a_bad_link() -> None:
     closed = "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
     both = [Failure(rank, "victim", closed, time=rank) for rank in (0, 1)]
     found = culprit(both, 2)
-    assert found.kind == "link" and found.of_machine and "look at the link between them" in sentence(found, 2)
+    assert found.kind == "link" and found.of_machine and "Check the network between them" in sentence(found, 2)
     assert culprit(both, 3).kind == "victim"  # the third may be the culprit
     mistake = [Failure(rank, "victim", "RuntimeError: ProcessGroupGloo: invalid tensor") for rank in (0, 1)]
     assert culprit(mistake, 2).kind == "victim"

@@ -115,8 +115,8 @@ def test_a_function_is_called_in_a_process_that_has_what_workers_have(processes:
             ("refused", PlanError, "no plan of that kind. Use shard."),
             ("refused by an error of its own", UsageError, "no."),
             ("killed", WorkerFailed, "the process that imports the job's file ended with SIGKILL."),
-            ("ended", UsageError, "os._exit(3) ended the command before it was done."),
-            ("left", UsageError, "sys.exit('enough') ended the command before it was done."),
+            ("ended", UsageError, "os._exit(3) ended the command too early."),
+            ("left", UsageError, "sys.exit('enough') ended the command too early."),
             ("failed", WorkerFailed, "the program failed: RuntimeError: odd"),
         ]:
             with pytest.raises(kind) as refused:

@@ -212,8 +212,8 @@ def test_where_steps_are_few_a_rank_that_computes_is_not_silent(
     busy = False
     first, last, *_ = told(75)
     assert not first.over and last.over and "rank 0 waits for it in all-reduce" in last.text
-    assert "rank 1 does not say where" in last.text and "rank 0 does not say where" in last.text
-    assert "look for what depends on the rank" in last.text and "--hang-limit" not in last.text
+    assert "rank 1 does not report where" in last.text and "rank 0 does not report where" in last.text
+    assert "Look for code that depends on the rank" in last.text and "--hang-limit" not in last.text
 
 
 def test_where_steps_are_few_all_ranks_may_stand_in_what_nobody_knows(

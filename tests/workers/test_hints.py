@@ -97,22 +97,22 @@ def too_many_files() -> None:
     raise OSError(errno.EMFILE, "Too many open files", "/proc")
 
 
-NO_DEVICE = "There is no {} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model"
+NO_DEVICE = "This machine has no {} device. Remove .cuda() and .to('cuda'): mw.distribute puts the model"
 HINTS = {
     no_room: "A disk is full: see df -h",
     too_many_files: "Raise the limit with ulimit -n 4096.",
     **({} if torch.cuda.is_available() else {cuda_without_a_gpu: NO_DEVICE.format("CUDA")}),
-    another_workers_device: "A worker sees only its own device. Leave the index out",
+    another_workers_device: "A worker sees only its own device. Remove the device index",
     mps_elsewhere: NO_DEVICE.format("mps"),
     model_and_optimizer_swapped: "in the order of its arguments",
     loader_and_optimizer_swapped: "in the order of its arguments",
-    a_word_for_the_loss: "mw.backward takes the loss, a tensor of one number, and was given this: str.",
-    a_list_for_the_loss: "mw.backward takes the loss, a tensor of one number, and was given this: list.",
+    a_word_for_the_loss: "mw.backward takes the loss, a tensor of one number, but was passed a str.",
+    a_list_for_the_loss: "mw.backward takes the loss, a tensor of one number, but was passed a list.",
     a_module_of_the_model: "meshwise does not wrap the model: use model instead of model.module.",
     ddp: "Remove DistributedDataParallel",
     a_loss_without_a_model: "output[mask].sum() / max(n, 1)",
     barrier: "mw.distribute makes the process group",
-    cuda_in_a_loaders_worker: "return CPU tensors, or give it multiprocessing_context='spawn'.",
+    cuda_in_a_loaders_worker: "return CPU tensors, or set its multiprocessing_context='spawn'.",
     another_attribute: "",
     a_number_called: "",
 }

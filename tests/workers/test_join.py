@@ -48,7 +48,7 @@ def test_ranks_without_a_place_to_meet_are_refused(known: str, monkeypatch: pyte
     if known:
         monkeypatch.setenv(known, "29500")
     with pytest.raises(
-        UsageError, match=r"RANK=1 and WORLD_SIZE=2 are set, and MASTER_.* not, so rank 0 cannot be found"
+        UsageError, match=r"RANK=1 and WORLD_SIZE=2 are set without MASTER_.*, so rank 0 cannot be found"
     ):
         enter_process_group(World(1, 2, 1, 2, "cpu"))
 
@@ -104,7 +104,7 @@ def test_a_rank_of_another_launcher_takes_a_gpu_of_its_own(
 
 
 def test_a_rank_without_a_gpu_is_refused_and_one_of_a_machine_without_gpus_is_not(driver: Driver) -> None:
-    with pytest.raises(UsageError, match="local rank 4 has no GPU, as torch sees only 4"):
+    with pytest.raises(UsageError, match="local rank 4 has no GPU, because torch sees only 4"):
         join._take_device(World(4, 8, 4, 8, ""))
     driver.gpus = 0
     assert join._take_device(World(4, 8, 4, 8, "")).device == "cpu"

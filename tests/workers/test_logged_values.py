@@ -12,8 +12,8 @@ def test_a_value_of_a_part_of_the_batch_is_told_with_its_line() -> None:
     assert logged.add(1, "train.py:31", 1, {"lr": 0.1, "loss": 0.61, "accuracy": 0.5}) == ""
     said = logged.add(0, "train.py:31", 1, {"lr": 0.1, "loss": 0.5, "accuracy": 0.25})
     assert said == (
-        "train.py:31: mw.log gets loss 0.5 on rank 0 and 0.61 on rank 1 (accuracy too), and keeps rank 0's: something "
-        "in it counts this rank's samples alone. Log what mw.backward returns, or mw.sum(total) / mw.sum(count)."
+        "train.py:31: mw.log gets loss 0.5 on rank 0 and 0.61 on rank 1 (accuracy too), but writes only rank 0's. "
+        "It depends on the rank's own samples. Log what mw.backward returns, or mw.sum(total) / mw.sum(count)."
     )
     assert logged.add(2, "train.py:31", 1, {"loss": 0.7}) == ""  # once a line
     assert logged.add(0, "train.py:40", 1, {"loss": 1.0}) == ""

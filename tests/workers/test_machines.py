@@ -157,7 +157,7 @@ def test_a_machine_with_another_secret_gets_a_sentence_and_the_others_meet(monke
     with monkeypatch.context() as late:
         late.setattr(module, "RENDEZVOUS_TIMEOUT", timedelta(0))
         with pytest.raises(
-            WorkerFailed, match=r"not all 2 machines came .* The machine at 127.0.0.1 does not know the secret: "
+            WorkerFailed, match=r"not all 2 machines connected .* The machine at 127.0.0.1 does not know the secret: "
         ):
             first.meet()
     second = joined(address, 1, 2, 1)
@@ -169,7 +169,7 @@ def test_a_machine_with_another_secret_gets_a_sentence_and_the_others_meet(monke
 
 def test_a_port_that_is_taken_is_refused() -> None:
     taken = Store(b"of others")
-    with pytest.raises(UsageError, match=rf"--rdzv here:{taken.port} cannot be used to meet .*Is the port free here"):
+    with pytest.raises(UsageError, match=rf"cannot meet at --rdzv here:{taken.port} .*Is the port free here"):
         joined(("here", taken.port), 0, 2, 1)
     taken.close()
 

@@ -32,7 +32,7 @@ def counters(tmp_path: Path) -> dict[str, Path]:
 def test_the_kernels_log_names_the_process(counters: dict[str, Path], tmp_path: Path) -> None:
     log = tmp_path / "kmsg"
     log.write_text(LINE.format(123))
-    assert evidence(123, kills(**counters), log, **counters) == "it held 2.0 MiB"
+    assert evidence(123, kills(**counters), log, **counters) == "it used 2.0 MiB"
     assert evidence(12, kills(**counters), log, **counters) == ""  # of another process
 
 
@@ -41,11 +41,11 @@ def test_what_the_group_counts_is_said_with_its_limit(counters: dict[str, Path],
     assert before == Kills(3, 7)
     (tmp_path / "box" / "memory.events").write_text("oom_kill 4\n")
     said = evidence(123, before, tmp_path / "none", **counters)
-    assert said == "in its control group of 2.0 GiB it has killed 1 since the run began"
+    assert said == "1 killed in its control group of 2.0 GiB since the run began"
     failure = by_exit_status(1, -9, lambda: said)
     assert sentence(failure, 2) == (
-        "rank 1 of 2 was killed by the kernel's out-of-memory killer (SIGKILL; in its control group of 2.0 GiB it has "
-        "killed 1 since the run began). Let the ranks of this machine use less, or give them more memory."
+        "rank 1 of 2 was killed by the kernel's out-of-memory killer (SIGKILL; 1 killed in its control group of 2.0 GiB "
+        "since the run began). Reduce the memory that the ranks of this machine use, or give them more memory."
     )
 
 

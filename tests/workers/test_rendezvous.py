@@ -136,7 +136,7 @@ def test_a_rank_is_let_in_once_and_a_later_run_of_the_step_waits_for_its_own(tmp
     rendezvous.open_door(place, STORE, tmp_path)
     assert find(replace(place, rank=1), tmp_path) == ("127.0.0.1", STORE)
     with pytest.raises(
-        UsageError, match=r"rank 1 of 3 did not find rank 0 within 1 s: no answer by .*, nor at .*, ports "
+        UsageError, match=r"rank 1 of 3 did not find rank 0 within 1 s: no answer through .*, nor from .*, ports "
     ):
         find(replace(place, rank=1), tmp_path, 1.0)
     rendezvous.open_door(place, STORE + 1, tmp_path)  # rank 0 of the next run in the same step
@@ -159,7 +159,7 @@ def test_a_rank_says_what_it_waits_for(
     monkeypatch.setattr(rendezvous, "PATIENCE", 0.2)
     with pytest.raises(UsageError, match="did not find rank 0"):
         find(replace(HERE, key=HERE.key + "late", rank=2, nodes=2, hosts=("127.0.0.1",)), tmp_path, 0.5)
-    assert capsys.readouterr().err.startswith(f"rank 2 of 3 waits for rank 0: no answer by {tmp_path}")
+    assert capsys.readouterr().err.startswith(f"rank 2 of 3 waits for rank 0: no answer through {tmp_path}")
 
 
 def test_a_rank_with_another_secret_gets_a_sentence_and_the_others_meet(

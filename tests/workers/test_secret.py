@@ -113,13 +113,13 @@ def of_nobody(path: Path) -> None:
 PLANTED = {
     "a link": (link, "is a link"),
     "a link to nothing": (dangling, "is a link"),
-    "another name": (hard_link, "has another name too"),
-    "644": (open_to(0o644), "can be read by others: its mode is 644, and not 600"),
-    "620": (open_to(0o620), "can be read by others: its mode is 620, and not 600"),
+    "another name": (hard_link, "has a second hard link"),
+    "644": (open_to(0o644), "can be read by others: its mode is 644, not 600"),
+    "620": (open_to(0o620), "can be read by others: its mode is 620, not 600"),
     "a folder": (Path.mkdir, "is no file"),
     "a pipe": (os.mkfifo, "is no file"),
-    "empty": (lambda path: (path.touch(), path.chmod(0o600)), "has no secret in it"),
-    "short": (lambda path: (path.write_text('{"secret": "00"}'), path.chmod(0o600)), "has no secret in it"),
+    "empty": (lambda path: (path.touch(), path.chmod(0o600)), "contains no secret"),
+    "short": (lambda path: (path.write_text('{"secret": "00"}'), path.chmod(0o600)), "contains no secret"),
 }
 
 
@@ -127,18 +127,18 @@ PLANTED = {
 def test_no_secret_is_taken_from_what_others_could_have_put_there(
     planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant, why = (PLANTED | {"of another": (of_nobody, f"belongs to user {NOBODY}, and this process to user 0")})[
+    plant, why = (PLANTED | {"of another": (of_nobody, f"belongs to user {NOBODY}, but this process to user 0")})[
         planted
     ]
     path = file_of(tmp_path)
     plant(path)
     with pytest.raises(UsageError) as refused:
         secret_of("job", tmp_path)
-    said = f"{path} {why}, so its secret is not used. Remove it, start in another folder, or give all processes one"
+    said = f"{path} {why}, so its secret is not used. Remove the file, start in another folder, or give all"
     assert str(refused.value).startswith(said)
     monkeypatch.setenv(VARIABLE, GIVEN)
     given = secret_of("job", tmp_path)
-    assert given.why == ("" if why == "has no secret in it" else why)
+    assert given.why == ("" if why == "contains no secret" else why)
     if given.why:
         assert given.told == {}
         with pytest.raises(OSError):
@@ -160,7 +160,7 @@ def test_a_file_of_another_that_cannot_even_be_opened_is_told_with_its_owner(
         return real(name, flags, mode)
 
     monkeypatch.setattr(secret.os, "open", closed)
-    with pytest.raises(UsageError, match=f"belongs to user {NOBODY}, and this process to user 0, so its secret"):
+    with pytest.raises(UsageError, match=f"belongs to user {NOBODY}, but this process to user 0, so its secret"):
         secret_of("job", tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_a_disk_that_keeps_no_modes_is_told_and_nothing_is_left_there(
 ) -> None:
     real = os.fstat
     monkeypatch.setattr(secret.os, "fstat", lambda file: os.stat_result((0o100777, *real(file)[1:])), raising=True)
-    with pytest.raises(UsageError, match="its mode is 777, and not 600"):
+    with pytest.raises(UsageError, match="its mode is 777, not 600"):
         secret_of("job", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

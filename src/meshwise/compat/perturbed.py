@@ -142,12 +142,12 @@ class _Exchange:
         with torch.no_grad():
             for tensor, result in zip(self._writes, _tensors(self.hidden), strict=True):
                 if not _is_spoilt(tensor):
-                    self._owner.note(f"{self.name}: its buffer was written before it had ended")
+                    self._owner.note(f"{self.name}: its buffer was written before the exchange ended")
                 tensor.detach().copy_(result)
                 _spoil(result)
             for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # what it also writes is above
                 if not torch.equal(_bytes(tensor), _bytes(before)):
-                    self._owner.note(f"{self.name}: what it sends was changed before it had ended")
+                    self._owner.note(f"{self.name}: its data was changed before the exchange ended")
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -26,7 +26,7 @@ LOOKED_AT = 5  # backwards; the first is passed by, since nothing is known of wh
 COUPLED = (
     "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample, but for "
     "example of similarities, the hardest samples, or a dice, root or correlation over the batch. Each of the {ranks} "
-    "ranks computes the loss over its own samples, so training differs from one device; meshwise check shows by how much. "
+    "ranks computes it over its own samples, so training differs from one device; meshwise check shows by how much. "
     "Build the loss from sums over ranks, mw.sum(x, grad=True), or from one value per sample, and take the mean."
 )
 

@@ -43,14 +43,14 @@ class BestEpoch:
         if self.found is not None and f"{self.found.direction} {self.found.metric}" != job.best:
             raise UsageError(
                 f"job '{job.name}': best={job.best!r}, but the resumed run was started with '{self.found.direction} "
-                f"{self.found.metric}'. Use that, or move {folder}/{names.BEST} away."
+                f"{self.found.metric}'. Use this value again, or move {folder}/{names.BEST} away."
             )
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Raise UsageError if `metrics` lacks the metric that `job.best` names."""
         if self._metric not in metrics:
             has = f"{', '.join(metrics)}.{nearest(self._metric, metrics)}"
-            raise UsageError(f"job '{self._job.name}': best={self._job.best!r} is no metric of the job: it has {has}")
+            raise UsageError(f"job '{self._job.name}': best={self._job.best!r} names no metric of the job. It has {has}")
 
     def take(self, metrics: Mapping[str, float], epoch: int, step: int, model: nn.Module) -> bool:
         """Return whether this evaluation is the best of the run so far. If it is, save the model's weights. Collective.

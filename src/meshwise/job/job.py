@@ -182,7 +182,7 @@ def _check_best(job: str, best: str, test: Any) -> None:
         word = best.split()[-1] if best.split() else "accuracy"
         raise UsageError(f"job '{job}': best={best!r} needs max or min. Use 'max {word}' or 'min {word}'.")
     if test is None:
-        raise UsageError(f"job '{job}': best={best!r} needs a test set, and the job has none. Add test=...")
+        raise UsageError(f"job '{job}': best={best!r} needs a test set, but the job has none. Add test=...")
 
 
 def _is_dataset(given: Any) -> bool:

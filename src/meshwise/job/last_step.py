@@ -113,17 +113,17 @@ class LastStep:
         if self._given and self._every and needed > free:
             self._every = 0
             self._notify(
-                f"--redundancy 1: the state is not kept in memory, since that takes {bytes_text(needed)} and "
-                f"{bytes_text(free)} are free. After a lost worker the run goes on from the newest saved state: "
-                "--save-every says how old that may be."
+                f"--redundancy 1: the state is not copied to memory, because that takes {bytes_text(needed)}, but "
+                f"only {bytes_text(free)} are free. After a lost worker the run resumes from the newest saved state. "
+                "Choose with --save-every how often it is saved."
             )
         elif self._given and self._every:
-            self._notify(f"each step copies {own} of the state to the host's memory, {bytes_text(needed)} in all.")
+            self._notify(f"each step copies the state to the host's memory: {own}, {bytes_text(needed)} in all.")
         elif self._every and needed > MOST_MEMORY * free:
             self._every, self._given = 0, True
             self._notify(
-                f"the state is not kept in memory: that takes {bytes_text(needed)} of {bytes_text(free)} that are "
-                "free. After a lost worker the run goes on from the newest saved state; --redundancy 1 keeps it."
+                f"the state is not copied to memory: a copy takes {bytes_text(needed)} of {bytes_text(free)} free memory. "
+                "After a lost worker the run resumes from the newest saved state. --redundancy 1 copies it anyway."
             )
 
     def _measure(self, began: float) -> None:
@@ -138,8 +138,8 @@ class LastStep:
         self._every, self._given = max(1, math.ceil(often / MOST_COST)), True
         if self._every > 1 and not (self._whole and self._last.found_again):
             self._notify(
-                f"the state is kept in memory every {self._every} steps, since a copy costs {100 * often:.1f} % of a "
-                "step: a lost worker costs the steps since then. --redundancy 1 keeps every step."
+                f"the state is copied to memory every {self._every} steps, because a copy takes {100 * often:.1f} % of a "
+                "step. A lost worker costs the steps since the last copy. --redundancy 1 copies after every step."
             )
 
     def leave(self) -> bool:

@@ -76,8 +76,8 @@ class LeftOut:
         self.in_a_row += 1
         if self.in_a_row > MOST_IN_A_ROW:
             raise LossError(
-                f"step {step}: {MOST_IN_A_ROW} batches in a row gave losses or gradients that are not finite. Look at "
-                "the data, or go on from an earlier state with a lower learning rate."
+                f"step {step}: {MOST_IN_A_ROW} batches in a row had losses or gradients that are not finite. Check "
+                "the data, or resume from an earlier state with a lower learning rate."
             )
         text = f"step {step}: the loss or a gradient is not finite. {self._leave_out(step, [self.last[-1]])}"
         self._tell(text)
@@ -101,7 +101,7 @@ class LeftOut:
         """Record that these batches are left out. Return a sentence that names them."""
         self._every += batches
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
-        text = f"The order of the data goes on without {which}."
+        text = f"Training continues without {which}."
         if self._file is not None and self._first:
             lines = [{"epoch": epoch, "first": first, "stop": stop, "step": step} for epoch, first, stop in batches]
             try:

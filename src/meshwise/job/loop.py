@@ -151,8 +151,8 @@ def _prepare(
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     if options.redundancy and KEPT not in os.environ:
         raise UsageError(
-            "--redundancy 1 works only where meshwise run starts the workers, on one machine, since it keeps the "
-            "second copy. Leave --redundancy out, and save often enough with --save-every."
+            "--redundancy 1 works only where meshwise run starts the workers on one machine, because the launcher "
+            "keeps the second copy in its memory. Remove --redundancy, and save often enough with --save-every."
         )
     if folder is not None and session.channel is not None and KEPT in os.environ and log.keep_pending():
         run.last = LastStep(state, plan, session.world, folder, options.redundancy, engine.notify)

@@ -34,7 +34,7 @@ def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
     if on_nan != STOP and needs_closure(optimizer):
         raise UsageError(
             f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, so a step "
-            "cannot be skipped. Leave --on-nan out, or use another optimizer."
+            "cannot be skipped. Remove --on-nan, or use another optimizer."
         )
 
 
@@ -99,7 +99,7 @@ class SkippedSteps:
         self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
         if self.in_a_row > MOST_IN_A_ROW:
             raise LossError(
-                f"step {step}: the gradients of {MOST_IN_A_ROW} steps in a row are not finite. Go on from an earlier "
+                f"step {step}: the gradients of {MOST_IN_A_ROW} steps in a row are not finite. Resume from an earlier "
                 "state with a lower learning rate."
             )
         if self.in_a_row == 1 and collectives.get_rank(collectives.everyone()) == 0:

@@ -32,7 +32,7 @@ LOG_EVERY, CHECK_EVERY = 100, 500
 STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
 AUTO = "auto"
-AUTO_OF_A_SCRIPT = "--plan auto works only in meshwise run of a job. Save a plan with meshwise plan --save FILE."
+AUTO_OF_A_SCRIPT = "--plan auto works only for jobs. For a script, save a plan with meshwise plan --save FILE."
 """The error message for `--plan auto` with a script. For a script, the plan must be a saved one."""
 OF_THE_PLAN = ("accumulate", "precision")
 """Fields of the plan that have an option of their own, besides `--set`."""
@@ -168,15 +168,15 @@ class RunOptions(NodeOptions):
         settle(self, "log_every")
         check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
-            raise UsageError("--devices '' names no device. Use 2xcpu or all, or leave --devices out.")
+            raise UsageError("--devices '' names no device. Use 2xcpu or all, or remove --devices.")
         if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read at once: the run's record keeps the text
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.allow and self.plan != AUTO:
-            raise UsageError("--allow works only with --plan auto: a given plan says what changes. Leave it out.")
+            raise UsageError("--allow works only with --plan auto. Any other plan already says what changes: remove --allow.")
         if self.restarts is not None and self.restarts < 0:
             raise UsageError(f"--restarts {self.restarts}: must be at least 0.")
         if self.restart_on not in (None, "exception"):
-            raise UsageError(f"--restart-on {self.restart_on}: use exception; lost machines always count.")
+            raise UsageError(f"--restart-on {self.restart_on}: use exception. Lost machines need no option.")
         self.hang_seconds()
         for text in self.fault:
             parse_fault(text)
@@ -238,12 +238,12 @@ class RunOptions(NodeOptions):
                 "loader.load_state_dict). Start it again without --resume."
             )
         if job is not None and job != earlier.get("job"):
-            raise UsageError(f"the resumed run belongs to job '{earlier.get('job')}', not '{job}'. Leave the job out.")
+            raise UsageError(f"the resumed run belongs to job '{earlier.get('job')}', not '{job}'. Omit the job.")
         before = tuple(earlier.get("args") or ())
         for text in self.args:
             if text not in before:
                 had = ", ".join(before) or "no arguments"
-                raise UsageError(f"--arg {text}: the resumed run and its state have {had}. Leave --arg out.")
+                raise UsageError(f"--arg {text}: the resumed run was started with {had}. Remove --arg.")
         given = {name: value for name, value, _ in given_options(self) if name != "args"}
         return replace(RunOptions(**_still_valid(earlier, self)), **given)
 

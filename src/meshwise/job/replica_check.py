@@ -100,12 +100,12 @@ def minority(values: Sequence[object]) -> list[int]:
 
 def _sentence(step: int, differ: dict[int, list[str]], replicas: int) -> str:
     ranks = sorted(differ)
-    who = f"{ranks_text(ranks)} {'holds' if len(ranks) == 1 else 'hold'}"
+    who = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'}"
     what = some(sorted({name for names in differ.values() for name in names}))
     if len(ranks) == 1:
         why = "a bit was flipped there, or its device is faulty"
         return f"step {step}: {who} other values than its replicas in {what}: {why}."
     return (
-        f"step {step}: {who} different values in {what}, and {'two' if replicas == 2 else 'no majority of'} replicas "
-        "cannot tell which is right: a bit was flipped, or a device is faulty."
+        f"step {step}: {who} different values in {what}. {'Two replicas' if replicas == 2 else 'Replicas without a majority'} "
+        "cannot tell which value is right: a bit was flipped, or a device is faulty."
     )

@@ -46,7 +46,7 @@ from meshwise.tracking.metrics_log import MetricsLog
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import RankContext
 
-NARROW_WEIGHTS = "safetensors cannot hold complex128: weights.safetensors has complex64, saved states have complex128."
+NARROW_WEIGHTS = "safetensors has no complex128: weights.safetensors stores complex64, saved states store complex128."
 
 
 def make_engine(

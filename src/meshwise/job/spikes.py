@@ -58,7 +58,7 @@ class Spikes:
             if self._high and not was_high:
                 text = (
                     f"the loss is {loss:.4g}, {distance:.0f} standard deviations above the median {median:.4g} of the "
-                    f"{len(self._before)} before it."
+                    f"{len(self._before)} losses before it."
                 )
         self._before.append(loss)
         return text

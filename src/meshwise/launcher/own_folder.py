@@ -39,7 +39,7 @@ def continued(options: RunOptions) -> RunOptions:
     assert options.folder is not None
     folder = Path(options.folder)
     if options.resume is not None:
-        raise UsageError("--folder and --resume both continue an earlier run. Give only one of them.")
+        raise UsageError("--folder and --resume both continue an earlier run. Use only one of these options.")
     facts = run_in(folder, options.job)
     asked = facts.get(ASKED)
     if not facts.get("sessions") or not isinstance(asked, dict):
@@ -82,8 +82,8 @@ def run_in(folder: Path, program: object) -> dict[str, Any]:
         raise UsageError(f"--folder {folder}: the run there belongs to '{there}', not '{word}'. Name another folder.")
     if (folder / names.STOP).exists():
         raise UsageError(
-            f"{folder} was stopped by meshwise stop, so it does not start by itself. Send it again with meshwise "
-            f"submit {folder}, or continue it here: meshwise run --resume {folder}"
+            f"{folder} was stopped by meshwise stop, so it does not restart by itself. Submit it again with meshwise "
+            f"submit {folder}, or continue it on this machine: meshwise run --resume {folder}"
         )
     try:
         if not script:  # which has its states elsewhere

@@ -58,7 +58,7 @@ def ask_for_kind(devices: str | None, place: Place) -> None:
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
             f"--devices {devices}: {place.launcher or 'the launcher'} started {plural(place.tasks_here, 'task')} on "
-            "this machine, which use its first devices. To use others, leave --devices out and set "
+            "this machine, which use its first devices. To use other devices, remove --devices and set "
             f"{VISIBLE}={','.join(map(str, request.indices or ()))}."
         )
     if request.kind == "cpu":
@@ -70,8 +70,8 @@ def check_kind(devices: str | None, world: World) -> None:
     kind = parse_devices(devices or "all").kind
     if kind not in (None, world.kind):
         raise UsageError(
-            f"--devices {devices}: rank {world.rank} runs on {world.device} here. Start it where torch "
-            f"{version('torch')} finds a {kind} device, or leave --devices out."
+            f"--devices {devices}: rank {world.rank} runs on {world.device} here. Start the run where torch "
+            f"{version('torch')} finds a {kind} device, or remove --devices."
         )
 
 
@@ -94,9 +94,9 @@ def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> No
     count = len(request.indices) if request.indices else request.count or 1
     if count not in (1, place.tasks_here):
         raise UsageError(
-            f"--devices {devices} asks for {count}, and {place.launcher or 'the launcher'} started "
-            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all, and each uses one device. Leave "
-            f"--devices out, and start one task for each device (srun --ntasks-per-node={count}){otherwise}."
+            f"--devices {devices} asks for {count} devices, but {place.launcher or 'the launcher'} started "
+            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all. Each task uses one device. Remove "
+            f"--devices, and start one task for each device (srun --ntasks-per-node={count}){otherwise}."
         )
 
 
@@ -105,10 +105,10 @@ def _refuse_contradiction(options: RunOptions, place: Place) -> None:
     if options.nnodes not in (1, place.nodes):
         raise UsageError(
             f"--nnodes {options.nnodes}, but {launcher} started {plural(place.size, 'task')} on "
-            f"{plural(place.nodes, 'machine')}. Leave --nnodes, --node-rank and --rdzv out: {launcher} gives them."
+            f"{plural(place.nodes, 'machine')}. Remove --nnodes, --node-rank and --rdzv: {launcher} sets these."
         )
     if options.node_rank not in (0, place.node):
         raise UsageError(
             f"--node-rank {options.node_rank}, but {launcher} says that this is machine {place.node} of {place.nodes}. "
-            "Leave --node-rank out."
+            "Remove --node-rank."
         )

@@ -31,7 +31,7 @@ from meshwise.spec.units import plural
 from meshwise.workers.failure import Failure, recorded
 from meshwise.workers.kept_memory import KeptMemory
 
-NOT_SAVED = "The run is not started again, since the program saves no state. Call mw.checkpoint with what is trained."
+NOT_SAVED = "The run is not started again, because the program saves no state. Call mw.checkpoint in the program."
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
 OTHERS_OF_PLAN = ("settings", "accumulate", "precision")  # options that change a plan
 _TOLD = (
@@ -126,14 +126,14 @@ class Restarts:
         if self.most == 0:
             return error
         if this is not None and this == self._last:
-            why = f"It is the program's own: rank {failure.rank} failed alike in step {failure.step} of two attempts."
+            why = f"The program itself fails: rank {failure.rank} failed alike in step {failure.step} of two attempts."
             return ended(error, why, FAILED)
         self._last = this
         if self._without_progress >= MOST_WITHOUT_PROGRESS:
             why = f"{MOST_WITHOUT_PROGRESS} attempts in a row made no progress: the run is not started again."
             return ended(error, why, NO_PROGRESS)
         if self.attempt > self.most:
-            left = f"That was attempt {self.attempt} of {self.most + 1}: go on with meshwise run --resume"
+            left = f"That was attempt {self.attempt} of {self.most + 1}. To continue: meshwise run --resume"
             return ended(error, f"{left} {shlex.quote(str(self.folder))}", AGAIN)
         return None
 
@@ -159,7 +159,7 @@ class Restarts:
             self.plan_now = on_devices(plan, devices)
             devices = self.plan_now.devices
         elif not devices:
-            raise PlanError("no device is left to go on with.")
+            raise PlanError("no device is left on which the run could continue.")
         self.plan = plan_to_toml(self.plan_now) if self.plan_now and (self.smaller or self.plan_now != plan) else ""
         return devices
 
@@ -261,7 +261,7 @@ class Restarts:
             try:
                 code = process.wait(timeout=max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                say(f"--on-failure {self.command}: the command still runs, and is not waited for.")
+                say(f"--on-failure {self.command}: the command still runs. meshwise does not wait for it.")
                 continue
             if code:
                 say(f"--on-failure {self.command}: ended with exit code {code}.")
@@ -275,8 +275,8 @@ class Restarts:
         if fault.attempt > self.attempt:
             return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
         if fault.kind.endswith("checkpoint"):
-            return f"there was none when rank {fault.rank} came, if it did, to {fault.phase} of step {fault.step}"
-        return f"rank {fault.rank} reached no {fault.phase} of step {fault.step} there"
+            return f"no checkpoint existed when rank {fault.rank} came, if it did, to {fault.phase} of step {fault.step}"
+        return f"rank {fault.rank} did not come to {fault.phase} of step {fault.step} in that attempt"
 
     def happened(self) -> list[Mapping[str, Any]]:
         """Return the records of injected faults that have happened in the run."""
@@ -297,7 +297,7 @@ def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
     if len(last) == MOST_WITHOUT_PROGRESS and all(one.get("from_step", 0) == here for one in last):
         raise WorkerFailed(
             f"{MOST_WITHOUT_PROGRESS} attempts in a row made no progress after step {here}, so the run is not started "
-            f"again. Look at meshwise logs {folder.name}, then send it again: meshwise submit {folder}",
+            f"again. Look at meshwise logs {folder.name}, then submit it again: meshwise submit {folder}",
             rank=None,
             exit_code=NO_PROGRESS,
         )

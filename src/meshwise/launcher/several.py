@@ -163,8 +163,8 @@ class Several:
         members += self.machines.joiners()
         if len(members) < restarts.min_nodes:
             raise PlanError(
-                f"Left: {plural(len(members), 'machine')} of {len(self.nodes.members)}, and --min-nodes is "
-                f"{restarts.min_nodes}: start the run again."
+                f"Only {plural(len(members), 'machine')} of {len(self.nodes.members)} left, but --min-nodes is "
+                f"{restarts.min_nodes}. Start the run again."
             )
         left = sum(member.size for member in members)
         used = restarts.fit(left)
@@ -189,7 +189,7 @@ class Several:
                 look()
                 time.sleep(0.1)
         if not names.claim_session(restarts.folder, restarts.number + 1):
-            raise _NotHere(f"The run goes on without this machine: others have begun attempt {restarts.number + 1}.")
+            raise _NotHere(f"The run goes on without this machine: other machines began attempt {restarts.number + 1}.")
 
     def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member]) -> Nodes:
         """Begin the attempt that this machine has claimed, and announce it to the other machines."""

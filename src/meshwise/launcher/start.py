@@ -101,7 +101,7 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
     began: when the command began, in seconds since 1970.
     """
     if options.min_nodes is not None and not 1 <= options.min_nodes <= options.nnodes:
-        raise UsageError(f"--min-nodes {options.min_nodes}: must be from 1 to --nnodes, {options.nnodes}.")
+        raise UsageError(f"--min-nodes {options.min_nodes}: must be from 1 to --nnodes ({options.nnodes}).")
     several = options.nnodes != 1 or options.node_rank or options.rdzv
     slots = worker_slots(options)
     asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
@@ -143,7 +143,7 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
     for name in ("restarts", "restart_on", "on_failure"):
         if getattr(options, name):
             raise UsageError(
-                f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there. Leave this option out, and "
+                f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there. Remove this option, and "
                 "start the command again with --resume RUN if its exit code is 85."
             )
 

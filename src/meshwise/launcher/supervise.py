@@ -45,8 +45,8 @@ from meshwise.workers.launch import launch
 from meshwise.workers.listeners import Listeners
 
 WITHOUT_RECORDS = (
-    "The run {ended}, but its folder {folder} was removed or moved meanwhile: what it would have recorded and saved "
-    "there is lost."
+    "The run {ended}, but its folder {folder} was removed or moved meanwhile. The records and states that "
+    "the run would have written there are lost."
 )
 STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
 """Signals that stop all ranks after the same step."""
@@ -119,7 +119,7 @@ class Viewer:
             self._looked, self._lost = time.monotonic(), is_lost(folder)
             if self._lost:
                 self._view.print(
-                    f"{folder} was removed or moved: the run goes on, and keeps no more records or states."
+                    f"{folder} was removed or moved. The run continues, but writes no records or states."
                 )
 
     def stops(self, where: str = "", saves: bool = False) -> None:

@@ -51,7 +51,7 @@ def explain(
         if found is not None:
             error.smaller_plan = (plan_to_toml(found[0]), found[1])  # type: ignore[attr-defined]
     if full:
-        advice = f"What would need less: {found[1]}" if found else "Use a smaller --batch-size or more devices"
+        advice = f"A plan that needs less: {found[1]}" if found else "Use a smaller --batch-size or more devices"
         error.add_note(_memory_text(world.device, advice))
 
 
@@ -66,7 +66,7 @@ def explain_in_script(error: BaseException, world: World, plan: Plan, models: Se
     advice = advised("Use smaller batches and {accumulate}, or more devices", current().program)
     if found is not None:
         settings = " ".join(f"--set {setting}" for setting in setting_texts(found[0]))
-        advice = f"What would need less, with the same numbers: {found[1]}. Write meshwise run {settings}"
+        advice = f"A plan that needs less, with the same numbers: {found[1]}. Write meshwise run {settings}"
     error.add_note(_memory_text(world.device, advice))
 
 

@@ -35,14 +35,14 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
         if asked is not None and fit_to_world(asked, world, engine.notify) != program.plan:
             raise UsageError(
                 f"mw.distribute was called before with {program.plan}, and now with {asked}. A script has one plan: "
-                "give plan= in the first call only, or wrap each training in mw.session()."
+                "pass plan= in the first call only, or wrap each training in mw.session()."
             )
         return program.plan
     of_run = plan_of_run(world)
     if asked is not None and of_run is not None and asked != of_run:
         raise UsageError(
-            f"the script gives mw.distribute {asked}, but the run was started with {of_run}. Leave out plan= in the "
-            "script, or the plan in the command line."
+            f"the script passes {asked} to mw.distribute, but the run was started with {of_run}. Remove plan= "
+            "from the script, or the plan from the command line."
         )
     plan = fit_to_world(asked or of_run or Plan(data=world.size), world, engine.notify)
     if engine.watcher is not None:
@@ -50,7 +50,7 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     if plan.within_samples * engine.world.size != world.size or plan.shares != engine.world.shares:
         sizes = " ".join(f"--set {setting}" for setting in setting_texts(plan))
         raise PlanError(
-            f"mw.distribute was given {plan}, which decides the samples of each rank, so it must be known when the "
+            f"mw.distribute was passed {plan}, which decides the samples of each rank. This must be known when the "
             f"program begins. Start the run with {sizes}, or with {PLAN_FILE}=plan.toml in the environment."
         )
     program.plan = plan
@@ -69,7 +69,7 @@ def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Pla
     On one device, the mesh axes of the plan are removed, so that `python script.py` runs.
     """
     if world.size == 1 and plan.devices > 1:
-        notify(f"one device: the axes of {plan}, and what needs them, are left out.")
+        notify(f"there is one device, so the axes of {plan} are ignored.")
         plan = on_one_device(plan)
     check_devices(plan, world.size)
     check_for_scripts(plan)

@@ -90,7 +90,7 @@ def read_site(path: Path) -> Site:
     """Read the default settings of a cluster from a file. Raises UsageError if the file is unreadable or invalid."""
     try:
         if not path.is_file():
-            raise UsageError(f"--site {path} does not exist. `meshwise submit --help` says what a site file holds.")
+            raise UsageError(f"--site {path} does not exist. `meshwise submit --help` lists the keys of a site file.")
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--site {path} cannot be read ({error.strerror}).") from None
@@ -110,11 +110,11 @@ def _checked(path: Path, key: str, value: Any, kind: type) -> Any:
     if kind is tuple and isinstance(value, list) and all(isinstance(each, str) for each in value):
         value = tuple(value)
     if type(value) is not kind:
-        shape = {str: "text in quotes", int: "a whole number", tuple: "a list of texts"}[kind]
+        shape = {str: "a string in quotes", int: "a whole number", tuple: "a list of strings"}[kind]
         raise UsageError(f"{path}: {key} = {value!r} must be {shape}.")
     for text in value if isinstance(value, tuple) else [value]:
         if isinstance(text, str) and any(ord(letter) < 32 or letter == "\x7f" for letter in text):
-            raise UsageError(f"{path}: {key}: {text!r} has a line break or a control character. Write one line each.")
+            raise UsageError(f"{path}: {key}: {text!r} has a line break or a control character. Remove it.")
     if isinstance(value, int) and value < 0:
         raise UsageError(f"{path}: {key} = {value} must be 0 or more.")
     return value
@@ -132,4 +132,4 @@ def _check(site: Site, path: Path) -> None:
             raise UsageError(f"{path}: secrets must be names of environment variables, never their values.")
     for option in site.options:
         if not option.startswith("-"):
-            raise UsageError(f"{path}: options: '{option}' is not for sbatch. Write it as \"--constraint=ib\".")
+            raise UsageError(f"{path}: options: '{option}' must begin with a hyphen. Write for example \"--constraint=ib\".")

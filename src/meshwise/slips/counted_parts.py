@@ -26,7 +26,7 @@ from meshwise.slips.user_source import Source, adds, bare, given, inside, loop_a
 from meshwise.spec.user_code import user_frame
 
 RUNNING = (
-    "{place}: {name} adds up losses times this rank's part of each batch, and nothing adds it up over the ranks. {name} "
+    "{place}: {name} adds up losses times this rank's part of each batch, but nothing adds it up over the ranks: it "
     "differs from the mean on one device. Count all samples, n = mw.sum(len(x)), and add up what mw.backward returns."
 )
 BUFFER = (

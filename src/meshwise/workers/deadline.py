@@ -103,7 +103,7 @@ def _leaving(left: float) -> float:
 def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
     step, measured = seconds_text(gate.longest_step), "" if gate.longest_save else ", none of which was measured"
     reckoned = f"a step ({step}) and {SAVES} saves ({seconds_text(saves)}{measured})" if saves else f"a step ({step})"
-    print(f"{seconds_text(max(left, 0.0))} left of {of}, {reckoned} to come: stops", file=sys.stderr, flush=True)
+    print(f"{seconds_text(max(left, 0.0))} left of {of}, {reckoned} to come: stopping", file=sys.stderr, flush=True)
 
 
 def seconds_needed(gate: StepGate, guess: float) -> float:

@@ -19,8 +19,8 @@ from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
 INTERVAL = 0.25  # seconds between two looks
 GRACE = 1.0  # seconds in which a rank that diverged because it raised says so: its error is told instead
 ADVICE = (
-    "Every rank must make the same calls in the same order: look for what depends on the rank, on its own batches, "
-    "loss or metric alone, or on time."
+    "Every rank must make the same calls in the same order. Look for code that depends on the rank, on the rank's "
+    "own batches, loss or metric, or on time."
 )
 
 

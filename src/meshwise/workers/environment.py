@@ -66,8 +66,8 @@ def refuse_few_files(workers: int) -> None:
     least = FILES + FILES_OF_WORKER * workers
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else least
     if 0 <= limit < least:
-        opens = f"{plural(workers, 'worker')} and what starts them open {least} files or more"
-        text = f"{opens}, and the limit is {limit}. Raise the limit with ulimit -n 4096."
+        opens = f"{plural(workers, 'worker')} and their launcher open at least {least} files"
+        text = f"{opens}, but the limit is {limit}. Raise the limit with ulimit -n 4096."
         raise WorkerFailed(text, exit_code=UsageError.exit_code)
 
 

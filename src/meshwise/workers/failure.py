@@ -19,8 +19,8 @@ from meshwise.spec.user_code import OURS, is_users, name_line, raised_at
 from meshwise.spec.words import error_text, readable, text_of
 from meshwise.workers import loader_failure, sudden_end
 
-MORE_MEMORY = "Let the ranks of this machine use less, or give them more memory."
-LINK = "The ranks lost their connections to each other, though all are running: look at the link between them."
+MORE_MEMORY = "Reduce the memory that the ranks of this machine use, or give them more memory."
+LINK = "The ranks lost their connections to each other, but all ranks still run. Check the network between them."
 MOST_FRAMES = 20
 """The largest number of frames shown of a traceback: half from the beginning, half from the end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}

@@ -262,9 +262,9 @@ class HangWatch:
         return went_on
 
     def _ended(self, seconds: float, limit: float) -> str:
-        longer = "" if seconds > limit else " --hang-limit 10min waits longer."
+        longer = "" if seconds > limit else " To wait longer, use --hang-limit 10min."
         if self._idleness is not None:
-            longer = " Every rank must call the same, in the same order: look for what depends on the rank."
+            longer = " Every rank must make the same calls in the same order. Look for code that depends on the rank."
         return f"Ended after {seconds:.0f} s without progress.{longer}"
 
     def _stands(self, rank: int, pid: int | None) -> str:
@@ -286,11 +286,11 @@ class HangWatch:
             inside = f"{ranks_text(stall.ranks)} {verb} in {_named(stall.collective)}"
             away = sorted(_members(stall.collective) - beats.keys())
             why = f"for which {ranks_text(away)} of another machine may be missing" if away else "and it does not end"
-            look = "look at the link between them"
+            look = "check the network between the ranks"
             if self._idleness is not None and not away:
-                look = f"or some rank has called one that others have not. {'; '.join(what).capitalize()}"
+                look = f"perhaps a rank makes a call that others do not. {'; '.join(what).capitalize()}"
             elif not away and len(set(where.values())) > 1 and not beats[stall.ranks[0]].ours:
-                look += f", or whether some rank calls its model alone. {'; '.join(what).capitalize()}"
+                look += f", and whether some rank calls its model alone. {'; '.join(what).capitalize()}"
             return f"No progress for {seconds:.1f} s{step}: {inside}, {why}: {look}."
         told = f"No progress for {seconds:.1f} s{step}: {'; '.join(what)}"
         if stall.waiting:
@@ -337,7 +337,7 @@ def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int])
 
 def _not_started(ranks: Sequence[int], seconds: float, server: int) -> str:
     verb = "has" if len(ranks) == 1 else "have"
-    does = STATES.get(state_of(server), "still imports what they need").replace("PID", str(server))
+    does = STATES.get(state_of(server), "still imports the modules that they need").replace("PID", str(server))
     start = f"{ranks_text(ranks)} {verb} not started for {seconds:.1f} s"
     return f"{start}: process {server}, which starts them, {does}."
 

@@ -62,20 +62,20 @@ def hint(error: BaseException) -> str:
             "the output of the model in the loss: output[mask].sum() / max(n, 1), or loss + 0 * output.sum()."
         )
     if _FORKED_LOADER in text and "DataLoader worker" in text:
-        return "DataLoader workers are forked: return CPU tensors, or give it multiprocessing_context='spawn'."
+        return "DataLoader workers are forked: return CPU tensors, or set its multiprocessing_context='spawn'."
     if found := _NO_DEVICE.search(text):
         kind = next(filter(None, found.groups()), "such")
         return (
-            f"There is no {kind} device here. Leave .cuda() and .to('cuda') out: mw.distribute puts the model, and its "
+            f"This machine has no {kind} device. Remove .cuda() and .to('cuda'): mw.distribute puts the model, and its "
             "loaders their batches, on the device of each worker. Make your own tensors on x.device."
         )
     if _NO_SUCH_INDEX in text:
-        return "A worker sees only its own device. Leave the index out: .to('cuda'), or x.device."
+        return "A worker sees only its own device. Remove the device index: write .to('cuda') or .to(x.device)."
     if isinstance(error, TypeError | AttributeError) and _is_swapped(error, text):
         return "mw.distribute returns things in the order of its arguments: compare the names on the left side."
     loss = [f.f_locals["loss"] for f in _frames(error) if (f.f_globals.get("__name__"), f.f_code.co_name) == BACKWARD]
     if loss and not isinstance(loss[0], Tensor):
-        return f"mw.backward takes the loss, a tensor of one number, and was given this: {type(loss[0]).__name__}."
+        return f"mw.backward takes the loss, a tensor of one number, but was passed a {type(loss[0]).__name__}."
     return ""
 
 

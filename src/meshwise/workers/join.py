@@ -138,7 +138,7 @@ def _see_one_gpu(local_rank: int) -> None:
     if count < 2:  # none, or one that whoever started this process has chosen
         return
     if local_rank >= count:
-        raise UsageError(f"local rank {local_rank} has no GPU, as torch sees only {count}. Start fewer processes.")
+        raise UsageError(f"local rank {local_rank} has no GPU, because torch sees only {count}. Start fewer processes.")
     if not torch.cuda.is_initialized():
         os.environ[VISIBLE] = visible(local_rank)
 
@@ -176,8 +176,8 @@ def _refuse_without_rank_0(world: World) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UsageError(
-            f"RANK={world.rank} and WORLD_SIZE={world.size} are set, and {' and '.join(missing)} not, so rank 0 cannot "
-            "be found. Start all ranks with meshwise run, torchrun or srun; for one process, unset RANK and WORLD_SIZE."
+            f"RANK={world.rank} and WORLD_SIZE={world.size} are set without {' and '.join(missing)}, so rank 0 cannot "
+            "be found. Start all ranks with meshwise run, torchrun or srun. For one process, unset RANK and WORLD_SIZE."
         )
 
 

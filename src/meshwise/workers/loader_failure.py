@@ -24,7 +24,7 @@ _CAUGHT = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal
 _FRAMES = re.compile(r"^Traceback \(most recent call last\):\n((?:  .*\n)+)", re.MULTILINE)
 _FRAME = re.compile(r'^(?=  File ")', re.MULTILINE)
 _MEMORY = "Use fewer loader workers or smaller batches, which need less memory."
-_SHARED = "Give them more shared memory (/dev/shm; docker run --shm-size), or let fewer of them run."
+_SHARED = "Give the loader workers more shared memory (/dev/shm; docker run --shm-size), or use fewer of them."
 _WITHOUT = "Run without loader workers (num_workers=0, loader_workers=0) to see where it fails."
 
 

@@ -35,8 +35,8 @@ class LoggedValues:
         shown = " and ".join(f"{of[names[0]]:.6g} on rank {at}" for at, of in sorted([(other, first), (rank, values)]))
         more = f" ({', '.join(names[1:])} too)" if names[1:] else ""
         return (
-            f"{where}: mw.log gets {names[0]} {shown}{more}, and keeps rank 0's: something in it counts this rank's "
-            "samples alone. Log what mw.backward returns, or mw.sum(total) / mw.sum(count)."
+            f"{where}: mw.log gets {names[0]} {shown}{more}, but writes only rank 0's. It depends on the rank's own "
+            "samples. Log what mw.backward returns, or mw.sum(total) / mw.sum(count)."
         )
 
 

@@ -109,11 +109,11 @@ class Machines:
             waits, stranger = self._meeting.try_get("begins") is None, self._store.door.stranger
             if self._meeting.error is not None or (waits and time.monotonic() > until):
                 raise WorkerFailed(
-                    f"not all {self.nnodes} machines came within {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "
+                    f"not all {self.nnodes} machines connected in {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "
                     "with its --node-rank."
                     + (f" The machine at {stranger} does not know the secret: {SET_ONE}." if stranger else "")
                     if self._meeting.error is None
-                    else "the machine where the others meet cannot be reached any more, or the run has ended."
+                    else "the machine that leads the run cannot be reached any more, or the run has ended."
                 )
 
         while self.leads and any(self._machine(node) is None for node in range(self.nnodes)):
@@ -149,7 +149,7 @@ class Machines:
         for name, value in theirs.items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
                 raise UsageError(
-                    f"the run uses {name} {value}, and this machine was started with {own}. Use the same command on "
+                    f"the run uses {name} {value}, but this machine was started with {own}. Use the same command on "
                     "every machine, except for --node-rank and --devices."
                 )
         say("the run is under way: this machine joins it after the next step that is saved.")

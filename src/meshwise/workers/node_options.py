@@ -55,7 +55,7 @@ class NodeOptions:
         if not host or not port.isdigit():
             raise UsageError(
                 f"--rdzv {self.rdzv or 'is missing'}: give the address of machine 0, the same on every machine, for "
-                "instance --rdzv node0:29500."
+                "example --rdzv node0:29500."
             )
         machines = joined((host, int(port)), self.node_rank, self.nnodes, local_size)
         machines.meet(asked, say)
@@ -77,7 +77,7 @@ def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) ->
         store = Store(secret.value, port, listens, host)
     except OSError as error:
         secret.remove_made()
-        raise UsageError(f"{where} cannot be used to meet ({error.strerror}). Is the port free here?") from None
+        raise UsageError(f"the machines cannot meet at {where} ({error.strerror}). Is the port free here?") from None
     began, limit = time.monotonic(), RENDEZVOUS_TIMEOUT.total_seconds()
 
     def connect() -> Exchanges:

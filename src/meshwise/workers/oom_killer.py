@@ -49,15 +49,15 @@ def evidence(
     """
     if found := re.search(rf"Killed process {pid} \(.*", _log(log)):
         held = re.search(r"anon-rss:(\d+)kB", found[0])
-        return f"it held {bytes_text(int(held[1]) * 1024)}" if held else "as the kernel's log says"
+        return f"it used {bytes_text(int(held[1]) * 1024)}" if held else "as the kernel's log says"
     now = kills(root, own, statistics)
     if before.group is not None and now.group is not None and now.group > before.group:
         limit = min(_limits(root, own), default=None)
         allowed = "" if limit is None else f" of {bytes_text(limit)}"
-        return f"in its control group{allowed} it has killed {now.group - before.group} since the run began"
+        return f"{now.group - before.group} killed in its control group{allowed} since the run began"
     if before.machine is None or now.machine is None:
         return None
-    return "" if now.machine == before.machine else f"it has killed {now.machine - before.machine} since the run began"
+    return "" if now.machine == before.machine else f"{now.machine - before.machine} killed here since the run began"
 
 
 def _events(root: Path, own: Path) -> list[Path]:

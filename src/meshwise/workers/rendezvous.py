@@ -143,7 +143,7 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
         return True
 
     if secret.why:
-        print(f"{secret.path} {secret.why}: it is not used.", file=sys.stderr, flush=True)
+        print(f"{secret.path} {secret.why}, so this file is not used.", file=sys.stderr, flush=True)
     server = _listening(place)
     with contextlib.suppress(OSError):  # a file that cannot be written: the ports that follow from the key are left
         secret.tell(port=server.getsockname()[1], addresses=_addresses(place))
@@ -180,18 +180,18 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
     if made:
         secret.remove()
     raise UsageError(
-        f"rank {place.rank} of {place.size} did not find rank 0 within {waited:.0f} s: {tried}. Check that rank 0 has "
-        f"started. Then start all in a folder that the machines share, {SET_ONE}, or set MASTER_ADDR and MASTER_PORT."
+        f"rank {place.rank} of {place.size} did not find rank 0 within {waited:.0f} s: {tried}. Check that rank 0 "
+        f"runs. Then start every rank in a folder that machines share, {SET_ONE}, or set MASTER_ADDR and MASTER_PORT."
     )
 
 
 def _tried(place: Place, secret: Secret, stranger: str) -> str:
     """Return a text on where rank 0 was looked for."""
-    host = place.hosts[0] if place.hosts else "no host that is known"
+    host = place.hosts[0] if place.hosts else "any known host"
     ports = ", ".join(map(str, _ports(place.key)))
     file = f"{secret.path} ({secret.why})" if secret.why else secret.path
     strange = f"; the process at {stranger} does not know the secret of this run" if stranger else ""
-    return f"no answer by {file}, nor at {host}, ports {ports}{strange}"
+    return f"no answer through {file}, nor from {host}, ports {ports}{strange}"
 
 
 def _listening(place: Place) -> socket.socket:

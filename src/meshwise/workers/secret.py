@@ -109,7 +109,7 @@ def _of_file(name: str, path: Path) -> Secret:
             time.sleep(0.02)
     except OSError as error:
         raise UsageError(_refused(path, _why(error, path))) from None
-    raise UsageError(_refused(path, "has no secret in it"))
+    raise UsageError(_refused(path, "contains no secret"))
 
 
 def _of(secret: bytes, name: str) -> bytes:
@@ -143,16 +143,16 @@ def _opened(path: Path, flags: int) -> int:
 def not_private(facts: os.stat_result) -> str:
     """Return why an open file is not private to this user. An empty string if it is."""
     if not stat.S_ISREG(facts.st_mode):
-        return "is no file"
+        return "is not a regular file"
     if facts.st_uid != os.geteuid():
         return _foreign(facts.st_uid)
     if facts.st_mode & 0o077:
-        return f"can be read by others: its mode is {stat.S_IMODE(facts.st_mode):o}, and not 600"
-    return "has another name too" if facts.st_nlink > 1 else ""
+        return f"can be read by others: its mode is {stat.S_IMODE(facts.st_mode):o}, not 600"
+    return "has a second hard link" if facts.st_nlink > 1 else ""
 
 
 def _foreign(owner: int) -> str:
-    return f"belongs to user {owner}, and this process to user {os.geteuid()}"
+    return f"belongs to user {owner}, but this process to user {os.geteuid()}"
 
 
 def _why(error: OSError, path: Path) -> str:
@@ -165,4 +165,4 @@ def _why(error: OSError, path: Path) -> str:
 
 
 def _refused(path: Path, why: str) -> str:
-    return f"{path} {why}, so its secret is not used. Remove it, start in another folder, or {SET_ONE}."
+    return f"{path} {why}, so its secret is not used. Remove the file, start in another folder, or {SET_ONE}."

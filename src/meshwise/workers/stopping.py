@@ -130,7 +130,7 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
             if store.compare_set(STOP, "", mine).decode() == mine:
                 _say(number, gate)
     if not gate.reached.wait(PATIENCE):  # it may never come to a step again
-        what = f"stopped by {stop_text(number)}: rank {world.rank} reached no further step in {seconds_text(PATIENCE)}"
+        what = f"stopped by {stop_text(number)}: rank {world.rank} did not get to a step in {seconds_text(PATIENCE)}"
         print(f"{what} and is ended.", file=sys.stderr, flush=True)
         os._exit(code_of_stop(number))
 

@@ -24,7 +24,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 STATES = {
     "T": "is stopped (kill -CONT PID lets it go on)",
     "t": "is stopped by a debugger",
-    "D": "is in uninterruptible sleep, as one that waits for a disk or a network file system is",
+    "D": "is in uninterruptible sleep (it may wait for a disk or a network file system)",
     "Z": "has ended",
 }
 """The states of a process in which Python cannot answer, by their letter in /proc."""
@@ -50,7 +50,7 @@ class Standing:
         `stands at train.py:31 in load`."""
         if self.state:
             return self.state.replace("PID", str(self.pid))
-        return f"stands at {self.place}" if self.place else "does not say where its Python stands"
+        return f"stands at {self.place}" if self.place else "does not report where its Python code is"
 
 
 def standing(pid: int, stack: Path) -> Standing:

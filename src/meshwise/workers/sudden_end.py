@@ -18,8 +18,8 @@ from typing import Any
 from meshwise.spec.user_code import OURS, user_place
 
 OF_COMMAND = (
-    "{call} ended the command before it was done. Return from what meshwise calls, or raise an exception, and read a "
-    "command line under `if __name__ == '__main__':`."
+    "{call} ended the command too early. Return from the function that meshwise calls, or raise an exception. Parse "
+    "the command line under `if __name__ == '__main__':`."
 )
 OF_RANK = "{call} ended the process before its work was done. Return, or raise an exception, instead."
 

@@ -123,6 +123,6 @@ class WrittenFiles:
         what = f"TensorBoard events into {shown}" if events else str(shown)
         ranks = " and ".join(map(str, sorted(writers)))
         return (
-            f"{where}: ranks {ranks} each write {what}, where one device writes once. "
+            f"{where}: ranks {ranks} each write {what}, but one device writes once. "
             "Write under `if mw.is_main():`, or with mw.save."
         )

@@ -79,7 +79,7 @@ class Place:
         parts.append(each if devices % count == 0 else f"{plural(count, 'node')}, {plural(devices, 'device')}")
         parts += [f"attempt {self.attempt}"] if self.attempt else []
         if len(self.hosts) > count:
-            parts.append(f"{len(self.hosts) - count} more of its nodes idle: start it with srun --ntasks-per-node=1")
+            parts.append(f"{len(self.hosts) - count} more nodes are idle: start the run with srun --ntasks-per-node=1")
         return ", ".join(parts)
 
 

@@ -32,7 +32,7 @@ def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | 
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
     if number(environment, STEPS, 1) > 1 and (missing := [name for name in OF_STEPS if name not in environment]):
         raise UsageError(
-            f"{STEPS} is set, but {' and '.join(missing)} not. Start the program with srun, or unset {STEPS}."
+            f"{STEPS} is set without {' and '.join(missing)}. Start the program with srun, or unset {STEPS}."
         )
     if number(environment, STEPS, 1) < 2 or not in_step(environment, proc):
         hosts: tuple[str, ...] = ()
