@@ -111,7 +111,7 @@ EXCEPTION = ("--restart-on=exception",)
 OLDER = "12 is not used"
 DISK = ("--redundancy=0",)  # with a state in memory no checkpoint is read
 NO_STATE = ("--redundancy=0", "--save-every=1000")
-GONE = "removed or moved: the run goes on … epoch 2/2, step 20 … : the run folder was removed or moved."
+GONE = "removed or moved. The run continues … epoch 2/2, step 20 … : the run folder was removed or moved."
 SERVER = "which starts the ranks"
 OWN_LOOPS = ("data", "shard", "zero1", "data × shard", "tensor")  # the plans of scripts
 ROWS = (

@@ -93,7 +93,7 @@ SENTENCES = {
     "mine.py:job --plan mark.toml": "mark.toml: a plan has no field 'shards'. Did you mean 'shard'?",
     "mine.py:job --precision bf16 --set precision=fp32": "precision is set twice, by --precision bf16 and by --set",
     "mnist-mlp --data nowhere": "DataError",
-    "mine.py:job --devices ''": "--devices '' names no device. Use 2xcpu or all, or leave --devices out.",
+    "mine.py:job --devices ''": "--devices '' names no device. Use 2xcpu or all, or remove --devices.",
     "mine.py:job --nnodes 0": "--nnodes 0: a run needs at least one machine",
     "--json mine.py": "--json works only for jobs, and mine.py is a script. Use meshwise report --json.",
     "--resume nowhere": "nowhere is not a run folder",

@@ -103,12 +103,12 @@ def test_what_it_cannot_do_is_refused(given: dict[str, object], says: str) -> No
 
 def test_a_script_is_refused_before_it_is_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise AssertionError('it was run')\n")
-    with pytest.raises(UsageError, match="--plan auto works only in meshwise run of a job"):
+    with pytest.raises(UsageError, match="--plan auto works only for jobs, not for scripts"):
         mw.run(str(tmp_path / "train.py"), devices="1xcpu", plan="auto")
 
 
 def test_a_plan_that_is_not_of_a_run_says_where_auto_is() -> None:
-    with pytest.raises(UsageError, match="--plan auto works only in meshwise run of a job"):
+    with pytest.raises(UsageError, match="--plan auto works only for jobs, not for scripts"):
         RunOptions(plan="auto").plan_on(2)
 
 

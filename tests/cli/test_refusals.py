@@ -181,7 +181,7 @@ SAID = {
     (OF_SCRIPT, "step 5"): "all 2 ranks failed: TypeError: ",
     (OF_SCRIPT, "by hand"): "Write mw.backward(loss) instead of loss.backward()",
     (OF_SCRIPT, "one rank 5"): "rank 1 of 2 failed: ValueError: a fault",
-    (OF_SCRIPT, "killed 5"): "Call mw.checkpoint with what is trained",
+    (OF_SCRIPT, "killed 5"): "Call mw.checkpoint in the program",
     (OF_SCRIPT, "nan 8"): "not finite",
     (OF_SCRIPT, "diverged 5"): "Ranks diverged: ",
     (OF_SCRIPT, "evaluation"): "weight='all'",

@@ -640,7 +640,7 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
     assert pool(2).run(case, mw.Plan(shard=2), str(file)) == want
     assert pool(2).run(case, None, None) == [("Parameter", "Plan(data=2)")] * 2
     for given, named, words in (
-        (mw.Plan(data=2), str(file), "Leave out plan= in the script"),
+        (mw.Plan(data=2), str(file), "Remove plan= from the script"),
         ("none.toml", None, "no plan can be read"),
         (mw.Plan(shard=4), None, "needs 4 devices; this run has 2"),
         (mw.Plan(data=2, accumulate=2), None, "with mw.accumulate()"),
@@ -727,7 +727,7 @@ def test_one_device_alone_runs_a_plan_of_several_without_its_axes(capsys: pytest
     model = mw.distribute(net(torch.float32), plan=mw.Plan(shard=4, precision="fp64", recompute="full"))
     assert str(default_engine().program.plan) == "Plan(data=1, precision='fp64', recompute='full')"
     assert next(model.parameters()).dtype == torch.float64
-    assert "and what needs them, are left out" in capsys.readouterr().err
+    assert "and techniques that need several devices, are ignored" in capsys.readouterr().err
     end_sessions()
 
 

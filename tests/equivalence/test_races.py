@@ -222,8 +222,8 @@ def test_what_is_wrong_with_an_exchange_is_said_with_its_line(quiet: None) -> No
         dist.isend(y)
     said = [race.partition(" at ")[0] + ":" + race.rpartition(":")[2] for race in found.races]
     assert said == [
-        "all_reduce: its buffer was written before it had ended",
-        "isend: what it sends was changed before it had ended",
+        "all_reduce: its buffer was written before the exchange ended",
+        "isend: its data was changed before the exchange ended",
         "isend: the program never waited for it",
     ]
     assert "test_races.py" in found.races[0]

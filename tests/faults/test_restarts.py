@@ -52,7 +52,7 @@ def test_what_was_lost_is_counted_from_what_all_ranks_had_done(restarts: Restart
 def test_a_program_that_saves_no_state_is_told_what_would_have_gone_on(tmp_path: Path) -> None:
     ends = Restarts(tmp_path, most=3, resumable=False).after(failed("killed"))
     assert ends is not None and ends.exit_code == 1
-    assert str(ends).endswith("saves no state. Call mw.checkpoint with what is trained.")
+    assert str(ends).endswith("saves no state. Call mw.checkpoint in the program.")
 
 
 @pytest.mark.parametrize("resumable", [False, True])
@@ -66,7 +66,7 @@ def test_the_same_failure_twice_in_the_same_step_is_the_programs(restarts: Resta
     assert restarts.after(failed(rank=0, step=5, done=4)) is None
     ended = restarts.after(failed(rank=0, step=5, done=4))
     assert ended is not None and ended.exit_code == 1
-    assert str(ended) == "rank 1 was killed.\nIt is the program's own: rank 0 failed alike in step 5 of two attempts."
+    assert str(ended) == "rank 1 was killed.\nThe program itself fails: rank 0 failed alike in step 5 of two attempts."
 
 
 def test_three_attempts_without_a_step_of_progress_are_enough(restarts: Restarts) -> None:
@@ -83,7 +83,7 @@ def test_when_no_restart_is_left_the_exit_code_asks_for_another_command(restarts
         restarts.next()
     ended = restarts.after(failed(step=5, done=4))
     assert ended is not None and ended.exit_code == 85
-    assert str(ended).endswith(f"That was attempt 4 of 4: go on with meshwise run --resume {restarts.folder}")
+    assert str(ended).endswith(f"That was attempt 4 of 4. To continue: meshwise run --resume {restarts.folder}")
 
 
 def test_it_says_where_the_next_attempt_begins(restarts: Restarts) -> None:

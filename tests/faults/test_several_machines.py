@@ -70,7 +70,7 @@ def test_with_fewer_machines_than_asked_for_the_run_is_left_to_who_started_it(tm
     two.kill(1)
     assert two.runs[0].wait() == 85, two.shown
     said = " ".join(two.runs[0].output.split())
-    assert "Left: 1 machine of 2, and --min-nodes is 2" in said and "attempt 2" not in said
+    assert "Only 1 machine of 2 remained, but --min-nodes is 2" in said and "attempt 2" not in said
     (session,) = names.read_run(run_folder(tmp_path))["sessions"]
     assert session["status"] == "failed" and session["reason"].startswith("machine 1 of 2 (rank 1) is lost")
 

@@ -95,7 +95,7 @@ def test_every_step_is_kept_where_that_is_asked_for(kept: Path) -> None:
     last.keep()
     trained(last, state, 15)
     assert steps_in(kept) == [14, 15]
-    assert said == ["each step copies 512 B a rank of the state to the host's memory, 1.0 KiB in all."]
+    assert said == ["each step copies the state to the host's memory: 512 B a rank, 1.0 KiB in all."]
 
 
 def test_it_is_kept_as_often_as_costs_one_percent(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_it_is_kept_as_often_as_costs_one_percent(kept: Path, monkeypatch: pytes
     last.keep()
     trained(last, state, 210)
     assert said == [
-        "the state is kept in memory every 100 steps, since a copy costs 100.0 % of a step: a lost worker costs the "
-        "steps since then. --redundancy 1 keeps every step."
+        "the state is copied to memory every 100 steps, as a copy takes 100.0 % of a step. A lost worker costs the "
+        "steps since the last copy. --redundancy 1 copies after every step."
     ]
     assert steps_in(kept) == [100, 200]
 
@@ -119,7 +119,7 @@ def test_it_is_not_kept_where_memory_is_short(kept: Path, monkeypatch: pytest.Mo
     last.keep()
     trained(last, state, 15)
     assert steps_in(kept) == []
-    assert len(said) == 1 and "1.0 KiB of 1000 B that are free" in said[0]
+    assert len(said) == 1 and "1.0 KiB of 1000 B free memory" in said[0]
     assert last.leave() and steps_in(kept) == [15]  # a step that fails leaves it all the same
 
 
@@ -132,7 +132,7 @@ def test_what_was_asked_for_and_has_no_room_is_said_and_the_run_goes_on(
     last.keep()
     trained(last, state, 3)
     assert steps_in(kept) == [] and len(said) == 1
-    assert said[0].startswith("--redundancy 1: the state is not kept in memory, since that takes 1.0 KiB and 1000 B")
+    assert said[0].startswith("--redundancy 1: the state is not copied to memory, because that takes 1.0 KiB, but only")
 
 
 @pytest.mark.parametrize("plan", [Plan(data=2), Plan(shard=2), Plan(data=2, zero1=True)], ids=str)

@@ -82,7 +82,7 @@ def test_spoiled_parameters_go_back_to_the_saved_state_and_leave_out_two_batches
     words = ("--devices", "2xcpu", "--precision", "fp64", "--on-nan", "back", "--save-every", "4")
     run = CommandRun(f"{job_file()}:job", *words, "--fault", "nan:rank=1,step=7", out=tmp_path)
     assert run.wait() == 0, run.output
-    assert "step 7: The order of the data goes on without samples 112 to 127 of epoch 1 and samples 128" in run.output
+    assert "step 7: Training continues without samples 112 to 127 of epoch 1 and samples 128" in run.output
     assert "attempt 2 of 4 begins from the state saved at step 4." in run.output
     folder = run_folder(tmp_path)
     gone = [

@@ -124,7 +124,7 @@ def test_what_is_given_of_the_plan_goes_before_it_in_other_words(
 
 def test_the_same_job_may_be_named_again_but_no_other() -> None:
     assert RunOptions("mlp").resumed(recorded(FULL)) == FULL
-    with pytest.raises(UsageError, match=r"the resumed run belongs to job 'mlp', not 'gpt'\. Leave the job out"):
+    with pytest.raises(UsageError, match=r"the resumed run belongs to job 'mlp', not 'gpt'\. Omit the job"):
         RunOptions("gpt").resumed(recorded(FULL))
 
 
@@ -132,7 +132,7 @@ def test_a_resumed_run_has_the_arguments_that_it_had() -> None:
     assert RunOptions(args=("depth=2",)).resumed(recorded(FULL)) == FULL
     assert RunOptions().resumed(recorded(RunOptions("mlp", args={"lr": 0.1}))).args == ("lr=0.1",)
     with pytest.raises(
-        UsageError, match=r"--arg lr=1: the resumed run and its state have lr=3e-4, depth=2\. Leave --arg out"
+        UsageError, match=r"--arg lr=1: the resumed run was started with lr=3e-4, depth=2\. Remove --arg"
     ):
         RunOptions(args=("lr=1",)).resumed(recorded(FULL))
     with pytest.raises(UsageError, match="have no arguments"):

@@ -75,7 +75,7 @@ def test_what_one_replica_alone_holds_is_named(name: str, state: RunState, monke
 
 def test_two_replicas_cannot_tell_which_is_right(state: RunState, monkeypatch: pytest.MonkeyPatch) -> None:
     as_ranks(monkeypatch, [{"parameter 0.bias": 1}])
-    with pytest.raises(ReplicaError, match=r"ranks 0, 1 hold different values .* two replicas cannot tell"):
+    with pytest.raises(ReplicaError, match=r"ranks 0, 1 have different values .* Two replicas cannot tell"):
         ReplicaCheck(Plan(data=2), 5).compare(state)
 
 

@@ -44,8 +44,8 @@ def test_what_the_group_counts_is_said_with_its_limit(counters: dict[str, Path],
     assert said == "1 killed in its control group of 2.0 GiB since the run began"
     failure = by_exit_status(1, -9, lambda: said)
     assert sentence(failure, 2) == (
-        "rank 1 of 2 was killed by the kernel's out-of-memory killer (SIGKILL; 1 killed in its control group of 2.0 GiB "
-        "since the run began). Reduce the memory that the ranks of this machine use, or give them more memory."
+        "rank 1 of 2 was killed by the kernel's out-of-memory killer (SIGKILL; 1 killed in its control group of 2.0 "
+        "GiB since the run began). Reduce the memory that the ranks of this machine use, or give them more memory."
     )
 
 

@@ -321,7 +321,7 @@ def test_one_task_a_machine_with_more_devices_launches_there(
         ),
         (SRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4, and Slurm started 2 tasks on this machine, 4 in all"),
         (TORCHRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4, and torchrun started 2 tasks on this machine"),
-        (TORCHRUN, {"devices": "cuda:2,3"}, "leave --devices out and set CUDA_VISIBLE_DEVICES=2,3."),
+        (TORCHRUN, {"devices": "cuda:2,3"}, "remove --devices and set CUDA_VISIBLE_DEVICES=2,3."),
         (TORCHRUN, {"devices": "cuda:1"}, "--devices cuda:1: torchrun started 2 tasks on this machine, which use"),
     ],
 )
@@ -338,7 +338,7 @@ def test_a_rank_without_a_device_of_the_kind_that_was_asked_for_is_refused(devic
     """It trained on what there was, in silence."""
     for fits in (None, "all", f"2x{device.split(':')[0]}"):
         check_kind(fits, World(1, 2, 1, 2, device))
-    with pytest.raises(UsageError, match=f"--devices {devices}: rank 1 runs on {device} here. Start it where"):
+    with pytest.raises(UsageError, match=f"--devices {devices}: rank 1 runs on {device} here. Start the run where"):
         check_kind(devices, World(1, 2, 1, 2, device))
 
 

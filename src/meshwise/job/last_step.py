@@ -122,7 +122,7 @@ class LastStep:
         elif self._every and needed > MOST_MEMORY * free:
             self._every, self._given = 0, True
             self._notify(
-                f"the state is not copied to memory: a copy takes {bytes_text(needed)} of {bytes_text(free)} free memory. "
+                f"the state is not copied to memory: it takes {bytes_text(needed)} of {bytes_text(free)} free memory. "
                 "After a lost worker the run resumes from the newest saved state. --redundancy 1 copies it anyway."
             )
 
@@ -138,7 +138,7 @@ class LastStep:
         self._every, self._given = max(1, math.ceil(often / MOST_COST)), True
         if self._every > 1 and not (self._whole and self._last.found_again):
             self._notify(
-                f"the state is copied to memory every {self._every} steps, because a copy takes {100 * often:.1f} % of a "
+                f"the state is copied to memory every {self._every} steps, as a copy takes {100 * often:.1f} % of a "
                 "step. A lost worker costs the steps since the last copy. --redundancy 1 copies after every step."
             )
 

@@ -32,7 +32,7 @@ LOG_EVERY, CHECK_EVERY = 100, 500
 STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
 AUTO = "auto"
-AUTO_OF_A_SCRIPT = "--plan auto works only for jobs. For a script, save a plan with meshwise plan --save FILE."
+AUTO_OF_A_SCRIPT = "--plan auto works only for jobs, not for scripts. Save a plan with meshwise plan --save FILE."
 """The error message for `--plan auto` with a script. For a script, the plan must be a saved one."""
 OF_THE_PLAN = ("accumulate", "precision")
 """Fields of the plan that have an option of their own, besides `--set`."""
@@ -172,7 +172,7 @@ class RunOptions(NodeOptions):
         if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read at once: the run's record keeps the text
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.allow and self.plan != AUTO:
-            raise UsageError("--allow works only with --plan auto. Any other plan already says what changes: remove --allow.")
+            raise UsageError("--allow works only with --plan auto: a given plan says what changes. Remove --allow.")
         if self.restarts is not None and self.restarts < 0:
             raise UsageError(f"--restarts {self.restarts}: must be at least 0.")
         if self.restart_on not in (None, "exception"):

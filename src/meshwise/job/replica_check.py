@@ -106,6 +106,6 @@ def _sentence(step: int, differ: dict[int, list[str]], replicas: int) -> str:
         why = "a bit was flipped there, or its device is faulty"
         return f"step {step}: {who} other values than its replicas in {what}: {why}."
     return (
-        f"step {step}: {who} different values in {what}. {'Two replicas' if replicas == 2 else 'Replicas without a majority'} "
+        f"step {step}: {who} different values in {what}. {'Two' if replicas == 2 else 'Disagreeing'} replicas "
         "cannot tell which value is right: a bit was flipped, or a device is faulty."
     )

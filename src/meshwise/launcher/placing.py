@@ -95,7 +95,7 @@ def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> No
     if count not in (1, place.tasks_here):
         raise UsageError(
             f"--devices {devices} asks for {count} devices, but {place.launcher or 'the launcher'} started "
-            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all. Each task uses one device. Remove "
+            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all. Each uses one device. Remove "
             f"--devices, and start one task for each device (srun --ntasks-per-node={count}){otherwise}."
         )
 

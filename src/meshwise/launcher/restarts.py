@@ -275,7 +275,7 @@ class Restarts:
         if fault.attempt > self.attempt:
             return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
         if fault.kind.endswith("checkpoint"):
-            return f"no checkpoint existed when rank {fault.rank} came, if it did, to {fault.phase} of step {fault.step}"
+            return f"no checkpoint existed before rank {fault.rank} could come to {fault.phase} of step {fault.step}"
         return f"rank {fault.rank} did not come to {fault.phase} of step {fault.step} in that attempt"
 
     def happened(self) -> list[Mapping[str, Any]]:

@@ -163,7 +163,7 @@ class Several:
         members += self.machines.joiners()
         if len(members) < restarts.min_nodes:
             raise PlanError(
-                f"Only {plural(len(members), 'machine')} of {len(self.nodes.members)} left, but --min-nodes is "
+                f"Only {plural(len(members), 'machine')} of {len(self.nodes.members)} remained, but --min-nodes is "
                 f"{restarts.min_nodes}. Start the run again."
             )
         left = sum(member.size for member in members)

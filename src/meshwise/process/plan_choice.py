@@ -69,7 +69,7 @@ def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Pla
     On one device, the mesh axes of the plan are removed, so that `python script.py` runs.
     """
     if world.size == 1 and plan.devices > 1:
-        notify(f"there is one device, so the axes of {plan} are ignored.")
+        notify(f"one device: the axes of {plan}, and techniques that need several devices, are ignored.")
         plan = on_one_device(plan)
     check_devices(plan, world.size)
     check_for_scripts(plan)

@@ -66,7 +66,7 @@ def batch_script(job: BatchJob) -> str:
     lines += ["", f"cd {_quoted(job.workdir)} || exit 2", *_setup(job.site)]
     lines += [f': "${{{name}:?the job needs it: export {name} before sbatch}}"' for name in job.site.secrets]
     if job.site.cpus:
-        lines += ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since Slurm 22.05, srun does not read --cpus-per-task of sbatch"]
+        lines += ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it over from Slurm 22.05 on"]
     lines += [f"run={_quoted(job.run)}${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}  # found again by every start"]
     return "\n".join([*lines, "", *_step(job, elastic=low != high), "", *_AGAIN, ""])
 
@@ -78,7 +78,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
     # With a number of tasks Slurm takes the least nodes of a range: there only the step has one.
-    lines += ["--no-kill  # after a lost node the job continues with the remaining nodes"] if elastic else []
+    lines += ["--no-kill  # a lost node does not end it: it goes on with those that are left"] if elastic else []
     lines += [] if elastic else ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
     if job.gpus and site.gpus != "none":
         kind = f"{site.gpu_type}:" if site.gpu_type else ""

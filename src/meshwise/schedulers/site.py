@@ -132,4 +132,4 @@ def _check(site: Site, path: Path) -> None:
             raise UsageError(f"{path}: secrets must be names of environment variables, never their values.")
     for option in site.options:
         if not option.startswith("-"):
-            raise UsageError(f"{path}: options: '{option}' must begin with a hyphen. Write for example \"--constraint=ib\".")
+            raise UsageError(f"{path}: options: '{option}' must begin with -. Write for example \"--constraint=ib\".")
