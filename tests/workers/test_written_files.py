@@ -90,9 +90,7 @@ def test_the_first_file_that_two_ranks_write_is_said_once(tmp_path: Path, monkey
     own = [files.add(rank, str(tmp_path / f"rank{rank}.csv"), "train.py:3") for rank in range(3)]
     assert own == ["", "", ""] and files.add(0, str(tmp_path / "best.pt"), "train.py:9") == ""
     said = files.add(2, str(tmp_path / "best.pt"), "train.py:9")
-    assert said.startswith(
-        "train.py:9: ranks 0 and 2 each write best.pt, but one device writes once. Write under `if"
-    )
+    assert said.startswith("train.py:9: ranks 0 and 2 each write best.pt, but one device writes once. Write under `if")
     assert files.add(1, str(tmp_path / "best.pt"), "train.py:9") == ""
 
 

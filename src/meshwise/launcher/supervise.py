@@ -118,9 +118,7 @@ class Viewer:
         if not self._lost and time.monotonic() - self._looked > 1.0:
             self._looked, self._lost = time.monotonic(), is_lost(folder)
             if self._lost:
-                self._view.print(
-                    f"{folder} was removed or moved. The run continues, but writes no records or states."
-                )
+                self._view.print(f"{folder} was removed or moved. The run continues, but writes no records or states.")
 
     def stops(self, where: str = "", saves: bool = False) -> None:
         """Tell the user, only once, that the run is stopped and by which signal.
