@@ -138,8 +138,8 @@ def test_a_truncated_data_file_is_told_with_its_bytes(
     ("job", "sentence"),
     [
         ("empty", "is empty. Give at least one sample"),
-        ("not_scalar", "gave a tensor of shape (8, 1), not one number"),
-        ("not_a_tensor", "gave a int, not one number"),
+        ("not_scalar", "returned a tensor of shape (8, 1), not one number"),
+        ("not_a_tensor", "returned a int, not one number"),
     ],
 )
 def test_what_only_a_worker_sees_is_one_sentence_too(

@@ -227,11 +227,11 @@ def test_one_device_gets_its_own_objects_back() -> None:
     [
         ((torch.ones(4), torch.ones(3)), "need the same number of rows"),
         ((torch.ones(0, 2),), "at least one"),
-        ((torch.ones(4), ["a", "b"]), "holds a str"),
+        ((torch.ones(4), ["a", "b"]), "contains a str"),
         ((torch.ones(4), object()), "whole=True"),
         ((torch.tensor(1.0),), "need the same number of rows"),
         ((nn.utils.rnn.pack_sequence([torch.ones(2)]),), "PackedSequence"),
-        ((), "nothing"),
+        ((), "without a batch"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(batch: Any, said: str) -> None:

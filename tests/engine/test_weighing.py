@@ -45,18 +45,18 @@ def test_a_stand_in_weighs_nothing(weight: Any) -> None:
     [
         (torch.zeros(4), "returned a tensor of shape (4,), not one number. Return a mean, for example loss.mean()"),
         (torch.zeros(0), "shape (0,)"),
-        (1.5, "gave a float"),
-        (None, "gave a NoneType"),
-        ({"loss": 1}, "gave a dict"),
-        ((torch.tensor(1.0), 1, 2), "gave a tuple"),
-        ((torch.tensor(1.0), torch.zeros(4, 10)), "gave a Tensor as its weight"),  # (loss, logits)
-        ((torch.tensor(1.0), {"accuracy": 1.0}), "gave a dict as its weight"),
+        (1.5, "returned a float"),
+        (None, "returned a NoneType"),
+        ({"loss": 1}, "returned a dict"),
+        ((torch.tensor(1.0), 1, 2), "returned a tuple"),
+        ((torch.tensor(1.0), torch.zeros(4, 10)), "returned a Tensor as its weight"),  # (loss, logits)
+        ((torch.tensor(1.0), {"accuracy": 1.0}), "returned a dict as its weight"),
     ],
 )
 def test_what_is_no_loss_is_told(result: Any, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         split_weight(result, EIGHT, "the loss of job 'mine'")
-    assert str(caught.value).startswith("the loss of job 'mine' gave ")
+    assert str(caught.value).startswith("the loss of job 'mine' returned ")
     assert says in str(caught.value)
 
 

@@ -135,7 +135,7 @@ def test_a_resumed_run_has_the_arguments_that_it_had() -> None:
         UsageError, match=r"--arg lr=1: the resumed run was started with lr=3e-4, depth=2\. Remove --arg"
     ):
         RunOptions(args=("lr=1",)).resumed(recorded(FULL))
-    with pytest.raises(UsageError, match="have no arguments"):
+    with pytest.raises(UsageError, match="was started with no arguments"):
         RunOptions(args=("lr=1",)).resumed(recorded(RunOptions("mlp")))
 
 

@@ -21,7 +21,7 @@ def test_a_site_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("machine = 8", "must be text in quotes"),
+        ("machine = 8", "must be a string in quotes"),
         ('cpus = "64"', "must be a whole number"),
         ("cpus = true", "must be a whole number"),
         ("cpus = -1", "must be 0 or more"),

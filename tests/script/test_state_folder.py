@@ -79,7 +79,7 @@ def test_a_folder_that_another_program_holds_is_refused_with_its_name(
 
 def test_a_folder_is_let_go_of_at_the_end_and_where_the_state_does_not_fit(tmp_path: Path) -> None:
     trained(tmp_path)
-    with pytest.raises(CheckpointError, match="was given 0 now"):
+    with pytest.raises(CheckpointError, match="was now passed 0"):
         mw.checkpoint(tmp_path, model=nn.Linear(5, 5))
     trained(tmp_path)
 

@@ -116,8 +116,8 @@ PLANTED = {
     "another name": (hard_link, "has a second hard link"),
     "644": (open_to(0o644), "can be read by others: its mode is 644, not 600"),
     "620": (open_to(0o620), "can be read by others: its mode is 620, not 600"),
-    "a folder": (Path.mkdir, "is no file"),
-    "a pipe": (os.mkfifo, "is no file"),
+    "a folder": (Path.mkdir, "is not a regular file"),
+    "a pipe": (os.mkfifo, "is not a regular file"),
     "empty": (lambda path: (path.touch(), path.chmod(0o600)), "contains no secret"),
     "short": (lambda path: (path.write_text('{"secret": "00"}'), path.chmod(0o600)), "contains no secret"),
 }
