@@ -193,10 +193,7 @@ WRONG = {
     "a count in quotes": ('[[device]]\npart = "H100-SXM"\ncount = "8"', "must be a whole number"),
     "a count of true": ('[[device]]\npart = "H100-SXM"\ncount = true', "must be a whole number"),
     "a device twice": (DEVICE_LINES + '[[device]]\nname = "cuda:1"\npart = "L4"', "has two devices named cuda:1"),
-    "a name that cannot count": (
-        '[[device]]\nname = "left"\npart = "L4"\ncount = 2',
-        "must end in a number, like cuda:0",
-    ),
+    "a name that cannot count": ('[[device]]\nname = "left"\npart = "L4"\ncount = 2', "must end in a number"),
     "a host that is not there": (
         '[[host]]\ncores = 4\n[[device]]\nhost = 1\npart = "L4"',
         "on host 1, but there are 1",

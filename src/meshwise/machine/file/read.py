@@ -174,7 +174,7 @@ def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) 
     all devices or a list."""
     index = _index(device.name)
     if count > 1 and index is None:
-        raise UsageError(f"{place}: count is above 1, so name = '{device.name[:60]}' must end in a number, like cuda:0.")
+        raise UsageError(f"{place}: count is above 1, so name = '{device.name[:60]}' must end in a number (cuda:0).")
     each = {}
     for key in ("numa", "pci"):
         value = values.get(key, getattr(device, key))
