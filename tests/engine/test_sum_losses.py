@@ -88,7 +88,7 @@ def test_a_sum_of_weighed_samples_is_said_and_not_refused() -> None:
     for loss in weighed.values():
         assert not summed_loss(loss)
         said = check_reduction(loss, None, 2, "train.py:3", "mw.backward(loss, ", 4)
-        assert said.startswith("train.py:3: this loss looks like a sum") and "reduction='mean', if" in said
+        assert said.startswith("train.py:3: this loss looks like a sum") and "reduction='mean' if" in said
         assert [check_reduction(loss, given, 2, "", "", 4) for given in ("mean", "sum")] == ["", ""]
     assert [name for name, loss in NO_SUMS.items() if summed_loss(loss, weighed=True)] == []
     halves = (EACH * torch.tensor([0.5, 0, 0.5, 0])).sum()

@@ -175,7 +175,7 @@ def test_a_resumed_run_has_the_best_that_it_had(stop: int, tmp_path: Path) -> No
 def test_a_run_that_kept_the_best_by_another_metric_is_not_resumed_by_this_one(tmp_path: Path) -> None:
     ran(job(best="max accuracy", epochs=2), tmp_path)
     with pytest.raises(
-        UsageError, match=r"best='min error', but the resumed run was started with 'max accuracy'\. Use that"
+        UsageError, match=r"best='min error', but the resumed run was started with 'max accuracy'\. Use this value"
     ):
         ran(job(best="min error"), tmp_path, resume=tmp_path)
     (tmp_path / "best.safetensors").write_bytes(b"nothing")

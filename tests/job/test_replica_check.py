@@ -67,7 +67,7 @@ def test_what_one_replica_alone_holds_is_named(name: str, state: RunState, monke
     as_ranks(monkeypatch, [{name: 1}, None])
     check.compare(state)  # of the same step: once
     state.step = 10
-    with pytest.raises(ReplicaError, match=rf"step 10: rank 1 holds other values than its replicas in {name}") as error:
+    with pytest.raises(ReplicaError, match=rf"step 10: rank 1 has other values than its replicas in {name}") as error:
         check.compare(state)
     failures = [by_error(rank, error.value) for rank in range(3)]
     assert culprit(failures).rank == 1 and culprit(failures).of_machine

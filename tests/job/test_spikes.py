@@ -52,7 +52,7 @@ def test_a_planted_spike_is_told_once_with_its_first_step(kind: str) -> None:
     losses[1203:1218] = [12.0] * 15
     (text,) = told(losses)
     assert text.startswith("step 1204: the loss is 12, ")
-    assert f"of the {WINDOW} before it" in text
+    assert f"of the {WINDOW} losses before it" in text
 
 
 def test_a_second_spike_is_told_too_and_the_first_losses_are_not_judged() -> None:

@@ -36,7 +36,7 @@ def test_a_text_is_none_of_torchs(tmp_path: Path) -> None:
 
 def test_an_object_of_the_programs_is_named(tmp_path: Path) -> None:
     torch.save(Own(), tmp_path / "own.pt")
-    with pytest.raises(CheckpointError, match=rf"holds a {__name__}.Own, .* torch.load\(path, weights_only=False\)"):
+    with pytest.raises(CheckpointError, match=rf"contains a {__name__}.Own, .* torch.load\(path, weights_only=False\)"):
         mw.load(tmp_path / "own.pt")
 
 

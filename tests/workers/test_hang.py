@@ -265,7 +265,7 @@ def test_a_stopped_process_has_no_patience_for_its_first_steps(tmp_path: Path, m
 
 def test_a_process_that_does_not_handle_the_signal_is_not_sent_it(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert "does not say" in standing(process.pid, tmp_path / "stack").told()
+        assert "does not report" in standing(process.pid, tmp_path / "stack").told()
         assert process.poll() is None
         process.kill()
 

@@ -357,7 +357,7 @@ def test_a_rank_takes_an_accelerator_unless_cpu_workers_are_asked_for(
 
 
 def test_a_step_of_which_half_is_known_is_refused_and_one_process_needs_no_list() -> None:
-    with pytest.raises(UsageError, match="SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NODELIST not"):
+    with pytest.raises(UsageError, match="is set without SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NODELIST"):
         place_in(BATCH | {"SLURM_STEP_NUM_TASKS": "2"})
     assert place_in(BATCH | {"SLURM_JOB_NODELIST": "n[1-"}).size == 1
 

@@ -80,7 +80,7 @@ def test_events_of_tensorboard_are_those_of_one_folder(told: list[tuple[str, str
         with SummaryWriter(folder, comment, filename_suffix=str(rank)) as writer:
             writer.add_scalar("loss", 1.0, 1)
         said.append(files.add(rank, *told[-1]))
-    assert len(told) == 2 and "ranks 0 and 1 each write TensorBoard events into curves, where" in said[1]
+    assert len(told) == 2 and "ranks 0 and 1 each write TensorBoard events into curves, but" in said[1]
     assert said[1].startswith(line(test_events_of_tensorboard_are_those_of_one_folder, 4))
 
 
