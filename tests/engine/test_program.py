@@ -696,7 +696,7 @@ def test_a_backward_of_a_model_that_was_not_distributed_is_refused(pool: Any) ->
         for x, y in loader:
             mw.backward(nn.functional.cross_entropy(model(x), y))
 
-    assert "the model was never given" in refused(pool, never_given)
+    assert "the model was never distributed" in refused(pool, never_given)
 
 
 IN_A_ROW = [(mw.Plan(data=2), 20), (mw.Plan(data=2, zero1=True), 20), (mw.Plan(shard=2), 20)]
