@@ -116,7 +116,7 @@ def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
         ),
         (
             "--log wandb train.py --lr 1 --out=x --set a",
-            "run --log wandb --out=x --set a train.py --lr 1. .*: train.py -- ",
+            "run --log wandb --out=x --set a train.py --lr 1. .*write train.py -- ",
         ),
         ("train.py --json 1", "meshwise run --json train.py 1."),
         ("train.py --devices", "meshwise run --devices train.py."),

@@ -154,7 +154,7 @@ def test_a_block_that_changes_its_input_s_size_is_refused():
 
     whole = job(Wider)
     short = shortened(whole, stretch_of(whole.model()), 3)
-    with pytest.raises(UsageError, match="another size"):
+    with pytest.raises(UsageError, match="another shape or dtype than its input"):
         trace(short, Plan())
 
 
