@@ -34,8 +34,8 @@ TINY = torch.finfo(torch.float64).tiny
 
 class _Arrays(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Pickle a plain strided tensor as a NumPy array on the host. Everything else, including bfloat16, which NumPy
-        lacks, is pickled as usual."""
+        """Pickle a plain strided tensor as a NumPy array on the host. Every other object is pickled as usual, also a
+        bfloat16 tensor, because NumPy has no bfloat16."""
         plain = type(value) is Tensor and not value.requires_grad
         if plain and value.layout == torch.strided and value.dtype != torch.bfloat16:
             return torch.from_numpy, (value.numpy(force=True),)
@@ -54,7 +54,7 @@ def to_rank_0(value: Any, group: Group = None) -> list[Any]:
 def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
     """Return, for each name that any rank has, the value from the first rank that has it.
 
-    This joins state of which a rank may hold only a part, such as the state of a sharded optimizer. Only rank 0 of the
+    Use it to join state that is spread over the ranks, such as the state of a sharded optimizer. Only rank 0 of the
     group gets the result. All other ranks get an empty dict. Collective.
     """
     names = gather_objects(list(named), group)
@@ -101,7 +101,8 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
 
 
 def start_diverges(trace: Trace) -> Divergence:
-    """Return how ranks differ before the first step, in tied weights, classes of modules, parameters and buffers.
+    """Return the differences between ranks before the first step: in tied weights, classes of modules, parameters and
+    buffers.
 
     Every rank learns which parameters, tied weights and modules are missing on some rank. Only rank 0 learns how values
     differ. Collective.
@@ -120,8 +121,8 @@ def start_diverges(trace: Trace) -> Divergence:
 def _alike() -> Group:
     """Return the process group whose ranks must have equal parameters, gradients and losses.
 
-    This is the group of all ranks. In a pipeline it is None, the default group, whose ranks share the work of this
-    stage. The pipeline stages are joined later.
+    Without pipeline parallelism, this is the group of all ranks. With it, the result is None, which stands for the
+    default group: the ranks that run the same pipeline stage. `_join_stages` joins the stages later.
     """
     return None if stages.pipe() is not None else everyone()
 
@@ -140,8 +141,8 @@ def low_precision_on_any(parameters: Named) -> dict[str, str]:
 
 
 def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
-    """Return the sample indices of each microbatch by rank, without padding, and the rows of each microbatch that
-    belong to this rank. Collective."""
+    """Return two lists with one entry for each microbatch: the sample indices that each rank reads, without padding,
+    and the rows that belong to this rank. Collective."""
     ranks = gather_objects([(own.indices[: own.samples].tolist(), len(own.indices)) for own in slices])
     samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(slices))]
     rows = [
@@ -215,8 +216,8 @@ def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[O
 
 
 def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
-    """Gather the ranks' batches on rank 0, in rank order. Ranks that work on the same samples give one copy.
-    Collective."""
+    """Gather the ranks' batches on rank 0, in rank order. If several ranks work on the same samples, only one copy is
+    kept. Collective."""
     found: dict[int, list[Contents]] = {}
     for rank, contents in to_rank_0((get_rank(), own), _alike()):
         found.setdefault(rank, contents)

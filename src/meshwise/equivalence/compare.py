@@ -28,7 +28,7 @@ from meshwise.equivalence.tolerance import LIMIT, finite
 from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
 
 MICROBATCHES = "number of microbatches"
-"""The name of the `Difference` that says that the two sides use different numbers of microbatches."""
+"""The name of the `Difference` that is reported if the two runs use different numbers of microbatches."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
     *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
@@ -112,7 +112,8 @@ def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
 
 
 def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
-    """Count a value that differs between ranks as a fault, even if the value on rank 0 is right."""
+    """Return `differences`, with each value that differs between ranks turned into a fault, even if the value on rank 0
+    is right."""
     found = []
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
@@ -125,10 +126,10 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 
 
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
-    """Accept gradients that the program itself reduces after the backward pass.
+    """Do not report gradients that are wrong after the backward pass but right in the optimizer.
 
-    Such gradients are judged by what the optimizer gets. A gradient that differs by a factor stays a fault, because
-    clipping to a norm may hide the factor.
+    A program may reduce its gradients itself, between the backward pass and the optimizer step. A gradient that is
+    wrong by a constant factor is still reported, because clipping to a norm could hide the factor from the optimizer.
     """
     got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
     made = {
@@ -240,8 +241,8 @@ def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
 
 
 def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
-    """Return the factor that maps `mine` to `other` best, by least squares, and the norm of the rest relative to the
-    norm of `other`."""
+    """Return the factor that maps `mine` to `other` best, by least squares, and the norm of the residual relative to
+    the norm of `other`."""
     square = float((mine * mine).sum())
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())

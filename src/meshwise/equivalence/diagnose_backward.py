@@ -118,8 +118,8 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
 
 
 def _adds_up(found: RankWeights | None, alike: int) -> bool:
-    """Return whether each of `alike` ranks with the same samples has a part of the gradient. The weights of the parts
-    then sum to `alike`."""
+    """Return True if each of `alike` ranks with the same samples seems to hold only a part of the gradient. This is
+    assumed if the weights of the ranks are positive and sum to `alike`."""
     one = found.one if found is not None and found.unique else None
     return one is not None and alike > 1 and min(one) > 0 and near(sum(one), alike)
 
@@ -170,7 +170,7 @@ def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
 
 
 def _gradient(output: Output) -> Output:
-    """Return an `Output` that holds the sketches of the gradient that reached `output`."""
+    """Return a copy of `output` that holds the random projections of its gradient in place of those of its value."""
     return replace(output, sketches=output.gradient)
 
 

@@ -26,8 +26,8 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
     """Find a module with partial results that the program never sums over ranks. Return a sentence about it, or an
     empty string.
 
-    The sign is that the program itself divides the module's parameters, or that the outputs of the ranks add up to the
-    output of one device.
+    Such a module is recognized in two ways: the program itself shards the module's parameters, or the outputs of the
+    ranks add up to the output of one device.
     """
     name = evidence.first.name
     if evidence.first.facts.get("parts") == "a sum":
@@ -54,7 +54,8 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
 
 
 def _follows_features(evidence: Evidence) -> bool:
-    """Return whether the last compared outputs before the first wrong one are divided over the ranks by features."""
+    """Return True if the output that was compared just before the first wrong output is sharded over the ranks along
+    its feature dimension."""
     before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < evidence.first.facts["at"]]
     return bool(before) and before[-1].facts.get("parts") == "features"
 
@@ -76,8 +77,8 @@ def exchanges_by_hand(evidence: Evidence) -> str:
 
 
 def counted_by_ranks(evidence: Evidence) -> Cause | None:
-    """Explain outputs that are wrong by the number of ranks. They are multiplied by it, divided by it, or contain a
-    bias once for each rank. Return None if this does not fit."""
+    """Explain wrong outputs that are multiplied or divided by the number of ranks, or that contain a bias once for each
+    rank. Return None if the outputs are wrong in another way."""
     key = _call(evidence)
     ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == key]
     found = None if evidence.ranks_differ() else next(_scaled(evidence, ranks_of), None)
@@ -108,8 +109,8 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
-    """Return a sentence about outputs that differ between ranks with the same samples, and also from one device. Return
-    an empty string if rank 0 has the output of one device, or the ranks do not differ."""
+    """Return a sentence about a module whose outputs differ between ranks with the same samples. Return an empty string
+    if the ranks have equal outputs, or if rank 0 has the same output as one device."""
     if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
         return ""
     text = f"{evidence.where(evidence.first.name)} returns different outputs on ranks that have the same samples"

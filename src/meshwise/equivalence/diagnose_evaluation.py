@@ -15,7 +15,7 @@ def _sample_counted_again(evidence: Evidence) -> str:
     """Return a sentence about a single sample that explains all differing metrics. Return an empty string if there is
     none.
 
-    The sample counted once more for each rank that had no samples of its own, or did not count at all.
+    Either the sample was counted once more for each rank without samples of its own, or it was not counted at all.
     """
     wrong = [d.name for d in evidence.faults("evaluation")]
     single = evidence.reference.single_sample_metrics

@@ -23,8 +23,8 @@ from meshwise.spec.words import some
 
 
 def _no_gradient(evidence: Evidence) -> Cause | None:
-    """Explain a gradient that only one side has. The plan did not reduce it, or the autograd graph does not reach the
-    parameter. Return None if no gradient is missing."""
+    """Explain a gradient that exists only on one device or only under the plan. The plan did not reduce it, or the
+    autograd graph does not reach the parameter. Return None if no gradient is missing."""
     first = evidence.first
     lacking = first.facts.get("lacking")
     if lacking is None:
@@ -86,8 +86,8 @@ def _one_factor(evidence: Evidence) -> Cause | None:
 
 
 def _begins_with_a_factor(evidence: Evidence) -> str:
-    """Return a sentence about a first wrong gradient that is off by the number of ranks. Return an empty string if it
-    is not. Errors in later gradients follow from the first one."""
+    """Return a sentence if the first wrong gradient is multiplied or divided by a number of ranks, and an empty string
+    otherwise. Later gradients may differ in other ways, because they are computed from the first one."""
     factor, plan = evidence.first.factor, evidence.plan
     sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
     if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
@@ -149,8 +149,8 @@ def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
 
 
 def _random_recompute(evidence: Evidence) -> str:
-    """Return a sentence about a recomputed block (activation checkpointing) that draws other random numbers than in its
-    first run, so that its gradients are wrong. Return an empty string if there is none."""
+    """Return a sentence about a recomputed block (activation checkpointing) that draws other random numbers than its
+    first run did, so that its gradients are wrong. Return an empty string if there is none."""
     reference, actual = evidence.steps
     if not actual.rng_mismatch or reference.rng_mismatch:
         return ""
@@ -212,8 +212,8 @@ GRADIENT_RULES: tuple[Rule, ...] = (
 
 
 def _below(evidence: Evidence) -> list[Difference]:
-    """Return the gradients from the first wrong one on, in the order of the backward pass. Return an empty list if the
-    very first gradient is wrong."""
+    """Return the first wrong gradient and all gradients that the backward pass computes after it. Return an empty list
+    if the very first gradient of the backward pass is wrong."""
     gradients = evidence.gradients()
     return gradients[gradients.index(evidence.first) :] if evidence.first in gradients[1:] else []
 
@@ -224,11 +224,10 @@ def _all_wrong(evidence: Evidence) -> bool:
 
 
 def _called_next(evidence: Evidence) -> list[str]:
-    """Return the modules that run, in the first microbatch, after the last call of the module with the first wrong
-    gradient.
+    """Return the modules that the forward pass calls after the module with the first wrong gradient.
 
-    The list ends with the first module that has right gradients. Modules that contain the module with the wrong
-    gradient are left out.
+    Only the first microbatch is looked at. The list ends with the first module that has right gradients. Modules that
+    contain the module with the wrong gradient are left out.
     """
     owner = owner_of(evidence.first.name)
     names = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
@@ -239,13 +238,14 @@ def _called_next(evidence: Evidence) -> list[str]:
 
 
 def _whole_modules(names: list[str], evidence: Evidence) -> bool:
-    """Return whether `names` contains, for each module, either all of its parameters or none."""
+    """Return True unless `names` contains only some of a module's parameters."""
     owners = {owner_of(name) for name in names}
     return all(name in names for name in evidence.reference.steps[0].gradients if owner_of(name) in owners)
 
 
 def _common_module(names: list[str]) -> str:
-    """Return the name of the smallest module that contains the modules of `names` and their siblings."""
+    """Return the name of the innermost module that contains the parents of all modules that own the parameters
+    `names`."""
     parts = [owner_of(owner_of(name)).split(".") for name in names]
     shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in shared)

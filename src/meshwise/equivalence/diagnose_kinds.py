@@ -17,7 +17,8 @@ from meshwise.spec.words import some
 
 
 def _other_contents(evidence: Evidence) -> str:
-    """Return a sentence that names a sample with other values than on one device, and the source line that reads it."""
+    """Return a sentence that names a sample whose values differ from those on one device, and the source line that
+    reads the sample."""
     facts = evidence.first.facts
     where = f"{facts['place']}: " if facts["place"] else ""
     text = f"{where}sample {facts['sample']} of {facts['source']} has other values in {evidence.first.name}"

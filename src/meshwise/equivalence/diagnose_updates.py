@@ -44,8 +44,8 @@ def _moved(values: list[Named], step: int) -> list[str]:
 
 
 def other_microbatches(evidence: Evidence) -> str:
-    """Return a sentence about a skipped optimizer.step(), or an empty string. The sign is a step with more microbatches
-    than on one device, of which the first are exactly those of one device."""
+    """Return a sentence about a skipped optimizer.step(), or an empty string. A step is taken to be skipped if the plan
+    trains on more microbatches than one device before a step, and the first of them are exactly those of one device."""
     counts = [evidence.first.facts.get(side) for side in ("one device", "the plan")]
     one, plan = (
         [sorted(index for part in micro for index in part) for micro in step.samples] for step in evidence.steps
@@ -57,8 +57,8 @@ def other_microbatches(evidence: Evidence) -> str:
 
 
 def accumulates_by_ranks(evidence: Evidence) -> str:
-    """Return a sentence about gradient accumulation over a number of microbatches that depends on the number of ranks,
-    already in the first step. Return an empty string if this does not fit."""
+    """Return a sentence if the first step accumulates gradients over a number of microbatches that depends on the
+    number of ranks. Return an empty string if this does not fit."""
     ranks, first = evidence.plan.devices, evidence.first
     if ranks == 1 or first.name != MICROBATCHES or first.step > 1:
         return ""
@@ -78,8 +78,8 @@ def fewer_steps(evidence: Evidence) -> str:
 
 
 def changed_by_a_load(evidence: Evidence) -> str:
-    """Return a sentence about a value that changes after the step, only under the plan, because the model loads a state
-    dict there. Return an empty string if this is not so."""
+    """Return a sentence about a value that changes after the optimizer step, only under the plan, because the program
+    then loads a state dict into the model. Return an empty string if this is not so."""
     text = changed_behind_step(evidence)
     return f"{text} The model loads a state dict with other values there." if text and evidence.steps[1].loaded else ""
 
@@ -117,8 +117,8 @@ def began_anew(evidence: Evidence) -> str:
 
 
 def _is_first(step: StepTrace, name: str) -> bool:
-    """Return whether a first moment is a multiple of this step's gradient, without a contribution of earlier
-    gradients."""
+    """Return True if `name` is a first moment (momentum) that is a multiple of this step's gradient, so that no earlier
+    gradient has contributed to it."""
     parameter, _, key = name.rpartition(" ")
     gradient = step.clipped_gradients.get(parameter, step.gradients.get(parameter))
     state = step.optimizer_state.get(name)
@@ -139,8 +139,8 @@ def lost_by_a_resume(evidence: Evidence) -> str:
 
 
 def _kept_in_low_precision(evidence: Evidence) -> str:
-    """Return a sentence about values that all fit a lower precision on some rank, but not on one device. Return an
-    empty string if there are none."""
+    """Return a sentence if the plan rounds a parameter or an optimizer state to a lower precision than one device does.
+    Return an empty string otherwise."""
     name = evidence.first.name
     if evidence.first.kind == "optimizer state":
         reference, actual = (step.optimizer_state.get(name) for step in evidence.steps)

@@ -136,8 +136,8 @@ def _adds_up_to(one: Tensor, ranks: list[Tensor]) -> bool:
 
 
 def _divisor(number: Joined) -> str:
-    """Return the source code of the divisor in the line of the number, or of the size that a mean is over. Return `…`
-    if that is unclear."""
+    """Return the source code of the number by which a line divides, such as `len(batch)`. For a mean, return the size
+    of the averaged tensor, such as `losses.numel()`. Return `…` if the line does not show it clearly."""
     try:
         nodes = list(ast.walk(ast.parse(_line(number.place))))
     except SyntaxError:
@@ -164,8 +164,8 @@ def _function_of(place: str) -> str:
 
 
 def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
-    """Follow a number back through operators on a single known number, such as multiplications, to the number where
-    they begin."""
+    """Return the scalar from which `number` was computed, as long as each step used only one recorded scalar, for
+    example in a multiplication by a constant."""
     while len(number.one.made_of) == 1 and number.one.made_of[0] in known:
         number = known[number.one.made_of[0]]
     return number
@@ -187,8 +187,8 @@ def by_weights(evidence: Evidence) -> Cause | None:
     """Find the weights with which the ranks' gradients add up to the gradients of each side, and explain how the two
     sets of weights differ.
 
-    The weights are for all parameters, or else for the first wrong gradient and the others with the same weights.
-    Returns None if no weights explain the difference.
+    One set of weights for all parameters is tried first. If there is none, the weights of the first wrong gradient are
+    used, for all parameters with the same weights. Returns None if no weights explain the difference.
     """
     reference, actual = evidence.steps
     found, names = weights_in(reference, actual), list[str]()
@@ -207,8 +207,8 @@ def by_weights(evidence: Evidence) -> Cause | None:
 
 
 def _times_nothing(evidence: Evidence) -> Cause | None:
-    """Explain gradients from which some microbatches are missing because their loss was multiplied by zero. Return None
-    if there are none."""
+    """Explain gradients to which some microbatches contribute nothing because their loss was multiplied by zero. Return
+    None if every microbatch contributes."""
     plan = evidence.steps[1]
     zero = {column for column, named in plan.own_gradients.items() if not any(bool(g.any()) for g in named.values())}
     lost = sorted({number + 1 for rank, number in zero if _count(evidence, (rank, number))})
@@ -230,7 +230,8 @@ def _of(names: Sequence[str]) -> str:
 
 
 def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Explain gradients that are equal on all ranks, where only the sum of the ranks' weights can be known."""
+    """Explain wrong gradients if all ranks have equal gradients. Only the sum of the ranks' weights is known then.
+    Return None if the sum does not explain the difference."""
     one, plan = sum(found.one or ()), sum(found.plan or ())
     ranks = len(found.ranks)
     if near(one, plan) or len(found.columns) > ranks or not one:
@@ -247,8 +248,8 @@ def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Explain gradients of ranks or microbatches that are part of the sum on one device, but not under the plan. Return
-    None if all are part of it."""
+    """Explain ranks or microbatches whose gradients are missing from the sum under the plan. Return None if no gradient
+    is missing."""
     one, plan, columns = found.one or [], found.plan or [], found.columns
     lost = [c for c, w, v in zip(columns, plan, one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
@@ -269,8 +270,8 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
-    """Explain microbatches with other loss weights than on one device, by the same ratio on all ranks. Return None if
-    this does not fit."""
+    """Explain microbatches whose loss weights under the plan differ from those on one device, by the same ratio on
+    every rank. Return None if this does not fit."""
     ratios: dict[int, float] = {}
     for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
@@ -288,8 +289,8 @@ def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
-    """Explain ranks, or microbatches of a rank, with other loss weights than on one device. Return None if this does
-    not fit."""
+    """Explain ranks, or microbatches of a rank, whose loss weights under the plan differ from those on one device.
+    Return None if this does not fit."""
     one, plan = found.one or [], found.plan or []
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None
@@ -320,15 +321,16 @@ def _count(evidence: Evidence, column: tuple[int, int]) -> int:
 
 
 def _is_mean(one: list[float], evidence: Evidence) -> bool:
-    """Return whether the weights `one` sum to 1 and, applied to the ranks' losses, give the loss of one device. The
-    weights of a logarithm of a sum fail the second condition."""
+    """Return whether the weights `one` sum to 1 and, applied to the ranks' losses, give the loss of one device. A loss
+    that is the logarithm of a sum over samples fails the second condition."""
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike
 
 
 def _share_of_a_sum(one: Sequence[float], counts: Sequence[int]) -> float:
-    """Return `a` if the ranks' gradients have the weights of a loss that is mean + a * sum. Return 0 if they do not."""
+    """Return the factor `a` if the weights of the ranks are those of a loss of the form mean + a * sum over samples.
+    Return 0 if the loss does not have this form."""
     if any(near(weight, 1) or not count for weight, count in zip(one, counts, strict=True)):
         return 0.0
     total = sum(counts)

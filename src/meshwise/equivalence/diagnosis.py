@@ -133,14 +133,14 @@ def _other_mode(evidence: Evidence) -> str:
 
 
 def _reads_other_samples(evidence: Evidence) -> bool:
-    """Return whether a step reads as many samples as on one device, each once, but not the same samples."""
+    """Return True if a step reads as many samples as on one device, and each of them once, but not the same samples."""
     one, plan = ([index for ranks in step.samples for part in ranks for index in part] for step in evidence.steps)
     return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
 
 def _position_of_another_step(evidence: Evidence) -> str:
-    """Return a sentence about a step that reads the samples of another step, as after a resume at a wrong position in
-    the data. Return an empty string if there is none."""
+    """Return a sentence about a step that reads the samples of another step, for example because the program resumed at
+    a wrong position in the data. Return an empty string if there is none."""
     plan, here = _read_in(evidence.steps[1]), evidence.first.step
     same = [n for n, step in enumerate(evidence.reference.steps, 1) if n != here and _read_in(step) == plan]
     if not same:
@@ -182,8 +182,8 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
-    """Return a sentence about a batch with a size that is multiplied or divided by the number of ranks and evenly
-    divided among them. Return an empty string if it is not."""
+    """Return a sentence if the global batch is larger or smaller than on one device by a factor of the number of ranks,
+    and the ranks share it evenly. Return an empty string otherwise."""
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
     devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
     even = max(counts) - min(counts) <= 1

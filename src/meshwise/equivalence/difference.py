@@ -44,15 +44,15 @@ class Difference:
 
     @property
     def factor(self) -> float | None:
-        """The factor between the plan's gradient and the gradient of one device. None if the two differ by more than a
-        factor."""
+        """The factor between the plan's gradient and the gradient of one device. None if the two gradients differ in
+        more than a factor."""
         factor, rest = self.facts.get("factor", math.nan), self.facts.get("rest", math.nan)
         return float(factor) if rest <= 1e3 * LIMIT and factor != 0 else None
 
 
 def numbers(kind: str, step: int, mine: Mapping[str, float], others: Mapping[str, float]) -> Iterator[Difference]:
-    """Compare two sets of numbers by name, and yield a difference for each name. A number that one side lacks counts as
-    NaN."""
+    """Compare two dicts of numbers, and yield a `Difference` for each name in either of them. A missing number counts
+    as NaN."""
     for name in sorted(mine.keys() | others.keys()):
         one, plan = mine.get(name, math.nan), others.get(name, math.nan)
         alike = one == plan or (name in mine and name in others and math.isnan(one) and math.isnan(plan))
@@ -70,7 +70,7 @@ def tensors(
     noise: Mapping[str, Tensor] | None = None,
     facts: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
 ) -> Iterator[Difference]:
-    """Compare two sets of tensors by name, and yield a difference for each name.
+    """Compare two dicts of tensors, and yield a `Difference` for each name in either of them.
 
     noise: masks of the elements to skip, by the name of the tensor.
     facts: a function `facts(mine, other)` that returns additional facts about two tensors that differ.

@@ -24,10 +24,10 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.words import some
 
 TIMES = 100.0
-"""A plan is doubtful if its rounding is more than this many times the rounding of one device, or of the precision
-(1.2e-5 in fp32). Sums in another order differ by less, a cast to bfloat16 or float16 by more."""
+"""A plan is doubtful if its rounding error is more than this many times that of one device, and above 1.2e-5 in fp32.
+Another order of summation stays below these limits. A cast to bfloat16 or float16 exceeds them."""
 FIRST_STEP = ("loss", "gradients")
-"""Kinds that are judged in the first step only: later differences depend on updates, and Adam makes noise larger."""
+"""Kinds that are judged in the first step only. Later differences depend on updates, and Adam makes noise larger."""
 SOME = 8  # values
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (
@@ -41,10 +41,10 @@ OTHER_STEPS = (
 
 
 def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """Yield a sentence for each kind of value with far larger rounding under the plan than on one device.
+    """Yield a sentence for each kind of value that has a far larger rounding error under the plan than on one device.
 
-    rounded: two comparisons with the reference in float64, both in the plan's precision: of one device, then of the
-        plan. Empty if these were not run.
+    rounded: two comparisons with the float64 run on one device. The first is for one device in the plan's precision,
+        the second for the plan. Empty if the runs in the plan's precision were not made.
     """
     if not rounded:
         return
@@ -80,8 +80,8 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
 
 
 def _of_rounding(step: StepTrace) -> set[str]:
-    """Return the parameters whose gradients are rounding noise, such as a bias in front of a batch norm. Their
-    optimizer state may fit any precision by chance."""
+    """Return the names of the parameters whose gradients are only rounding noise, such as a bias in front of a batch
+    norm. Their optimizer state may fit any precision by chance."""
     gradients = step.clipped_gradients or step.gradients
     sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
     least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)

@@ -245,9 +245,10 @@ class EngineWatcher:
             self._begin_forward()
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """Add the global loss of the backward passes since the last reduction.
+        """Add `loss` to the loss of the running step. For a job, also record the gradients, divided by `scale`.
 
-        scale: the factor of a job's loss scaler, by which the gradients are still multiplied.
+        loss: the loss of the backward passes since the last reduction, for the samples of all ranks.
+        scale: the factor by which a job's loss scaler has multiplied the gradients.
         """
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
@@ -313,8 +314,8 @@ class EngineWatcher:
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
-        """Collect the state after the last step. Another call for the same step only collects the scheduler's newest
-        numbers. Collective."""
+        """Record the state after the last step. A second call for the same step only updates the recorded state of the
+        scheduler. Collective."""
         if self._stepped is None or self.found.trace is None:
             return
         (optimizer, step), steps = self._stepped, self.found.trace.steps
@@ -331,7 +332,8 @@ class EngineWatcher:
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
     def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
-        """Return the numbers in the state of all known schedulers of an optimizer."""
+        """Return the numbers in the state dicts of all learning rate schedulers that are known to belong to an
+        optimizer."""
         known = [] if optimizer is None else [s for s in self._engine.given.schedulers if s.optimizer is optimizer]
         found: dict[str, float] = {}
         for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
@@ -417,8 +419,8 @@ class EngineWatcher:
 
 
 def _is_by_hand(step: StepTrace) -> bool:
-    """Return whether the optimizer got gradients that are not a multiple of the gradients after the last backward
-    pass."""
+    """Return True if the program changed the gradients between the last backward pass and the optimizer step by more
+    than a common factor."""
     names = step.gradients.keys() & step.clipped_gradients.keys()
     pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
     square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))

@@ -57,17 +57,17 @@ class Evidence:
         return [d for d in self.of_kind(kind) if d.fault]
 
     def gradients(self) -> list[Difference]:
-        """Return the comparisons of gradients in the step of the first difference. Gradients that are equal and only
-        rounding noise are left out."""
+        """Return the comparisons of gradients in the step of the first difference. A gradient is left out if it is
+        equal on both sides and so small that it is only rounding noise."""
         values = self.steps[0].gradients
         noise = NOISE * largest(values.values())
         return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
 
     def not_seen(self, before: float = math.inf) -> str:
-        """Return a phrase that names the modules with outputs that cannot be compared. Return an empty string if all
-        can be compared.
+        """Return a phrase that names the modules whose outputs cannot be compared. Return an empty string if all
+        outputs can be compared.
 
-        before: only calls before this position in the step count.
+        before: the position of a call in the step. Only calls before this position are named.
         """
         names = [
             each.module or "the model"
@@ -109,7 +109,7 @@ class Evidence:
         return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
 
     def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
-        """Return the collectives that `exchanges_in` returns as text."""
+        """Return the same collectives as `exchanges_in`, as `Exchange` objects instead of text."""
         known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
         inside = [each for each in known if is_inside(each.module, module)]
         around = [each for each in known if is_inside(module, each.module)]
@@ -128,8 +128,8 @@ class Evidence:
         return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
 
     def sums_in_backward(self, module: str) -> list[Exchange]:
-        """Return the sums over ranks in the backward of the autograd functions that communicate in the forward of
-        `module`. If there are none, return the sums in every backward."""
+        """Return the sums over ranks that are called in a backward pass, by those autograd functions that also
+        communicate in the forward of `module`. If there are no such sums, return all sums called in a backward pass."""
         used = {each.function for each in self.exchanges(module) if each.function}
         known = [each for each in self.actual.exchanges_backward if each.adds_up]
         return [each for each in known if each.function in used] or known
@@ -148,7 +148,8 @@ class Evidence:
         )
 
     def divided_by_hand(self, module: str) -> list[str]:
-        """Return the parameters of a module of which each rank has the gradient of a different part."""
+        """Return the names of those parameters of a module for which each rank computes the gradient of a different
+        part."""
         found: dict[str, list[list[tuple[int, int]]]] = {}
         for (_, name), box in sorted(self.steps[1].own_boxes.items()):
             if is_inside(name, module):
@@ -156,7 +157,7 @@ class Evidence:
         return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
 
     def ranks_differ(self) -> bool:
-        """Return whether ranks differ in the value of the first difference, which should be the same on all ranks."""
+        """Return True if the first difference is in a value that should be the same on all ranks, but is not."""
         return "ranks apart" in self.first.facts
 
     def other_samples(self) -> bool:
@@ -185,12 +186,12 @@ class Evidence:
 
 
 def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
-    """Return whether boxes follow one another without overlap along some dimension."""
+    """Return True if there is a dimension along which the boxes lie one after another without overlap."""
     return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
 
 
 Rule = Callable[[Evidence], Cause | None]
-"""A function that returns the cause of the first difference, or None if the evidence does not support its cause."""
+"""A function that returns one particular cause if the evidence supports it, and None otherwise."""
 
 
 def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:

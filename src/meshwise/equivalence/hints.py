@@ -50,11 +50,11 @@ OF_STATISTICS = "torch/optim/swa_utils.py"
 
 @dataclass
 class _Window:
-    """What happens between two optimizer steps.
+    """What a script does between two optimizer steps.
 
     backwards: the number of backward passes.
-    zeroed: the source lines that call zero_grad, one for each pair of backward passes with such a call in between.
-    ticked: the source lines that step a scheduler, one for each pair of backward passes with such a call in between.
+    zeroed: source lines that call zero_grad between two backward passes, at most one line for each pair of passes.
+    ticked: source lines that step a scheduler between two backward passes, at most one line for each pair of passes.
     parameters: the sum of the parameters in the last backward pass.
     moved: whether parameters changed between two backward passes.
     """
@@ -134,7 +134,8 @@ class Hints:
         self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
 
     def _call_ends(self, root: nn.Module, *_: object) -> None:
-        """When a call of a model without gradients ends, check whether dropout was active in an evaluation."""
+        """Report dropout that is active during an evaluation. This hook runs after each call of a model, and looks only
+        at calls without gradients."""
         if torch.is_grad_enabled() or frame_in(OF_STATISTICS):
             return
         active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
@@ -195,7 +196,7 @@ def _is_active(module: nn.Module) -> bool:
 
 
 def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
-    """Yield those classes, among `kind` and all its subclasses, that define the method `name` themselves."""
+    """Yield the classes that define the method `name` themselves. Only `kind` and all its subclasses are searched."""
     if name in vars(kind):
         yield kind
     for each in kind.__subclasses__():

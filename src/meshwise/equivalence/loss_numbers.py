@@ -24,7 +24,7 @@ from meshwise.equivalence.sketches import DIRECTIONS, row_sketches
 from meshwise.spec.user_code import user_place
 
 Key = tuple[str, str, int]
-"""The source line, the operator, and how many times the operator was called in that line so far."""
+"""The source line, the operator, and how many times that line has called the operator before."""
 MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
 """Losses that return, as a second result, the number of elements that their mean is over."""
@@ -37,7 +37,8 @@ class Given:
 
     rows: the number of rows.
     outputs, targets: the sum for the outputs, and the sum for the targets.
-    both: the sum for outputs and targets added row by row, which shows whether the right rows meet.
+    both: the sum for rows that combine an output with its target. It differs if an output is paired with a wrong
+        target.
     """
 
     rows: int
@@ -171,7 +172,7 @@ def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> di
     """Join the scalars of one device with the same scalars on the ranks, in the order of one device and with the loss
     last.
 
-    Scalars that one side computes more often than another, such as one for each sample, are left out.
+    A scalar is left out if one side computes it more often than the other, for example once for each sample.
 
     one: the scalars on one device.
     ranks: the scalars of each rank.

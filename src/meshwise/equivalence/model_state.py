@@ -32,7 +32,7 @@ def clean(name: str) -> str:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, the whole of it if it is a DTensor. Callers must not write to the copy.
+    """Copy a tensor to the CPU. A DTensor is gathered first. Callers must not write to the copy.
 
     Floating-point tensors are converted to float64, complex tensors to their real and imaginary parts.
     """
@@ -41,7 +41,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def is_replicated(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor that every rank of its mesh holds whole."""
+    """Return True if `tensor` is a DTensor that is replicated on every rank of its mesh."""
     return isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
 
 

@@ -113,7 +113,7 @@ class ModelTracer:
         rows: which rows of the microbatch this rank has.
         batch: this rank's part of the microbatch.
         reading: where the batch comes from.
-        alike: whether, in an ordinary run, all ranks draw the same random numbers outside of modules.
+        alike: whether all ranks of an ordinary run (without a check) draw the same random numbers outside of modules.
         number: the number of the microbatch, if a pipeline schedule chooses the order.
         """
         step, newest = self._at
@@ -142,7 +142,7 @@ class ModelTracer:
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
 
     def _go_on(self, calls: dict[str, int]) -> None:
-        """Take over the call counts of modules that earlier stages of a pipeline have sent."""
+        """Continue from the call counts of modules that an earlier pipeline stage has sent."""
         self._calls = dict(calls)
 
     def discard(self) -> None:
@@ -154,7 +154,7 @@ class ModelTracer:
         self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
     def _noting(self, layout: DrawLayout) -> DrawLayout:
-        """Wrap `layout` so that random draws for this rank's rows are recorded if they happen outside of modules."""
+        """Wrap `layout` so that random draws outside of modules are recorded if they are for this rank's rows."""
 
         def noted(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
             found = layout(call, operator, shape)
@@ -243,8 +243,8 @@ class ModelTracer:
             self.step.modified_between_backwards.append((0, self._at[1] - 1, before, after, alike))
 
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
-        """Return `function` so that it evaluates a job in float64, with random draws that depend only on the sample and
-        the call.
+        """Wrap a function that evaluates a job. It then runs in float64, and its random draws depend only on the sample
+        and the call.
 
         function: a metric or loss of the job, with the batch as its last argument.
         rows: which rows this rank has in each batch, in order.
@@ -306,7 +306,8 @@ class ModelTracer:
         return len(self.draws.log) + len(self.draws.unkeyed)
 
     def _close_call(self, name: str) -> None:
-        """End a module's call. Record the module if it drew random numbers itself, outside of the modules inside it."""
+        """End a module's call. Record the module if it drew random numbers itself, and not only through its
+        submodules."""
         if not self._open_calls:
             return
         self._running.pop()
@@ -319,7 +320,8 @@ class ModelTracer:
 
 
 def _box(there: Tensor) -> list[tuple[int, int]]:
-    """Return the range of the true elements in each dimension. Return an empty list if no element is true."""
+    """Return, for each dimension, the range of indices in which `there` has True elements. Return an empty list if no
+    element is True."""
     along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
     return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
 

@@ -24,10 +24,10 @@ NOISE = 1e-8  # of the largest gradient
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Mark, for each parameter, the elements whose gradient is only rounding noise on both sides of a step. The masks
-    in `noise` are updated in place.
+    """Mark the parameter elements whose gradient is only rounding noise, both on one device and under the plan. The
+    masks in `noise` are updated in place.
 
-    mine, others: the gradients of the step on both sides.
+    mine, others: the gradients of one step, on one device and under the plan.
     """
     most = largest(mine.values())
     for name in mine.keys() & others.keys():

@@ -20,7 +20,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.spec.words import some
 
 UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
-"""Operators that may return NaN although nothing has computed with the NaN yet."""
+"""Operators whose result may hold NaN without a computation on NaN, such as a copy or uninitialized memory."""
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
@@ -43,7 +43,7 @@ def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]
 def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
     """Append to `found` a sentence that names the exchanges in flight when a value was NaN.
 
-    what: the operation that used the value, as words of the sentence.
+    what: the beginning of the sentence, which names the operation that used the value.
     under_way: the names of the exchanges.
     """
     found.append(f"nobody had waited for {some(under_way)} when {what} what it writes")

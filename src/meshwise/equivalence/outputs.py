@@ -70,7 +70,7 @@ def _order(layout: Layout) -> Tensor:
 
 def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
     """Yield each layout by which the ranks may hold slices of one device's output, with the relative and absolute
-    difference that it leaves."""
+    difference that remains if the outputs are compared in this layout."""
     for layout, mine, theirs in divided_rows(one, ranks):
         yield layout, rows_difference(mine, theirs)
 
@@ -103,7 +103,7 @@ def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
 
 
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the output may have one row for each sample. If so, no other layout is tried."""
+    """Return True if the output may have one row for each sample. Callers then try no other layout."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 
@@ -122,7 +122,7 @@ def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
 def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) -> bool:
     """Return whether the shapes allow each rank to have a part of one device's output along `dim`.
 
-    padded: whether the samples of a rank may have fewer positions in dimension 1.
+    padded: whether dimension 1 (the sequence) may be shorter on a rank than on one device.
     """
     return all(
         len(one.shape) == len(rank.shape) > max(dim, int(padded))
@@ -137,8 +137,8 @@ def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) 
 
 
 def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Compare each rank's samples with the same samples on one device, up to the length to which the rank pads. Return
-    an empty list if the numbers of samples differ."""
+    """Compare each rank's samples with the same samples on one device. Only positions up to the padded length of the
+    rank are compared. Return an empty list if the numbers of samples differ."""
     if sum(map(len, ranks)) != len(mine):
         return []
     parts = mine.split([len(part) for part in ranks])

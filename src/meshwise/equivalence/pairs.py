@@ -25,7 +25,7 @@ from meshwise.compat.dispatch import intercept_operators, named_arguments, opera
 from meshwise.spec.user_code import user_place
 
 Dims = tuple[tuple[int, float], ...]
-"""The dimensions of a tensor with sizes that are multiples of the number of rows, each with its multiple."""
+"""(dimension, factor) for each dimension of a tensor whose size is `factor` times the number of rows."""
 Pairs = dict[tuple[str, str | None, int, Dims, int], str]
 """Maps (operator, module that runs or None outside of the model, number of the call there, dimensions of the result,
 number of rows) to the source line of the call."""
@@ -91,8 +91,8 @@ def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> A
 
 
 def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str, Any], rows: int) -> int:
-    """Return how many rows an operator combines, if it is a multiple of `rows`. Return 0 if it combines none, or only
-    sums all of them to a single number."""
+    """Return how many rows an operator combines, if this number is a multiple of `rows`. Return 0 if the operator
+    combines no rows, or only sums all rows to a single number."""
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return 0
     size = len(tensor)

@@ -26,7 +26,7 @@ from meshwise.equivalence.trace import Output, StepTrace
 
 Ways = list[tuple[Layout, tuple[float, float]]]
 Groups = Sequence[Sequence[Output]]
-"""The outputs of all ranks for one call, in one list for each set of ranks that share samples."""
+"""The outputs of all ranks for one call. Each inner list holds the outputs of ranks that work on the same samples."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Parts:
 
     whole: the relative and absolute difference if each rank has the whole output of its samples. None if that is
         impossible.
-    ways: the layouts by which the outputs may be slices, with the difference that each leaves.
+    ways: the layouts in which the outputs may be slices, each with the difference that remains in this layout.
     summed: whether the outputs add up to the output of one device.
     """
 

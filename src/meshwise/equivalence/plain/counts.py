@@ -25,7 +25,7 @@ TWICE = "samples counted twice in the evaluation"
 
 
 def _by_pass(ranks: Sequence[Record]) -> Iterator[list[Pass]]:
-    """Yield each pass over a loader, as the list of that pass on all ranks that make it."""
+    """Yield one list for each pass over a loader. It holds the `Pass` of every rank that makes this pass."""
     keys = dict.fromkeys((p.loader, p.number) for record in ranks for p in record.passes if p.samples is not None)
     for key in keys:
         yield [p for record in ranks for p in record.passes if (p.loader, p.number) == key]
@@ -37,7 +37,7 @@ def has_own_data(ranks: Sequence[Record]) -> bool:
 
 
 def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Finding]:
-    """Judge whether each sample is read once in an epoch, in a new order each time.
+    """Judge whether each epoch reads every sample once, in a new order.
 
     ranks: the records of all ranks.
     one: the record of one process.
@@ -112,7 +112,7 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
 def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
     """Report a global batch that has another size than the batch of one process.
 
-    alone: the same pass of one process.
+    alone: the same pass over the loader in a run of one process.
     """
     if not alone or not all(p.batches for p in (*alone, *passes)):
         return
@@ -169,8 +169,11 @@ def _steps_of_pass(record: Record) -> float:
 
 
 def _whole_steps(steps: float, horizon: float) -> float:
-    """Round the steps of an epoch to a whole number. The last accumulation of an epoch may be left out or consist of
-    fewer batches, so round down or up to what divides `horizon`, the number of steps of the schedule."""
+    """Round `steps`, the steps of an epoch, down or up to a whole number that divides `horizon`, the number of steps of
+    the schedule. Return `steps` if neither divides it.
+
+    A fraction arises if the batches of the last accumulation are too few. A script may skip this step or make it.
+    """
     whole = (each for each in (math.floor(steps), math.ceil(steps)) if each and horizon % each == 0)
     return next(whole, steps)
 
@@ -198,8 +201,8 @@ def norms(ranks: Sequence[Record]) -> Iterator[Finding]:
 
 
 def left_over(first: Record) -> Iterator[Finding]:
-    """Report an epoch with last batches that make no step, so that their gradients are added to the first step of the
-    next epoch."""
+    """Report an epoch that ends with backward passes but no optimizer step, so that their gradients go into the first
+    step of the next epoch."""
     usual = first.microbatches
     late = next((step for step in first.steps[1:] if len(step.scales) > usual), None)
     if late is not None and sum(each.trained for each in first.passes) > 1:
@@ -246,15 +249,16 @@ def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> 
 
 
 def _are_rates(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
-    """Return whether both numbers are learning rates, which `rates` judges. One process takes its learning rates from
-    rank 0."""
+    """Return True if both numbers are learning rates. Such numbers are left to `rates`, because the run of one process
+    uses the learning rates of rank 0."""
     return all(any(_shows(n, rate) for rate in side.rates) for n, side in zip(pair, (one, first), strict=True))
 
 
 def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
-    """Return whether two numbers are the same losses of a training on both sides, added up or averaged.
+    """Return True if both numbers are the sum or the mean of the same training losses, one on each side.
 
-    The losses may be of a few steps or of one microbatch, and divided by the microbatches of a step or by len(loader).
+    The losses may be those of one microbatch or of several steps. Their sum may also be divided by the number of
+    microbatches of a step or by len(loader).
     """
     losses, micro = [one.losses, first.losses], float(one.microbatches)
     lengths = {float(len(read.batches)) for read in first.passes if read.trained}

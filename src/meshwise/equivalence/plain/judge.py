@@ -31,8 +31,9 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     """Compare the ranks of a script with one process, and return the findings.
 
     ranks: the record of each rank.
-    one: the record of one process that repeated what the ranks read. Its field `refused` says why if it could not.
-    repeat: a function that runs the one process once more, and returns a list of its record.
+    one: the record of one process that repeated what the ranks read. If it could not repeat this, the field `refused`
+        says why.
+    repeat: a function that runs the one process once more. It returns a list that holds the record of this run.
     """
     not_judged = list(_not_judged(ranks, one))
     pairs = [(a, b) for a, b in zip(ranks[0].steps, one.steps, strict=False) if a.optimizer == b.optimizer]
@@ -59,7 +60,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
 
 
 def _reads_others(ranks: Sequence[Record]) -> bool:
-    """Return whether one process cannot read the samples that the ranks read."""
+    """Return True if the ranks read samples that a single process would not read."""
     return counts.has_own_data(ranks) or any(p.samples is None for record in ranks for p in record.passes)
 
 
@@ -122,8 +123,8 @@ def _clips(ranks: Sequence[Record]) -> Iterator[Finding]:
 
 
 def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    """Yield the reason why gradients differ in the first step in which they do. If the script clips gradients, they are
-    compared as they were before clipping too."""
+    """Yield a finding for the first step in which gradients differ. If the script clips gradients, the gradients from
+    before clipping are compared first."""
     for number, (many, one) in enumerate(pairs):
         sides = [(many.before_clipping, one.before_clipping)] if many.clips else []
         for pair in [*sides, (many, one)]:
@@ -156,7 +157,8 @@ def _of_gradients(number: int, ranks: Sequence[Sequence[Step]], many: Step, one:
 
 
 def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
-    """Return the factor between all gradients of both sides. Return None if there is no single factor."""
+    """Return the factor by which all gradients in `many` are larger than those in `one`. Return None if no single
+    factor fits."""
     if one.keys() != many.keys() or not one:
         return None
     a, b = (torch.cat([grads[name].flatten() for name in sorted(one)]) for grads in (one, many))

@@ -28,7 +28,7 @@ MOST_BATCHES = 2_000
 """The most batches to read from a sampler without a length, which may never end."""
 PASSES = 2
 WHOLE = 8
-"""Evaluations of up to this many batches are read whole, because a script may look for the last batch."""
+"""Evaluations of up to this many batches are read whole, because a script may treat the last batch differently."""
 LATER_STEPS = 2
 
 
@@ -153,14 +153,15 @@ class Reads:
         return loop
 
     def _enough(self, loop: _Loop) -> bool:
-        """Return whether a loop has made its steps or, if it does not train, read enough batches."""
+        """Return True if a training loop has made enough optimizer steps, or if another loop has read enough
+        batches."""
         made, now = self._made - loop.made_before, loop.read
         wanted = self._steps if now.number == 0 else min(self._steps, LATER_STEPS)
         return made >= wanted - 1 if now.trained else len(now.given) >= EVALUATED and len(loop.batches) > WHOLE
 
     def _next(self, loop: _Loop) -> int:
-        """Return the number of the next batch. It is the following one or, once enough batches were read, one of the
-        last."""
+        """Return the index of the next batch to read. Batches are read in order until enough were read. Then the loop
+        jumps to the last batches."""
         tail = max(self._batches_of_step, 1) if loop.read.trained else 1
         chosen = max(loop.at, len(loop.batches) - tail) if self._enough(loop) else loop.at
         self.has_cut |= chosen > loop.at
@@ -187,7 +188,8 @@ class Reads:
         self._ends.append(program_calls.put([accelerate.Accelerator], "gather_for_metrics", gathering))
 
     def _content(self, data: Any, picked: Sequence[int]) -> str:
-        """Return the text of the data set's first sample, without memory addresses. It tells data sets apart."""
+        """Return the text of a sample of the data set, without memory addresses. Data sets are told apart by this
+        text."""
         readable = bool(picked) and is_read_singly(data)
         return ADDRESS.sub("", repr(self._drawn_alike(data.__getitem__, 0, 0))) if readable else ""
 

@@ -18,8 +18,8 @@ class Pass:
 
     loader: the number of the loader, in the order of first use.
     number: how many passes over this loader were before.
-    places: the user's source lines that read it and that made it.
-    samples: the indices of its data set. None if it has no indices.
+    places: the user's source line that reads the loader, and the line that made the loader.
+    samples: the indices of the samples in the data set. None if the data set has no indices.
     batches: the indices of every batch of its sampler.
     shuffles: whether the indices are not in ascending order.
     content: the text of one sample, to tell data sets apart.
@@ -28,8 +28,8 @@ class Pass:
     padded_away: whether `gather_for_metrics` removed repeated samples.
     over: whether the loop has ended.
     endless: whether its sampler may give more batches.
-    counted: how many batches its loader reports in one process that reads as the ranks do. 0 is the loader's own
-        number.
+    counted: the length that the loader reports in one process that repeats the reads of the ranks. 0 stands for the
+        loader's own length.
     """
 
     loader: int
@@ -62,9 +62,9 @@ class Step:
     gradients: the gradients by parameter, before the step.
     parameters: the parameters after the step.
     losses: the losses of the backward passes.
-    scales: the factor by which each loss was finally multiplied.
+    scales: for each backward pass, the factor by which the script has multiplied the loss.
     ticks: scheduler steps since the last optimizer step.
-    unreduced: why its gradients may not be summed over all ranks. Empty if nothing speaks for that.
+    unreduced: a reason to suspect that the gradients are not summed over all ranks. Empty if there is none.
     hooks: the source lines of hooks on the gradients.
     clips: the source lines that clip gradients, each with the norm before clipping.
     unclipped: the gradients before they were clipped.
@@ -154,7 +154,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Follow:
-    """What one process repeats: the reads of all ranks, and the settings and parameters of rank 0."""
+    """What a run of one process has to repeat: the samples read by all ranks, and the settings and parameters of rank
+    0."""
 
     ranks: Sequence[Record]
 
