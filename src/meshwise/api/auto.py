@@ -82,8 +82,8 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
 
 
 def _measured(machine: Machine, slots: Sequence[WorkerSlot]) -> Machine:
-    """Measure briefly how fast as many CPU workers as `slots` send data. Return the machine with these links and
-    collectives."""
+    """Measure briefly how fast CPU workers send data to each other, with one worker for each of `slots`. Return
+    `machine` with the measured links and collectives."""
     found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
     return replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
 

@@ -143,7 +143,8 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
 def _parts(
     slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, measured: Measured
 ) -> Iterator[Callable[[], object]]:
-    """Yield a function that runs each part of the bench, in order. The parts share the time equally."""
+    """Yield one function for each part of the bench, in order. A call of the function runs the part. The parts share
+    the time equally."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
     on_cpu = slots[0].device == "cpu"
     copies = "links" in what and not on_cpu

@@ -185,7 +185,8 @@ def _plain(
 
 
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
-    """Call the script. What it writes is redirected to a folder of the check until this process ends."""
+    """Call `call`, which runs the script. Until this process ends, files that it writes go to a folder of the check
+    instead."""
     os.environ["WANDB_MODE"] = "disabled"
     torch.set_num_threads(1)  # the same sums in the same order on both sides
     if can_lock():
@@ -232,7 +233,8 @@ def _traces(
     passes: Passes,
 ) -> list[ProgramTrace]:
     """Run the program once for each pass, and return the traces. `wanted` says what each pass checks, and which random
-    draws it repeats. `places` are sets of devices. With several sets, as many passes run in parallel."""
+    draws it repeats. `places` are sets of devices. If there are several sets, one pass runs on each of them at the same
+    time."""
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()

@@ -43,7 +43,7 @@ class _Log:
     """The log file of one rank, which is read while it grows.
 
     at: how many bytes were read so far.
-    rest: the beginning of a line whose end is not yet written.
+    rest: the bytes of the last line, if this line is not yet completely written.
     """
 
     path: Path

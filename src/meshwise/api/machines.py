@@ -22,8 +22,8 @@ shown_by(Machine, devices_text)
 
 
 def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Machine:
-    """Find a machine. It is this one by default, or one that words such as `8xH100` or `2x8xA100-80GB@200Gb` describe,
-    or that of a machine file.
+    """Return the description of a machine: of this machine by default, of a machine given in words such as `8xH100` or
+    `2x8xA100-80GB@200Gb`, or of the machine in a machine file.
 
     words: None for this machine, a description in words, or the path of a machine file.
     torch: whether to ask torch about this machine too, besides NVML and the system's files.

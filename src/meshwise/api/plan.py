@@ -45,11 +45,11 @@ from meshwise.terminal.notebook import Page, shown_by
 from meshwise.workers.scratch import scratch_folder
 
 ROOMY = 0.5
-"""A share of a device's memory. Variants that save memory are not estimated for a plan that needs less."""
+"""Variants that save memory are skipped if the best plan needs less than this fraction of a device's memory."""
 LARGE = 10**9
 """Models with this many parameters are planned in bfloat16, as float32 needs sixteen bytes a parameter and is slow."""
 SLACK = 1.1
-"""Plans are estimated first if a rough guess of their memory is at most this many times a device's memory."""
+"""Plans come first in the search if a rough guess of their memory is at most this many times a device's memory."""
 EDITS = 10.0
 """The most seconds to spend on variants of the plan that the user asked about."""
 _NOTHING = Search((), (), (), 0.0)
@@ -60,7 +60,8 @@ class Plans:
     """The plans of a job on a machine, the best first.
 
     found: the result of the search, with an estimate for each plan.
-    one: whether the first plan is the one that the user asked about, and the others change one thing in it.
+    one: whether the user asked about one plan. This plan is then the first, and each other plan changes one thing in
+        it.
     explained: what a step of one plan consists of. None unless it was requested.
     memory: what the memory of one plan is used for. None unless it was requested.
     steps: the number of optimizer steps of the whole training.
@@ -147,8 +148,8 @@ def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans
 
 
 class _Kept:
-    """Estimates plans by rehearsing them, which runs no plan, and keeps the rehearsal of the best plan for later
-    questions."""
+    """Estimates plans by rehearsing (simulating) them, and keeps the rehearsal of the best plan, so that it need not be
+    rehearsed again."""
 
     def __init__(self, rehearse: Callable[[Plan], Rehearsed]) -> None:
         self._rehearse = rehearse
@@ -231,7 +232,8 @@ def _searched(
 
 
 def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Rehearsed]) -> Plans:
-    """Return the plans with the requested details of one of them, which is rehearsed once more."""
+    """Return `plans` with the details that the user requested about one plan. This plan is rehearsed (simulated) for
+    them."""
     estimates = plans.found.estimates
     if options.explain is None and not options.memory:
         return plans
@@ -255,7 +257,8 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
 
 
 def _steps(job: Job | Script) -> int | None:
-    """Return the optimizer steps of the whole training. Return None for a script, because its loop is its own."""
+    """Return how many optimizer steps the whole training has. Return None for a script, because the script decides how
+    long its loop runs."""
     if isinstance(job, Script):
         return None
     return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs
@@ -264,8 +267,8 @@ def _steps(job: Job | Script) -> int | None:
 def _judged(
     machine: Machine, options: PlanOptions, estimate: Callable[[Plan], Estimate], space: Callable[[], Space]
 ) -> Search:
-    """Return the plan that the user asked about. If it does not fit, or its memory was asked for, variants with one
-    change follow."""
+    """Estimate the plan that the user asked about. If it does not fit, or if details of its memory were requested,
+    variants of the plan with one change each are estimated too and follow it in the result."""
     given = Plan() if options.fits is None else options.fits
     over = settings_values(options.settings)
     asked = read_plan(given, len(machine.devices), over) if isinstance(given, str | Path) else replace(given, **over)

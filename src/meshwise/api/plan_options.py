@@ -74,7 +74,7 @@ class PlanOptions:
 
     @property
     def cap(self) -> int | None:
-        """The memory that a step may take of a device, in bytes. None if `within` is not given."""
+        """The most memory of a device that a step may use, in bytes. None if `within` is not given."""
         return None if self.within is None else int(read_quantity(self.within, "bytes", "--within"))
 
     def counts(self, all_of_them: int) -> list[int]:

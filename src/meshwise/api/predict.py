@@ -201,8 +201,8 @@ def _no_loss(*_: Any) -> Any:
 
 
 def _origin(options: PredictOptions) -> dict[str, str]:
-    """Return facts on which the outputs depend and that a worker cannot find: the source of a job, or the digest of a
-    model."""
+    """Return what identifies the program that computes the outputs: the source of a job, or the digest of a model.
+    Workers cannot find this out themselves."""
     if isinstance(options.job, str):
         return {"source": source_of(options.job)}
     if isinstance(options.job, nn.Module):

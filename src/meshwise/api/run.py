@@ -162,8 +162,8 @@ def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgr
 
 
 def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
-    """Return what run.json keeps of the prediction in a plan file. It is the prediction, or a sentence on why it does
-    not belong to this run. The dict is empty if there is no prediction."""
+    """Return an entry for run.json about the prediction in the plan file. The entry is the prediction, or a sentence on
+    why the prediction does not belong to this run. The dict is empty if the plan file has no prediction."""
     predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
     if predicted is None or not isinstance(options.plan, PlanText):
         return {}

@@ -84,8 +84,8 @@ class Submission:
 
 
 def site_of(options: SubmitOptions, beside: Path) -> Site:
-    """Find the cluster's defaults, which are in a file site.toml. If the options name a machine, it replaces the one of
-    the file.
+    """Read the defaults of the cluster from its file site.toml. If the options name a machine, this machine replaces
+    the machine in the file.
 
     beside: the folder of the job, where the file may be.
     """

@@ -34,8 +34,7 @@ def verdict(
     limit: float | None,
     say: Callable[[str], object],
 ) -> str:
-    """Estimate a run on the smallest and on the largest number of nodes, without running it, and show the outcome for
-    each.
+    """Estimate a run on the smallest and on the largest number of nodes, without running it, and show both estimates.
 
     Returns why the run should not be submitted, or an empty string if nothing speaks against it. Raises UsageError for
     a program that can never run.
@@ -104,7 +103,8 @@ def _of_size(
 
 
 def machine_words(site: Site, nodes: int) -> str:
-    """Return the machine that this many nodes of the site form, as words for `--machine`, such as `2x8xH100@400Gb`."""
+    """Return the text that describes a machine of so many nodes of the site for `--machine`, such as
+    `2x8xH100@400Gb`."""
     if nodes == 1:
         return site.machine
     if site.machine.endswith(".toml"):

@@ -182,7 +182,7 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
-    """Return a sentence if the global batch is larger or smaller than on one device by a factor of the number of ranks,
+    """Return a sentence if the global batch size is that of one device, multiplied or divided by the number of ranks,
     and the ranks share it evenly. Return an empty string otherwise."""
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
     devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]

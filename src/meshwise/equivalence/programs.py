@@ -45,8 +45,8 @@ RESUMED = 2  # times: the state that a resumed run saves may lack something
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
-    """Run `script` in this process, as `python script.py` would, for the steps of `spec`. Return its trace, for all
-    ranks, on rank 0 and None elsewhere. Collective.
+    """Run `script` in this process, as `python script.py` would, for the steps of `spec`. Rank 0 returns the trace of
+    all ranks, and the other ranks return None. Collective.
 
     The script runs unchanged and from the same seeds, in float64 if `spec` says so. Its loops are cut short (see
     short_loops.py), and it ends on all ranks together.
@@ -145,11 +145,11 @@ class _Run:
 
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it. Return the trace of all ranks on rank 0, and None
-    elsewhere. Collective.
+    """Train `job` under the plan of `spec`, and evaluate it. Rank 0 returns the trace of all ranks, and the other ranks
+    return None. Collective.
 
     Before the last step, the run is saved and resumed twice, as with `--resume`, and then evaluated. A check of two
-    steps does not resume, because a resume could hide what a step leaves behind in memory.
+    steps does not resume, because a resume could hide an error in the state that a step leaves in memory.
     """
     engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)

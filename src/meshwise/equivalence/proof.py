@@ -21,12 +21,12 @@ from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
-"""The kinds of values with a rounding that a proof reports."""
+"""The kinds of values for which a proof reports the rounding error."""
 
 
 class Verdict(Enum):
-    """The verdict of a check. DOUBTFUL means that all values compared in float64 are equal, but another figure
-    differs."""
+    """The verdict of a check. DOUBTFUL means that all values compared in float64 are equal, but something else differs,
+    such as the size of rounding errors or a printed number."""
 
     EQUAL = "equal"
     DOUBTFUL = "doubtful"
@@ -35,10 +35,10 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Rounding:
-    """The rounding of one kind of value in the plan's precision: the largest relative difference from float64.
+    """The rounding errors of one kind of value when both sides run in the plan's precision.
 
     kind: one of `compare.KINDS`.
-    one_device, plan: the difference of each side from one device in float64.
+    one_device, plan: the largest relative difference of each side from the run on one device in float64.
     """
 
     kind: str
@@ -60,8 +60,10 @@ class Proof:
     cause: the likely cause of the first difference.
     rounding: how each side rounds in the plan's own precision. Empty if it was not asked for.
     notes: remarks on the plan, and what was not checked.
-    doubts: sentences on other figures that differ, although all values compared in float64 are equal.
-    warnings: sentences on a plan that divides little, and on mistakes that one device makes too.
+    doubts: sentences on other things that differ, such as printed numbers, although all values compared in float64 are
+        equal.
+    warnings: sentences on a plan that divides little of the work, and on mistakes that the script also makes on one
+        device.
     """
 
     job: str
@@ -139,9 +141,10 @@ def prove(
 
 
 def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
-    """Yield the rounding of each kind of value.
+    """Yield the rounding errors of each kind of value.
 
-    rounded: two comparisons with float64, of one device and of the plan. Empty if these were not run.
+    rounded: two comparisons with the float64 run on one device. The first is for one device in the plan's precision,
+        the second for the plan. Empty if these runs were not made.
     """
     if not rounded:
         return

@@ -47,8 +47,8 @@ class RankWeights:
 
 
 def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | None = None) -> RankWeights | None:
-    """Return the weights of the ranks' own gradients in a step. Return None if the ranks hold no gradients from before
-    the exchange.
+    """Return the weights with which the ranks' own gradients add up to the gradients of each side in a step. Return
+    None if the ranks' own gradients, from before the all-reduce, were not recorded for all parameters.
 
     names: the parameters to use. By default, all parameters with a gradient above rounding noise.
     """
@@ -78,8 +78,8 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
 
 
 def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
-    """Return the weights with which `columns` add up to `wanted`, and whether they are unique. Return None if no
-    weights do, or if there are so many columns that some weights always would."""
+    """Return the weights with which `columns` add up to `wanted`, and whether the weights are unique. Return None if
+    there are no such weights, or if there are so many columns that weights would exist for any `wanted`."""
     if not bool(wanted.isfinite().all() and columns.isfinite().all()) or columns.shape[1] == 0:
         return None
     rank = int(torch.linalg.matrix_rank(columns, rtol=1e-8))

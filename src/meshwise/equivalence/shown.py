@@ -28,14 +28,14 @@ MEASURED = {
 }
 """Words that mark the number after them as a time, an amount of memory, or a figure of the devices."""
 ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(count)."
-"""The likely reason why a line prints another number although all compared values are equal."""
+"""The likely reason why a line prints another number than on one device although all compared values are equal."""
 
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
     """Return sentences on source lines that print other numbers on `devices` than on one device.
 
-    The first list is about lines that should not differ. The second list is about times, memory, devices, and numbers
-    that differ greatly between two runs on one device.
+    The first list is about lines that should not differ. The second list is about lines that may differ: times, amounts
+    of memory, figures of the devices, and numbers that also differ greatly between two runs on one device.
 
     one, many: what the script printed on one device and on `devices`.
     again: what one device printed in another precision.
@@ -74,8 +74,8 @@ def _apart(text: str, other: str) -> list[int]:
 
 
 def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Decimal]]:
-    """Return the pairs of numbers in the same position of two texts that differ. Times, memory and figures of the
-    devices are left out.
+    """Return the pairs of numbers that differ although they are at the same position of the two texts. Times, memory
+    and figures of the devices are left out.
 
     again: the text of the same run once more. Numbers that differ there are left out too.
     """

@@ -43,7 +43,8 @@ def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
     - `each`: one row for each position of each sample
     - `along D`: one row for each slice along dimension D
     - `whole`: one row for the whole tensor
-    - `unordered`: a sum over rows in any order, which adds up over the ranks to that of one device
+    - `unordered`: a sum over all rows. The sums of the ranks add up to the sum of one device, whatever the order of
+        rows
 
     rows: the number of samples of this rank.
     """

@@ -31,8 +31,8 @@ Draws = Mapping[int, Sequence[Draw]]
 class CheckSpec:
     """The settings of a check.
 
-    plan: the plan to compare with one device. For a script that chooses its own plan, a plan with as many replicas as
-        devices.
+    plan: the plan to compare with one device. If a script chooses its own plan, this is a data-parallel plan with one
+        replica for each device.
     steps: how many optimizer steps both sides make.
     in_float64: whether both sides compute everything in float64. Otherwise they use the plan's own precision, to see
         its rounding.
@@ -70,7 +70,8 @@ class Output:
     rows: how many samples the rank has.
     sketches: the projections by layout. `0` and `1` have a row for each sample, if that dimension can hold the batch.
         `each` has a row for each position of each sample, `whole` is one row.
-    gradient: projections of the gradient that reached the output in the very first backward pass. Empty for later ones.
+    gradient: projections of the gradient that reached the output in the first backward pass. Empty in later backward
+        passes.
     """
 
     microbatch: int
@@ -224,8 +225,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Batches:
-    """The samples that each step of a check reads. They are whole batches, and then, from the start of another epoch, a
-    ragged one."""
+    """The samples that each step of a check reads. The last step reads a ragged batch from the start of a new epoch.
+    All other steps read full batches."""
 
     seed: int
     samples: int
@@ -233,8 +234,8 @@ class Batches:
     spec: CheckSpec
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
-        """Return (epoch, position, indices) of step `step`, counted from 0. The indices are those that the step reads.
-        The epoch and the position in it are those after the step.
+        """Return (epoch, position, indices) for step `step`, counted from 0: the sample indices that the step reads,
+        and the epoch and the position in this epoch after the step.
 
         epoch, index: the epoch and the position before the step.
         """

@@ -66,8 +66,8 @@ def plain_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_in_float64(active: bool = True) -> Iterator[None]:
-    """Convert every module that is called inside `upcast` to float64, in the with block. Afterwards its parameters and
-    buffers get their dtypes back.
+    """Convert every module that is called in the with block to float64. After the block, its parameters and buffers get
+    their old dtypes back. Used together with `upcast`.
 
     active: if False, the context manager does nothing.
     """
@@ -109,8 +109,8 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Convert arguments in float32 and below to float64, if the operator only reads them and returns a new tensor. If
-    the operator writes to a float32 tensor, convert what it reads to float32 instead."""
+    """Convert arguments in float32 or a lower precision to float64, if the operator only reads them and returns a new
+    tensor. If the operator writes to a float32 tensor, convert what it reads to float32 instead."""
     given = [*args, *kwargs.values()]
     tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
     if operator.namespace != "aten" or all(tensor.dtype not in WIDE for tensor in tensors):

@@ -157,8 +157,8 @@ def _of_gradients(number: int, ranks: Sequence[Sequence[Step]], many: Step, one:
 
 
 def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
-    """Return the factor by which all gradients in `many` are larger than those in `one`. Return None if no single
-    factor fits."""
+    """Return the factor that turns every gradient in `one` into the gradient in `many`. Return None if no single factor
+    fits."""
     if one.keys() != many.keys() or not one:
         return None
     a, b = (torch.cat([grads[name].flatten() for name in sorted(one)]) for grads in (one, many))

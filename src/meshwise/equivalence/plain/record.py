@@ -18,7 +18,7 @@ class Pass:
 
     loader: the number of the loader, in the order of first use.
     number: how many passes over this loader were before.
-    places: the user's source line that reads the loader, and the line that made the loader.
+    places: the source line of the script that reads the loader, then the lines that made the loader and its sampler.
     samples: the indices of the samples in the data set. None if the data set has no indices.
     batches: the indices of every batch of its sampler.
     shuffles: whether the indices are not in ascending order.

@@ -50,8 +50,8 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
 
 
 def _not_compared(left_out: Sequence[str]) -> list[str]:
-    """Return at most one line on what was not compared. If there are several things, the line has their number and the
-    first one."""
+    """Return at most one line on what was not compared. If several things were not compared, the line gives their
+    number and names the first."""
     if len(left_out) < 2:
         return [f"not compared: {text}" for text in left_out]
     return [f"not compared: {len(left_out)} things, which --json names; the first: {left_out[0]}"]
@@ -86,8 +86,8 @@ def verdict(proof: Proof) -> list[Text]:
 
 
 def _band(proof: Proof) -> list[Text]:
-    """Return a line that says how far rounding alone moves this program on one device. A run under the plan may differ
-    by as much."""
+    """Return a line that says how much the results on one device change by rounding alone. Results under the plan may
+    differ by as much."""
     sizes = [f"{each.kind} {_size(each.one_device)}" for each in proof.rounding if each.kind in OF_BAND]
     if not sizes:
         return []
