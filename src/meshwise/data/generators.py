@@ -78,10 +78,12 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 
 @dataclass(frozen=True)
 class Draws:
-    """How the order of an epoch is drawn. Each field is a function that calls its argument, a function that draws.
+    """How the order of an epoch is drawn. Each field is a function that takes a function, calls it with the right state
+    of the random generators, and returns its result.
 
-    begin: calls it with the generators in the recorded state, if the loop resumes an epoch.
-    go_on: calls it with the program's generators in their current state.
+    begin: for the draws at the beginning of an epoch. If the loop resumes an epoch, the generators have the recorded
+        state.
+    go_on: for all other draws. The generators have the current state of the program.
     """
 
     begin: Callable[[Callable[[], Any]], Any]
@@ -102,7 +104,7 @@ class ProgramGenerator:
 
     @property
     def nested(self) -> bool:
-        """Whether several loops are open, nested or side by side."""
+        """Whether more than one loop is open, for example a loop inside another loop."""
         return self._loops > 1
 
     @contextlib.contextmanager
@@ -163,7 +165,8 @@ class OrderGenerators:
         return states
 
     def draws(self, states: States, *, again: bool) -> Draws:
-        """Return how to draw the order of an epoch that began with the generators in `states`.
+        """Return the functions that draw the order of an epoch. `states` are the states of the generators when the
+        epoch began.
 
         again: whether the order was drawn before, so that the generators have moved on.
         """

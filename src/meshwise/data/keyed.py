@@ -70,7 +70,7 @@ It returns None if the layout is unknown. Then the rank draws independently of o
 
 
 class KeyedDraws:
-    """The random draws of one microbatch, of which this rank has `rows`.
+    """The random draws of one microbatch. This rank has the rows `rows` of the microbatch.
 
     attention_as_operators: whether to run attention as plain operators instead of fused kernels, so that its dropout
     can be keyed.
@@ -93,14 +93,15 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Return a context manager for the forward pass of a microbatch, which seeds torch's generator with its key."""
+        """Return a context manager for the forward pass of a microbatch. It seeds torch's generator with the key of the
+        microbatch."""
         torch.manual_seed(mixed(*self._key))
         with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
             yield
 
     def _go_on(self, calls: int) -> None:
-        """Skip the numbers of calls that earlier pipeline stages have made. Calls are then numbered as without a
-        pipeline."""
+        """Continue to count calls after the calls that earlier pipeline stages have made, so that calls are numbered as
+        without a pipeline."""
         with without_interception():
             while len(self._calls) < calls:
                 if self._next_call() == len(self.log):
@@ -213,9 +214,9 @@ def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
 def by_rows(rows: Rows) -> DrawLayout:
     """Return a `DrawLayout` that finds the batch dim by its length.
 
-    The batch dim is the first of dims 0 and 1 that is as long as the rank has rows. If neither is, it is dim 0 if its
-    length is a multiple of the number of rows, as for heads beside samples. A rank with all rows draws as one device
-    does.
+    The batch dim is the first of dims 0 and 1 that is as long as the rank has rows. If neither is, dim 0 is the batch
+    dim if its length is a multiple of the number of rows, for example (samples x heads). A rank with all rows draws as
+    one device does.
     """
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
@@ -271,7 +272,7 @@ def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
-    """Implement torch.normal, for numbers with a size and for tensors."""
+    """Implement torch.normal, both for a mean and std given as numbers and for tensors."""
     mean, std = given["mean"], given["std"]
     if "size" in given:
         like = torch.empty(given["size"], dtype=given["dtype"], device=given["device"])
@@ -282,7 +283,8 @@ def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
-    """Return integers from `low` to below `high`, bounds for which the operator `random_` has other names."""
+    """Return integers from `low` up to, but not including, `high`. The operator `random_` calls these bounds `from` and
+    `to`."""
     low: Any = given.get("low", given.get("from", 0))
     high: Any = given["high"] if "high" in given else given.get("to")
     whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()

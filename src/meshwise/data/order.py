@@ -55,7 +55,8 @@ def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Return part number `index` of the range [start, stop), divided into contiguous parts equal to within one."""
+    """Divide the range [start, stop) into `parts` contiguous ranges, and return number `index`. Their sizes differ by
+    at most one."""
     size, rest = divmod(stop - start, parts)
     first = start + index * size + min(index, rest)
     return first, first + size + (index < rest)

@@ -31,7 +31,7 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 
 _INDICES = attrgetter("indices")
 LOOKS = 16
-"""If several ranks read the same batches, the first 16 batches are checked for random draws, then every 16th."""
+"""Where several ranks read the same batches, the first 16 and then every 16th are checked for random draws."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,8 @@ def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _gives_batches(data: Any) -> bool:
-    """Return whether `data` has the method `batch(indices)`.
-
-    The method `batch` of Hugging Face datasets is another one.
+    """Return True if `data` has the method `batch(indices)`. Hugging Face datasets do not count, as their method
+    `batch` does something else.
     """
     method = getattr(data, "batch", None)
     return callable(method) and "indices" in inspect.signature(method).parameters
@@ -129,7 +128,7 @@ def _gives_batches(data: Any) -> bool:
 class KeyedDataset(Dataset[Any]):
     """A data set that is indexed by (epoch, index). Its random draws depend only on this pair and the seed.
 
-    If `data` has `__getitems__`, this method may return a ready batch for its indices, as torch's DataLoader allows.
+    If `data` has a method `__getitems__`, that method may return a collated batch, as torch's DataLoader allows.
     """
 
     def __init__(self, data: Any, seed: int, several: bool = False) -> None:
@@ -166,7 +165,7 @@ class KeyedDataset(Dataset[Any]):
 class seeded_by:
     """Seeds torch, numpy and Python with a key for the with-body, and restores their states afterwards.
 
-    To save and restore the states takes longer than to seed (100 µs, 70 of them for numpy), so enter it once per batch.
+    Enter it once per batch: saving and restoring the states takes 100 µs (70 µs of it for numpy), longer than seeding.
     """
 
     def __init__(self, *key: int) -> None:

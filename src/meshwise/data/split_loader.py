@@ -59,8 +59,9 @@ class LoaderSpec:
 
     pairs: a function (draws, epoch, begin, most) that yields (batch, slice) for an epoch, from sample `begin` on.
         draws: how the order is drawn. None computes it from (seed, epoch), as in states that earlier versions saved.
-        begin: if each rank reads its own stream, all earlier batches count as full.
-        most: yield only one batch, of at most so many samples. It has no effect on streams.
+        begin: the first sample to read. If each rank reads its own stream, earlier batches are assumed to have been
+            full.
+        most: if given, only one batch of at most so many samples is yielded. It has no effect on streams.
     drawn: the generators from which the order is drawn. Empty if the order is fixed.
     own: whether each rank reads its own stream and draws independently.
     draws_base_seed: whether reading an epoch draws the base seed of torch's DataLoader iterator.
@@ -104,7 +105,8 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """Convert a user's tuple or dict of samples to a list. `reader` would expect tensors of rows in a tuple or dict."""
+    """Convert a tuple or dict of samples to a list, because `reader` takes a tuple or dict for tensors with one row per
+    sample."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 
@@ -114,7 +116,8 @@ def _settings(loader: DataLoader[Any], seed: int, world: World) -> LoaderSetting
 
 
 def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return other settings of the loader as keyword arguments. Most of them concern its worker processes."""
+    """Return those settings of the user's loader that the new loader keeps, as keyword arguments. Most of them concern
+    the worker processes."""
     names = (*_KEPT, *_OF_WORKERS) if loader.num_workers else _KEPT
     return {name: getattr(loader, name) for name in names}
 
@@ -187,7 +190,8 @@ def _keyed_batches(batches: Iterable[Any], seed: int, epoch: int, begin: int) ->
 
 
 def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-    """Return the batches that end after sample `begin`. No more batches are read than needed."""
+    """Skip the batches that end at or before sample `begin`, and return the other batches. Only the skipped batches and
+    the next one are read."""
     end = 0
     while end < begin and (batch := next(batches, None)) is not None:
         end += len(batch)
@@ -295,7 +299,8 @@ def _compared(count: int, checksum: int) -> list[int]:
 
 
 def _checksum(items: Any) -> int:
-    """Return a cheap checksum of up to about 64 numbers of each tensor or array, and of all plain values."""
+    """Return a cheap checksum of some items. It covers about 64 numbers of each tensor or array, and all plain
+    values."""
     told = []
     for leaf in all_leaves(items):
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":

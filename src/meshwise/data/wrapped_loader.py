@@ -32,7 +32,8 @@ class Wrapper:
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """Return the batches for the outer loader when it begins to read, and None for any other reader."""
+        """Return the iterator from which the outer loader reads, at its first call in a loop. Return None at later
+        calls, which come from other readers."""
         fed, self._fed = self._fed, None
         return fed
 

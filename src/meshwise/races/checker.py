@@ -38,7 +38,8 @@ class Block:
 
 
 class Touch(NamedTuple):
-    """Bytes that an operator reads or writes, on a device or in pinned memory. No two devices use the same addresses.
+    """The bytes of one tensor that an operator reads or writes, on a device or in pinned memory. Addresses are unique
+    over all devices.
 
     block, size: the address and the number of bytes of the tensor's storage.
     what: a description of the tensor.
@@ -53,7 +54,7 @@ class Touch(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses of the same bytes that nothing orders.
+    """Two accesses of the same bytes, by two streams or by a stream and the host, without synchronization between them.
 
     recorded: the last event of the stream `earlier.lane` for which the stream `later.lane` waited, or None.
     """
@@ -72,8 +73,8 @@ class Checker:
     """Finds races in a series of events, which it gets in the order in which the program causes them.
 
     found: called with each race.
-    forgive: whether to continue after a race as if the missing wait were there, so that its consequences are not
-    reported.
+    forgive: whether to continue after a race as if the missing wait had happened, so that further races with the same
+        cause are not reported.
     """
 
     def __init__(self, found: Callable[[Race], None], forgive: bool = True) -> None:
@@ -100,12 +101,13 @@ class Checker:
         self._memory.forget(block, block + size, lambda each: True)
 
     def forget_freed(self) -> None:
-        """Forget all accesses of freed memory. It returns to the device only after all work of the device is done."""
+        """Forget all accesses of freed memory. Call this when the allocator returns the memory to the device, because
+        it does so only after all work of the device is done."""
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:
-        """Record a call of `tensor.record_stream`. The freed block is then reused only after the stream's work up to
-        now."""
+        """Record a call of `tensor.record_stream`. After the block is freed, it is reused only when the stream has
+        finished its work up to now."""
         found = self._blocks.get(block)
         if found is not None:
             found.recorded.add(lane)

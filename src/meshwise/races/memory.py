@@ -49,7 +49,7 @@ def region_of(start: int, item: int, shape: Sequence[int], strides: Sequence[int
 
 
 def have_common_bytes(one: Region, other: Region) -> bool:
-    """Return whether two views share at least one byte. After MOST_TRIED tries, they are assumed to."""
+    """Return whether two views share at least one byte. After MOST_TRIED tries, the views are assumed to do so."""
     if one.lo >= other.hi or other.lo >= one.hi:
         return False
     if not one.outer and not other.outer:
@@ -59,7 +59,8 @@ def have_common_bytes(one: Region, other: Region) -> bool:
     tried = 0
 
     def lands(apart: int, rest: list[tuple[int, int]]) -> bool:
-        """Return whether two pieces `apart` bytes apart overlap for some of the repetitions in `rest`."""
+        """Return True if a piece of one view overlaps a piece of the other for some repetition in `rest`. `apart` is
+        the distance of their first pieces in bytes."""
         nonlocal tried
         tried += 1
         if not rest or tried > MOST_TRIED:
@@ -90,7 +91,7 @@ class Access:
 
 
 class _Cell:
-    """The accesses of the bytes in [lo, hi): the last writes, and the reads since the last writes."""
+    """The accesses of the bytes in [lo, hi) that are remembered: the last writes, and the reads since then."""
 
     __slots__ = ("hi", "lo", "reads", "writes")
 

@@ -27,7 +27,7 @@ class Lane(NamedTuple):
 
 HOST = Lane("host", 0)
 Clock = dict[Lane, int]
-"""Lane -> the number up to which its work is known to be done."""
+"""Maps a lane to the number of its latest piece of work that is known to be done, as in a vector clock."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Recorded:
 
 
 class Order:
-    """The clocks of all lanes. A lane's clock says which work of every lane is done before its next piece of work."""
+    """The vector clocks of all lanes. The clock of a lane says which work of the other lanes is done before the next
+    work of this lane begins."""
 
     def __init__(self) -> None:
         self._seen: dict[Lane, Clock] = {}

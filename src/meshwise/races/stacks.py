@@ -37,7 +37,7 @@ class Line(NamedTuple):
 class Stack(NamedTuple):
     """Source lines that were being executed, the innermost first.
 
-    of: the name of the autograd node, if the lines called a backward pass that made the access. Otherwise "".
+    of: the name of the autograd node that made the access, if these lines called its backward pass. Otherwise "".
     """
 
     lines: tuple[Line, ...]

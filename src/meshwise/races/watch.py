@@ -55,7 +55,7 @@ def _print(finding: Finding) -> None:
 def find_races(notify: Callable[[Finding], None] = _print) -> Iterator[list[Finding]]:
     """Find races between CUDA streams in the with-body, and in threads that start there. The body runs much slower.
 
-    A race is two accesses of the same memory, at least one of them a write, that nothing orders.
+    A race is two accesses of the same memory without synchronization between them, at least one of them a write.
 
     Yields the list of findings, which stays empty without CUDA. Each finding has a sentence, advice, and the source
     lines of both accesses. A nested call yields the list of the outer call.
@@ -114,7 +114,8 @@ class _Watcher:
                     self._checker.synchronize(lane)
 
     def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
-        """Report an operator in order: the calls before its accesses, the accesses, and the calls after them."""
+        """Report an operator to the checker: first the synchronization calls before its accesses, then the accesses,
+        then the calls after them."""
         at = 0
         waits = next((number for number, event in enumerate(events) if event.waits is not None), None)
         if waits is not None and touches:

@@ -75,9 +75,8 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Return how many seconds the job waited in the queue before this start of it.
-
-    Returns None if this is unknown, or if the attempt is not the first one of its start.
+    """Return how many seconds the job waited in the queue before the scheduler started it. Returns None if this is
+    unknown, or if `session` is not the first attempt after the scheduler started the job.
     """
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
@@ -99,7 +98,8 @@ def attempt_text(one: Attempt) -> str:
 
 
 def lost_texts(facts: Mapping[str, Any]) -> list[str]:
-    """Return the messages of all attempts, and for each failed attempt why it failed and what this cost."""
+    """Return the messages of all attempts. For each failed attempt, a text also says why it failed and how much time
+    and how many steps were lost."""
     attempts, found = attempts_of(facts), list[str]()
     for one, after in zip(attempts, [*attempts[1:], None], strict=False):
         found += one.told

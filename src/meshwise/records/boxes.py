@@ -18,9 +18,8 @@ def volume(box: Box) -> int:
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Return boxes of which no two overlap, the largest first.
-
-    Boxes are chosen from the largest to the smallest. A box that overlaps a chosen box is left out.
+    """Return the boxes that remain if each box that overlaps a larger one is left out. Boxes are considered from the
+    largest to the smallest, and the result is in this order.
     """
     chosen: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-volume(box), box)):

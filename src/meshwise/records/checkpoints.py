@@ -124,7 +124,8 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 def claims_folder(folder: Path) -> Path:
     """Return the folder that holds the claims for a folder of checkpoints.
 
-    It is the folder itself for `mw.checkpoint`, otherwise the folder of the run.
+    For checkpoints of `mw.checkpoint`, this is the folder itself. For checkpoints of a run, it is the folder of the
+    run.
     """
     return folder if (folder / CLAIMS).is_dir() else folder.parent
 
@@ -311,8 +312,7 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def abandoned_by(found: Sequence[Checkpoint], resumed: Checkpoint | None) -> list[Path]:
-    """Return the checkpoints that a run abandons by resuming from `resumed`, which are all newer ones.
-
-    These are damaged, or the user chose an earlier one.
+    """Return the checkpoints that a run abandons when it resumes from `resumed`: all checkpoints that are newer. Either
+    they are damaged, or the user chose to resume from an earlier one.
     """
     return [] if resumed is None else [saved.path for saved in found if saved > resumed]

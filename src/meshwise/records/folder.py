@@ -59,7 +59,7 @@ MOST_RANKS, LATEST = 1_000_000, 4e9
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
 _own: dict[Path, int] = {}
-"""By run, the number of the attempt that this process has claimed. It does not change records of later attempts."""
+"""Maps a run folder to the number of the attempt that this process claimed. Later attempts' records are not changed."""
 _unwritten: dict[Path, dict[str, Any]] = {}
 """Contents of run.json that could not be written yet because the disk is full."""
 STOP = "stop"
@@ -136,7 +136,7 @@ def _written(folder: Path) -> dict[str, Any]:
 def newest_run(parent: Path, *, queued: bool = False) -> Path:
     """Return the folder of the run in `parent` that began last. Raises UsageError if there is none.
 
-    queued: also consider runs that were submitted and have not begun, at the time of their submission.
+    queued: for a run that was submitted but has not begun, take the time of its submission as its beginning.
     """
     runs = [path.parent for path in parent.glob(f"*/{RUN}")]
     if not runs:
@@ -200,9 +200,8 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of an attempt.
-
-    If it is still marked as running, it is marked as failed, as its processes are gone.
+    """Return the facts of an attempt. If the attempt is still marked as running, its status becomes failed, because its
+    processes are gone.
     """
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
@@ -242,7 +241,8 @@ def versions() -> dict[str, str]:
 
 
 def what_was_typed() -> dict[str, str]:
-    """Return the command line of this process, and the git commit of its working folder, or "" without a repository."""
+    """Return the command line of this process and the git commit of its working folder. The commit is "" if the folder
+    is not in a git repository."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()

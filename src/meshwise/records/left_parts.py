@@ -60,7 +60,8 @@ class LeftPart:
 
 
 def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
-    """Yield the states that a rank has left in its memory, at most two. Yields none if the rank never wrote there."""
+    """Yield the states that a rank has left in its memory, at most two. Yields nothing if the rank never wrote a
+    state."""
     with path.open("rb") as file:
         if file.seek(0, 2) < HEAD:
             return
@@ -75,9 +76,8 @@ def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
 
 
 def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
-    """Return the parts of an attempt that together are the complete state after a step, for the newest step possible.
-
-    Returns [] if there is no complete state.
+    """Return the newest complete state that an attempt has left, as the list of its parts. A state is complete if the
+    parts cover all of it. Returns [] if there is no complete state.
     """
     steps: dict[int, dict[int, LeftPart]] = {}
     for part in parts:

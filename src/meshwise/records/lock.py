@@ -37,7 +37,8 @@ REFUSALS = {
 class Work:
     """The work for which a lock is held.
 
-    job: a name that all starts of the same work share, such as a run folder or a scheduler's job. "" if unknown.
+    job: a name that is the same for every attempt at this work, such as a run folder or a scheduler's job. "" if
+        unknown.
     attempt: the number of the start, counted from 1.
     """
 

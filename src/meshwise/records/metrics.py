@@ -15,7 +15,8 @@ from meshwise.spec.words import printable
 
 
 class Metrics:
-    """The contents of metrics.jsonl, as far as they were read. `read_on` reads lines that were added since.
+    """The contents of a metrics.jsonl that may still grow. `read_on` reads the lines that were added since its last
+    call.
 
     losses: the loss by step.
     """
@@ -89,9 +90,8 @@ def metrics_of(folder: Path) -> dict[str, list[float]]:
 
 
 def _place(name: str) -> int:
-    """Return the priority of a metric of the program in the choice of the one that stands for the run.
-
-    Lower comes first.
+    """Return the rank of a metric, by its name, for the choice of the one metric that represents a run in lists. The
+    metric with the lowest number is chosen.
     """
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))

@@ -18,7 +18,7 @@ from meshwise.records.files import make_folder
 
 WORKERS = "workers"
 BEGINS = re.compile(r"--- begins on (?P<host>\S+) at (?P<time>\d+(\.\d+)?)")
-"""Matches the line that begins an attempt's log. It has the launcher's host and the time in seconds since 1970."""
+"""Matches the first line of an attempt's log, which has the launcher's host and the time in seconds since 1970."""
 _RANK = re.compile(r"rank(\d+)(?:\.(\d+))?\.log")
 
 

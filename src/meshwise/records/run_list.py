@@ -39,7 +39,7 @@ class RunEntry:
     args: the arguments of the job, such as `lr=3e-4`, or of the script.
     plan: the non-default fields of the plan, or "" without a plan.
     status: running, finished, stopped, failed, queued or unreadable.
-    metric: the name of the metric that stands for the run (see `metrics_of`), or "" without metrics.
+    metric: the name of the metric that represents the run (see `metrics_of`), or "" if the run has no metrics.
     last, best: the last and the best value of this metric.
     seconds: how long the workers have run, over all attempts.
     size: the size of the folder in bytes.
@@ -159,9 +159,10 @@ def fields_of(plan: str) -> dict[str, str]:
 
 
 def jobs_of(facts: Mapping[str, Any]) -> list[str]:
-    """Return the numbers of the scheduler's jobs as which a run was submitted, the newest last.
+    """Return the numbers of the scheduler's jobs that belong to a run, the newest last.
 
-    For a task of an array, or a run that a user's own batch script started, this is the job of the last attempt.
+    A run has one job for each time that it was submitted. For a task of an array, or a run that a user's own batch
+    script started, only the job of the last attempt is returned.
 
     facts: the run's record.
     """

@@ -16,9 +16,9 @@ from meshwise.transfer import collectives
 class SaveClock:
     """Decides after which steps the state is saved.
 
-    Saves are due after a number of steps or after an interval of time. For an interval, the clock of rank 0 decides.
-    The ranks ask it together, not after every step but a few times between two saves: each time after half of the steps
-    that remain until the expected save.
+    A save is due after a number of steps or after an interval of time. The clock of rank 0 decides when an interval is
+    over. To ask rank 0 is a collective call, so it is made only a few times between two saves: each time when half of
+    the steps until the expected save are done.
     """
 
     def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,9 +28,8 @@ class SaveClock:
         """The next step at which `is_due` has to be called."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step.
-
-        Every rank must call it after each step, because some calls are collective.
+        """Return True if the state should be saved after this step. Every rank must call this after each step, because
+        some calls are collective.
         """
         if self._saves.seconds is None:
             every = self._saves.steps or 0

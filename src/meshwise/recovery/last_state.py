@@ -44,11 +44,11 @@ PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the fac
 
 @dataclass(frozen=True)
 class Among:
-    """This rank's position among the ranks that hold one state together.
+    """Which ranks hold the same part of the state as this rank, so that they can share the work of writing it.
 
-    same: the number of ranks that hold the same part as this rank. This rank is number `own` of them.
-    divided: whether these `same` ranks hold different parts of the optimizer's state.
-    whole: whether each rank holds the whole state, so that one rank writes it alone.
+    same: the number of ranks that hold the same parameters as this rank. This rank is number `own` of them.
+    divided: whether the optimizer state is sharded over these ranks, although they hold the same parameters.
+    whole: whether each rank holds the whole state, so that a single rank can write all of it.
     """
 
     world: int
@@ -61,11 +61,11 @@ class Among:
 
 @dataclass
 class _Laid:
-    """How the state is laid out in the memory.
+    """How this rank's part of the state is laid out in the file that outlives the process.
 
     key: text that is equal for equal layouts.
     found: the dict and key under which each tensor is found again after a step. [] if this is unknown.
-    divided: whether some tensors are DTensors, of which this rank holds parts.
+    divided: whether some tensors are DTensors, so that this rank holds only a shard of them.
     changing: the numbers of the tensors that a forward pass changes.
     copies: copies of the `changing` tensors.
     kept: what this rank writes, as (number of a tensor, box). The box is None if this rank holds only one part of it.
@@ -81,11 +81,10 @@ class _Laid:
 
 
 class LastState:
-    """The state after the last step, as far as this rank holds it."""
+    """This rank's part of the state after the last step."""
 
     def __init__(self, path: Path, state: RunState, among: Among, facts: Mapping[str, Any]) -> None:
-        """path: the file of the memory.
-        facts: facts about the run for the manifest of a checkpoint."""
+        """path: the file that is mapped into memory. facts: facts about the run for the manifest of a checkpoint."""
         first = next(iter(state.model.parameters()), None)
         side = SideCopies(first.device) if first is not None and has_streams(first.device) else None
         self._memory, self._side = LeftMemory(path, among.attempt, side), side
@@ -163,7 +162,7 @@ class LastState:
         return False
 
     def settle(self) -> None:
-        """Make the current stream wait for the copies. Call it before the optimizer changes the copied tensors."""
+        """Make the current stream wait until the tensors are copied. Call this before the optimizer changes them."""
         if self._side is not None:
             self._side.hold_back()
 
@@ -252,7 +251,7 @@ class LastState:
     # Noting.
 
     def _look(self, laid: _Laid) -> bool:
-        """Look up the tensors in their dicts. Returns False if the layout does not fit them any more."""
+        """Look up the tensors in their dicts. Returns False if the tensors no longer fit the layout."""
         held = self._state.optimizer.state
         if self._of_optimizer != (len(held), sum(map(len, held.values()))):
             return False
@@ -269,9 +268,8 @@ class LastState:
         return True
 
     def _take(self, found: list[Tensor], laid: _Laid) -> bool:
-        """Use other tensors that were found under the same names, if their shapes are unchanged.
-
-        Returns whether they are.
+        """Use the tensors in `found` from now on, in place of the tensors that had these names before. Returns False,
+        and changes nothing, if a shape has changed.
         """
         if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
             return False

@@ -27,7 +27,8 @@ PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the fac
 
 
 class LeftMemory:
-    """The memory of one rank. It takes up no space before the first write."""
+    """A memory-mapped file that holds the state of one rank and outlives its process. It takes up no space before the
+    first write."""
 
     def __init__(self, path: Path, attempt: int, side: SideCopies | None) -> None:
         """side: copies tensors from an accelerator. None on a CPU."""
@@ -46,7 +47,7 @@ class LeftMemory:
     def lay_out(
         self, parts: Sequence[WriteItem], shapes: Mapping[str, Held], facts: Mapping[str, Any]
     ) -> list[WriteItem]:
-        """Discard the contents, and prepare the memory for these parts.
+        """Discard the contents of the file, and prepare it for these parts.
 
         Returns the parts in the order that `write` expects.
         """
@@ -65,7 +66,8 @@ class LeftMemory:
         return list(places)
 
     def _map(self) -> mmap.mmap:
-        """Map the file of the memory. It holds the layout once, and the facts and tensors of a step twice."""
+        """Map the file into memory. The file holds the layout once, and two places for the facts and tensors of a
+        step."""
         self._starts = starts = [HEAD]
         for size in (len(self._text), ROOM, ROOM, self.size, self.size):
             starts.append(-(-(starts[-1] + size) // PAGE) * PAGE)
@@ -107,7 +109,8 @@ class LeftMemory:
         self.step = -1
 
     def _publish(self, place: int, number: int) -> None:
-        """Mark which step a place holds. number: the step plus 1, or 0 for no valid state."""
+        """Write into the file which step one of its two places holds. number: the step plus 1, or 0 for no valid
+        state."""
         if self._memory is not None:
             self._memory[place * PLACE.size : place * PLACE.size + 8] = number.to_bytes(8, "little")
 

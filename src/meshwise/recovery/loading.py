@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def held(self) -> Held:
-        """The `Held` of a rank that holds the whole tensor."""
+        """A `Held` that describes a rank with the whole tensor."""
         stored = self.files.tensors[self.name]
         return Held(stored.dtype, stored.shape, (tuple((0, length) for length in stored.shape),))
 
@@ -148,9 +148,8 @@ def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
 
 
 def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
-    """Return the state.
-
-    Collective if not all ranks see the files (`shared` is False): rank 0 reads and broadcasts it.
+    """Return the saved state. If not all ranks see the files (`shared` is False), rank 0 reads the state and broadcasts
+    it, which is collective.
     """
     if not shared:
         tree = whole(_stored(saved, manifest)) if first else None

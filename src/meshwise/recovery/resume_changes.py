@@ -17,7 +17,7 @@ from meshwise.spec.errors import UsageError
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
 _OF_TORCH = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
-"""Entries of a parameter group that are not settings of the program or do not affect the results."""
+"""Entries of a parameter group that are not compared, as they are no settings or do not affect the results."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def honour_loop(
 ) -> None:
     """Apply the settings of a user's training loop that have changed since the state was saved.
 
-    It does the same as `honour` does for a job.
+    This is the counterpart of `honour`, which does the same for a job.
 
     index: how many samples of the epoch are already trained on.
     scheduled: whether a learning rate scheduler was restored, too.
@@ -67,8 +67,8 @@ def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[
 
     Raises UsageError for a changed setting that cannot be applied.
 
-    before: the settings with which the state was saved. For a checkpoint of an older version, which has none, it is
-    None and nothing happens.
+    before: the settings with which the state was saved. None for a checkpoint of an older version, which has no
+        settings. Nothing happens then.
     """
     if not isinstance(before, Mapping):
         return

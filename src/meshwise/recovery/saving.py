@@ -42,7 +42,7 @@ from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
-"""(name of a tensor, a box of it on this rank, slices of this box, the buffer to copy into). None: all."""
+"""(name of a tensor, a box of it on this rank, slices of this box or None for all of it, the buffer to copy into)."""
 OVER = (
     "a later attempt of this run began while this attempt was frozen or cut off from the network. This attempt ends "
     "now. Nothing that it has written since then is used."
@@ -93,7 +93,7 @@ class Saver:
         that rank 0 writes for all ranks.
         facts: facts for the manifest, among them `step`.
         wait: True waits for an earlier save, however long it takes. Otherwise this save is skipped if the earlier save
-        takes over PATIENCE seconds.
+            takes more than PATIENCE seconds.
         """
         with current().span("checkpoint"):
             self._asked = time.monotonic()
@@ -255,7 +255,8 @@ class Saver:
 
 
 def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, list[Copied]]:
-    """Return the header bytes of a rank's file, a buffer for the rest, and the copies to make into this buffer."""
+    """Return the header of a rank's file, a buffer for the rest of the file, and the list of copies that fill this
+    buffer."""
     beginning, places, size = laid_out(deal.parts[rank], deal.shapes)
     buffer, copies = torch.empty(size - len(beginning), dtype=torch.uint8, pin_memory=pinned), []
     for part, at in places.items():

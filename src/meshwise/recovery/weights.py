@@ -66,7 +66,7 @@ def _written_as(tensor: Tensor) -> Tensor:
 def export_weights(
     model: Mapping[str, Any], folder: Path, step: int, say: Callable[[str], None], most: int = MOST
 ) -> Written:
-    """Write the tensors of a saved model into `folder`, one after the other, in files of at most `most` bytes.
+    """Write the tensors of a saved model into `folder`, in safetensors files of at most `most` bytes each.
 
     A single file is named `model.safetensors`. Several files get an index file beside them, as Hugging Face writes it.
     Raises UsageError for a dtype that safetensors cannot hold.

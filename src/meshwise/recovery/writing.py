@@ -46,9 +46,8 @@ class Board(Protocol):
 
 
 class StoreBoard:
-    """The process group's store, over a connection of its own.
-
-    The main thread may be blocked in a wait on the store's usual connection.
+    """Sends messages through the process group's store, over a second connection. The main thread may be blocked on the
+    store's first connection.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class Deal:
 class Writing:
     """One save on one rank, with everything that its thread needs.
 
-    said: the error of the save. It is "" until the save ends, and if it succeeds.
+    said: the error of the save. It is "" if the save succeeded or has not ended yet.
     """
 
     rank: int

@@ -50,7 +50,7 @@ class LossLedger:
 
 
 def noted(folder: Path, ranks: int, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the epoch, the step and the sums of each step from `first` to `last` that every rank has written.
+    """Yield (epoch, step, sums) for each step from `first` to `last` that every rank has written to its file.
 
     The sums are a tensor of shape (ranks, 2): per rank, the sum of the losses times their weights, and the sum of the
     weights.

@@ -47,8 +47,8 @@ class MetricsLog:
         *,
         scaled: bool,
     ) -> None:
-        """folder: the run folder. None writes no file. A folder also gets TensorBoard events if tensorboard is
-        installed.
+        """folder: the run folder, to which metrics and, if tensorboard is installed, its events are written. None
+        writes no file.
         send: sends a message to the display of the run. None sends nothing.
         trackers: further trackers, by name or as functions.
         scaled: whether a loss scaler skips steps with non-finite gradients.
@@ -70,7 +70,8 @@ class MetricsLog:
         self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
 
     def begin(self, step: int) -> None:
-        """Open the trackers, and remove the records of steps after `step`, which the run will repeat. Collective.
+        """Open the trackers, and remove the records of steps after `step`, because the run will repeat these steps.
+        Collective.
 
         step: the last step that the run has finished.
         """
@@ -85,8 +86,9 @@ class MetricsLog:
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
     def keep_pending(self) -> bool:
-        """Also keep the losses that wait for `sync` in a file that outlives this process, for a run that resumes.
-        Return False if there is no run folder, or no room on the disk."""
+        """From now on, write losses to a file at once, so that a run that resumes finds the losses that this process
+        has not yet passed on by `sync`. Return False if there is no run folder, or no room on the disk. On an
+        accelerator, losses are not written, because this would wait for the device."""
         if self._folder is None:
             return False
         try:

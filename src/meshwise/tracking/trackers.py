@@ -125,7 +125,8 @@ def _mlflow(folder: Path, step: int) -> OpenTracker:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """Return what a tracker is told about the run in `folder`: its job, arguments, options and commit."""
+    """Return the facts about the run in `folder` that are passed to a tracker: the job, its arguments, the options and
+    the git commit."""
     if not (folder / names.RUN).is_file():
         return {}
     run = names.read_run(folder)
@@ -138,4 +139,4 @@ TRACKERS: Mapping[str, Callable[[Path, int], OpenTracker]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
-"""Maps the name of a tracker, which is that of its package, to the function that opens it."""
+"""Maps the name of a tracker, which is also the name of its package, to the function that opens it."""

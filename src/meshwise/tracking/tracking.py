@@ -101,7 +101,8 @@ class Tracking:
                     tracker.track(values, step)
 
     def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
-        """Append records to metrics.jsonl. Lines that a full disk refuses are tried again at the next call."""
+        """Append records to metrics.jsonl. Lines that cannot be written because the disk is full are written at the
+        next call."""
         if folder is None:
             return
         first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
@@ -168,7 +169,7 @@ class _Target:
 
 
 _targets: list[_Target] = []
-"""The target of the script, if it has logged, and then the target of each `log_into` that is open."""
+"""The target of the script, if the script has called `mw.log`, followed by the target of each open `log_into` block."""
 _calls: Counter[str] = Counter()
 
 
@@ -258,7 +259,7 @@ def logged() -> dict[str, Any]:
 
 def go_on_after(state: Mapping[str, Any]) -> None:
     """Continue metrics.jsonl after a saved state is loaded. Lines that were written after the state was saved are
-    removed, because their steps are repeated. Lines of this process stay.
+    removed, because their steps are repeated. Lines that this process itself has written stay.
 
     state: what `logged` returned when the state was saved.
     """
