@@ -78,7 +78,8 @@ class PlanOptions:
         return None if self.within is None else int(read_quantity(self.within, "bytes", "--within"))
 
     def counts(self, all_of_them: int) -> list[int]:
-        """Return the numbers of devices to search. Raises UsageError if one is larger than `all_of_them`."""
+        """Return the device counts for which plans are searched. Raises UsageError if a count is larger than
+        `all_of_them`."""
         if self.devices is None:
             return sorted({1, all_of_them})
         first, dots, last = self.devices.partition("..")

@@ -173,9 +173,9 @@ def send(submission: Submission) -> tuple[Path, str | None]:
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
     """Submit a run's batch script again, with the current program. The run resumes where it stopped.
 
-    If the run is an array, all tasks are submitted. If it is one task of an array, only that task is. Options given
-    here override the options in the script. Raises UsageError for a run that was not submitted before, is still queued
-    or running, or is finished.
+    If the run is an array, all tasks are submitted. If it is one task of an array, only that task is submitted. Options
+    given here override the options in the script. Raises UsageError for a run that was not submitted before, is still
+    queued or running, or is finished.
     """
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():

@@ -38,7 +38,7 @@ LOOKS = 16
 class LoaderSettings:
     """Settings for a DataLoader that reads a user's data set.
 
-    several: whether several ranks may read the same batch, of which each rank keeps its own rows.
+    several: whether several ranks may read the same batch. Each rank then keeps only its own rows of it.
     extra: other keyword arguments of the DataLoader.
     """
 
@@ -94,7 +94,8 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
-    """Return a function from indices to a batch, or None unless `data` is tensors in memory or has a method `batch`."""
+    """Return a function that takes sample indices and returns a batch. Return None if `data` is neither tensors in
+    memory nor has a method `batch`."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
     ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
@@ -179,9 +180,8 @@ class seeded_by:
         return self
 
     def has_drawn(self) -> bool:
-        """Return whether anything was drawn since the with-body began.
-
-        The generators are seeded again, so that draws start over.
+        """Return True if a random number was drawn since the with-body began. Afterwards the generators are seeded
+        again, so that the same draws start over.
         """
         now = _states()
         _seed(*self._key)

@@ -131,7 +131,8 @@ def _keyed(seed: int, samples: int) -> Order:
 
 
 def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Order:
-    """Return the order that torch's RandomSampler draws (torch/utils/data/sampler.py), as a tensor."""
+    """Return a function that draws the order of an epoch as torch's RandomSampler does (torch/utils/data/sampler.py),
+    but as a tensor."""
 
     def permutation() -> Tensor:
         own = generator or torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
@@ -143,7 +144,7 @@ def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Ord
 def _ordered(
     loader: DataLoader[Any], seed: int, world: World, order_of: Order, *, drawn_again: bool = False
 ) -> LoaderSpec:
-    """Split a data set of known size whose order is one tensor.
+    """Split a data set of known size, for which the order of an epoch is drawn as a single tensor of indices.
 
     drawn_again: whether another order is drawn at the end of an epoch, as torch's sampler does. This order is not used,
     but drawing it advances the sampler's own generator.
@@ -164,7 +165,8 @@ def _ordered(
 
 
 def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
-    """Split the batches of the user's own sampler, which runs whole on every rank."""
+    """Split the batches of the user's own sampler. The sampler runs on every rank and yields the global batches
+    there."""
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 

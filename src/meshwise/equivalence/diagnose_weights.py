@@ -45,8 +45,9 @@ def by_numbers(evidence: Evidence) -> Cause | None:
 
 
 def not_a_mean(evidence: Evidence) -> Joined | None:
-    """Return the first scalar in the computation of a loss that is neither a mean over samples, nor a sum, nor equal on
-    all ranks. Return None if there is none."""
+    """Look at the scalars from which a loss is computed, in order, and return the first one that is wrong under the
+    plan: it is not a mean over samples, not a sum over the ranks, and not equal on all ranks. Return None if there is
+    none."""
     return next((n for n in _numbers(evidence) if not (n.is_mean or n.is_sum or n.is_alike)), None)
 
 
@@ -59,7 +60,8 @@ def _numbers(evidence: Evidence) -> list[Joined]:
 
 
 def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
-    """Explain why a scalar is not the mean of the ranks' scalars over samples. Return None if the reason is unknown."""
+    """Explain why a scalar on one device is not the mean of the ranks' scalars, weighted by their samples. Return None
+    if the reason is unknown."""
     parts = [known[key] for key in number.one.made_of if key in known]
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
@@ -90,8 +92,9 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
 
 
 def cut_otherwise(evidence: Evidence) -> str:
-    """Return a sentence about means over pieces of a batch that is cut at other points than on one device, or an empty
-    string. The total is the same, but each piece has another weight."""
+    """Return a sentence if a loss averages over pieces of the batch, and the ranks have other pieces than one device.
+    Return an empty string otherwise. All pieces together are the same data, but each piece has another weight in the
+    loss."""
     one, plan = (step.numbers for step in evidence.steps)
     for at, name in dict.fromkeys(key[:2] for key in one[0]) if len(one) == 1 < len(plan) else ():
         mine, theirs = (

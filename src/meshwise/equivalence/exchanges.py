@@ -90,8 +90,8 @@ def _by_hand() -> FrameType | None:
 
 
 def _function(frame: FrameType | None) -> str:
-    """Return the name of the torch.autograd.Function that a frame runs in, which is recognized by its ctx argument.
-    Return an empty string if there is none."""
+    """Return the name of the torch.autograd.Function whose method a frame runs in. The method is recognized by its ctx
+    argument. Return an empty string if there is none."""
     while frame is not None and is_users(frame.f_code.co_filename):
         first = frame.f_code.co_varnames[:1]
         if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):

@@ -17,7 +17,7 @@ from meshwise.equivalence.trace import Output
 
 def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, float] | None:
     """Return the relative and the absolute difference between a call's output on one device and on the ranks. Return
-    None if they cannot be compared.
+    None if the outputs cannot be compared.
 
     The ranks need not have the same samples as one device, nor the same number of samples.
     """
@@ -150,8 +150,8 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
 
 
 def rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the largest relative and the largest absolute difference between the rows of two sketches. Two NaN count
-    as equal."""
+    """Return the largest relative and the largest absolute difference between the rows of two matrices of random
+    projections. Two NaN count as equal."""
     lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
     scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))
     return ratio(difference, scale), float(difference.max()) if len(difference) else 0.0

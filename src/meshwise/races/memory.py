@@ -22,7 +22,8 @@ MOST_TRIED = 4096
 class Region(NamedTuple):
     """The bytes of a view, all in [lo, hi).
 
-    They are pieces of `run` bytes, repeated by each (step, times) of `outer`.
+    The view consists of contiguous pieces of `run` bytes. Each (step, times) of `outer` repeats them `times` times,
+    `step` bytes apart.
     """
 
     lo: int
@@ -32,7 +33,7 @@ class Region(NamedTuple):
 
 
 def region_of(start: int, item: int, shape: Sequence[int], strides: Sequence[int]) -> Region | None:
-    """Return the bytes of a view that begins at address `start`, or None if it has no elements.
+    """Return the bytes of a view that begins at address `start`, or None if the view has no elements.
 
     item: the size of an element in bytes.
     strides: counted in elements.

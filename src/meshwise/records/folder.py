@@ -241,8 +241,8 @@ def versions() -> dict[str, str]:
 
 
 def what_was_typed() -> dict[str, str]:
-    """Return the command line of this process and the git commit of its working folder. The commit is "" if the folder
-    is not in a git repository."""
+    """Return the command line of this process and the git commit of its working folder. The commit is "" if git does
+    not return one."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
@@ -276,7 +276,7 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
     If the run is marked as running but its launcher is gone, its status is failed. Raises UsageError if `folder` is not
     a run folder or its record is damaged.
 
-    until: read the facts as this attempt or an earlier one wrote them.
+    until: the number of the last attempt whose record may be read. By default, the newest record is read.
     """
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever

@@ -90,8 +90,8 @@ def metrics_of(folder: Path) -> dict[str, list[float]]:
 
 
 def _place(name: str) -> int:
-    """Return the rank of a metric, by its name, for the choice of the one metric that represents a run in lists. The
-    metric with the lowest number is chosen.
+    """Return the place of a metric, by its name, in the order of preference for the one metric that represents a run in
+    lists. 1 is preferred most.
     """
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))

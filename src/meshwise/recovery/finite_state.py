@@ -27,16 +27,16 @@ GO_ON_BEFORE = "Remove this folder to continue from the state that was saved bef
 
 
 def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
-    """Return the names of the parameters of which this rank holds values that are not finite."""
+    """Return the names of the parameters that contain NaN or infinity on this rank."""
     return frozenset(name for name, _ in _bad([(n, t, True) for n, t in _parameters(models)]))
 
 
 def not_finite_in(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]
 ) -> tuple[str, str]:
-    """Return the first entry of the state that has a value that is not finite, and the ranks that hold such an entry.
-
-    The ranks are a text such as `rank 0` or `ranks 0, 2`. If all values are finite, the result is ("", ""). Collective.
+    """Return the name of the first entry of the state that contains NaN or infinity, and the ranks that have such
+    entries. The ranks are a text such as `rank 0` or `ranks 0, 2`. If all values are finite, the result is ("", "").
+    Collective.
 
     known: names of parameters that were not finite from the beginning. They are not checked.
     """
@@ -46,7 +46,7 @@ def not_finite_in(
 
 
 def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
-    """Return the name of this rank's first entry of the state with a value that is not finite.
+    """Return the name of the first entry of this rank's state that contains NaN or infinity.
 
     Returns "" if all values are finite.
     """
@@ -55,7 +55,7 @@ def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Op
 
 
 def not_finite_in_tree(tree: Any, models: Mapping[str, nn.Module], known: frozenset[str]) -> str:
-    """Return the name of the first entry of `tree` that has a value that is not finite, or "" if there is none.
+    """Return the name of the first entry of `tree` that contains NaN or infinity, or "" if there is none.
 
     Only entries that are named like a parameter of these models are checked. tree: state_dicts, also nested.
     """
@@ -117,10 +117,9 @@ def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) 
 
 
 def _bad(named: list[tuple[str, Tensor, bool]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors that hold NaN, or inf if the third value (`strict`) is True.
-
-    First the sum of a tensor is checked, which is 17 times faster than a check of each value. The values are only
-    checked if the sum is not finite, because a sum can also overflow.
+    """Yield the floating-point tensors that contain NaN. Tensors that contain inf are also yielded if the third value
+    (`strict`) is True. The sum of a tensor is checked first, because this is 17 times faster. If the sum is not finite,
+    it may also have overflowed, so the values are checked.
     """
     floats = [
         each

@@ -193,7 +193,8 @@ def _load_old(folder: Path, shared: bool, first: bool) -> Loaded:
 
 
 def _verified_old(folder: Path) -> tuple[Path, int]:
-    """Return the file of the newest state and its size, after checking the file's SHA-256."""
+    """Return the file of the newest state and its size. Raises CheckpointError if there is no file, or if its SHA-256
+    is wrong."""
     try:
         facts = json.loads((folder / LATEST).read_text())
         path, expected = folder / facts["file"], facts["sha256"]

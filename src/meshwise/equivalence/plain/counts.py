@@ -112,7 +112,7 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
 def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
     """Report a global batch that has another size than the batch of one process.
 
-    alone: the same pass over the loader in a run of one process.
+    alone: the passes in a run of one process.
     """
     if not alone or not all(p.batches for p in (*alone, *passes)):
         return
@@ -161,7 +161,7 @@ def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
 
 
 def _steps_of_pass(record: Record) -> float:
-    """Return the number of optimizer steps in a whole epoch."""
+    """Return the number of optimizer steps in a whole epoch, which may be a fraction."""
     trained = [p for p in record.passes if p.trained]
     if not trained or not record.steps:
         return 0.0
@@ -212,9 +212,9 @@ def left_over(first: Record) -> Iterator[Finding]:
 
 
 def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
-    """Return whether the evaluations print numbers, and all of them equal the numbers of one process.
+    """Return True if the evaluations print numbers, and these are the numbers that one process prints.
 
-    apart: findings on lines that print other numbers.
+    apart: the findings on lines that print other numbers than one process.
     """
     told = [[text for _, text, after in record.shown if not after] for record in (first, one)]
     numbers = all(any(character.isdigit() for text in side for character in text) for side in told)
