@@ -246,8 +246,8 @@ def _refuse_missing(secrets: Sequence[str], file: str) -> None:
 
 
 def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
-    """Raise UsageError if options of `meshwise run` are given when a run is submitted again, because it keeps its own
-    options."""
+    """Raise UsageError if options of `meshwise run` are given when a run is submitted again. The run keeps the options
+    with which it was first submitted."""
     if given := _words(typed):
         raise UsageError(f"{given[0]}: meshwise submit RUN keeps the run's own options. Leave this option out.")
 

@@ -196,9 +196,9 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
     """Gather the recorded module outputs on rank 0, in rank order. Collective.
 
-    The first result is one copy of the outputs for all samples. The second is the outputs of every rank, grouped by
-    ranks that work on the same samples; it is empty if no ranks do. The third is how much the outputs differ inside
-    such a group.
+    Returns (outputs, groups, divergence). `outputs` has one copy of each output. `groups` has the outputs of every
+    rank, in groups of ranks that work on the same samples. It is empty if no ranks do. `divergence` says how much the
+    outputs differ inside a group.
     """
     found: dict[int, list[list[Output]]] = {}
     differ: Divergence = {}

@@ -67,10 +67,10 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
 
 
 def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
-    """Yield the differences in the outputs of a step in which loss and gradients are equal.
+    """Yield those of `outputs` that do not differ. The others are moved to `unseen`.
 
-    An output that seems to differ in such a step is moved to `unseen`, because its rows were mistaken for samples. An
-    expert, for example, may by chance get as many tokens as there are samples.
+    This is for a step with equal loss and gradients, in which outputs only seem to differ: their rows were mistaken for
+    samples. An expert, for example, may by chance get as many tokens as there are samples.
     """
     for difference in outputs:
         if difference.fault:

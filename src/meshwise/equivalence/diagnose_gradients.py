@@ -124,8 +124,8 @@ def _lower_precision(evidence: Evidence) -> str:
 
 
 def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
-    """Blame a collective that the program itself calls, if no weighted sum of the ranks' own gradients gives the
-    gradient on one device. Return None otherwise."""
+    """Return a cause that names a collective that the program itself calls, if no weighted sum of the ranks' own
+    gradients equals the gradient on one device. Return None otherwise."""
     solved = weights_in(*evidence.steps, [evidence.first.name])
     if solved is None or solved.one is not None:
         return None

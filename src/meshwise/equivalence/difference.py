@@ -28,7 +28,7 @@ class Difference:
     name: the name of the parameter, module or metric.
     relative: the difference relative to the size of the value. Infinite if one side lacks the value.
     absolute: the difference in the value's own unit.
-    facts: what else is known of the difference.
+    facts: further facts about the difference, by name, such as the `factor` between two gradients.
     """
 
     kind: str

@@ -81,7 +81,7 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
 
 def _of_rounding(step: StepTrace) -> set[str]:
     """Return the names of the parameters whose gradients are only rounding noise, such as a bias in front of a batch
-    norm. Their optimizer state may fit any precision by chance."""
+    norm. The optimizer state of such a parameter may be representable in a low precision by chance."""
     gradients = step.clipped_gradients or step.gradients
     sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
     least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)

@@ -46,8 +46,8 @@ def is_replicated(tensor: Tensor) -> bool:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that this rank's pipeline stage trains, each once, with their names. If a sharded block is
-    still gathered, its sharded parameters are yielded."""
+    """Yield the parameters that this rank's pipeline stage trains, each once, with their names. If the parameters of a
+    sharded block are gathered at the moment, the shards are yielded nevertheless."""
     parts = {}
     for _, module in sharded_modules(model):
         for group in groups_of(module):

@@ -221,8 +221,8 @@ class ModelTracer:
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
 
     def _keep_own(self, name: str, gradient: Tensor) -> None:
-        """Keep the first gradient that a parameter gets in a backward pass. Later calls of this hook come from the
-        reduction."""
+        """Record the first gradient that a parameter gets in a backward pass. Later calls of this hook in the same pass
+        are ignored, because they are caused by the reduction over ranks."""
         gradient = local_of(gradient) if is_replicated(gradient) else gradient
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
@@ -294,7 +294,7 @@ class ModelTracer:
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Keep the gradient that reaches a module's output from this rank's own loss."""
+        """Record the gradient of this rank's own loss with respect to a module's output."""
         gradient = gradients[number]
         if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
             with without_interception():

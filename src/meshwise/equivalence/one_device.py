@@ -67,10 +67,9 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
 
 
 def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
-    """Raise UsageError if host memory cannot hold what a check of a model of this size keeps.
-
-    Both sides keep gradients, parameters and optimizer state of every step in float64. Data that is being sent exists
-    twice.
+    """Raise UsageError if the host has too little memory for a check of a model of this size. Both sides keep
+    gradients, parameters and optimizer state of every step in float64. Tensors that are being sent between processes
+    need memory twice.
     """
     size = 8 * sum(p.numel() for p in model.parameters())
     a_step = 2 + STATE + (job.clip_norm is not None)

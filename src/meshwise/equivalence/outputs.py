@@ -76,8 +76,8 @@ def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layo
 
 
 def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, Tensor, Tensor]]:
-    """Yield each layout by which the ranks may hold slices, with the sketches of one device's slices and of the ranks'
-    slices, both in the order of the ranks."""
+    """Yield (layout, slices of one device, slices of the ranks) for each layout in which the ranks may hold slices of
+    one device's output. Slices are given by their random projections, and both are in the order of the ranks."""
     if len(ranks) < 2:
         return
     last = len(one.shape) - 1

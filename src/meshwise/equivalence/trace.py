@@ -92,12 +92,12 @@ class Output:
 class Contents:
     """A rank's part of a microbatch, as the program got it.
 
-    place: the user's source line that reads it.
+    place: the user's source line that reads the batch.
     source: the data set.
     draws: the name of the data set's random generator.
     collate: the user's function that makes a batch of samples.
-    fields: the tensors with a row for each sample, by their name in the batch: the shape of a row and the sketches of
-        the rows.
+    fields: the tensors with one row for each sample, by their name in the batch. For each of them, the shape of a row
+        and random projections of the rows are kept.
     """
 
     microbatch: int
@@ -113,9 +113,9 @@ class StepTrace:
     """The trace of one optimizer step on one side of a check.
 
     samples: microbatch -> rank -> the indices of the samples that counted.
-    outputs, contents: of all ranks with samples, in rank order.
+    outputs, contents: the module outputs and the batches of all ranks that have samples, in rank order.
     peers: for each set of ranks with the same samples, the outputs of each rank. Empty if no ranks share samples.
-    alike: rank 0 and the ranks with the same samples as rank 0, by their global rank.
+    alike: the global ranks of rank 0 and of the ranks with the same samples as rank 0.
     ready_order: parameters in the order in which their gradients became ready in the last backward pass.
     clipped_gradients: the gradients that the optimizer got, if they are clipped.
     learning_rates: the learning rate of each parameter group in this step.
@@ -128,12 +128,12 @@ class StepTrace:
         gradients that were changed between two backward passes.
     standing: microbatch -> the norm of the gradients that the next backward pass adds to.
     rng_mismatch: whether a backward pass drew random numbers that its forward pass did not draw.
-    low_precision: parameters with values that fit a lower precision on some rank, and that precision.
+    low_precision: the parameters that a lower precision represents exactly on some rank, each with this precision.
     pairs: operators on rank 0 that may combine samples (see pairs.py).
     numbers: the scalars that the loss of the first microbatch is computed from (see loss_numbers.py), for each rank
         with samples.
     evaluating: modules in evaluation mode in a forward pass of the step.
-    nan_while_open: sentences on what became NaN during an exchange, if exchanges are perturbed.
+    nan_while_open: sentences on values that became NaN while a collective was in flight, if collectives are perturbed.
     changed_behind: parameters and buffers that changed between the optimizer's step and the next batch.
     loaded: whether a model loaded a state dict between the optimizer's step and the next batch.
     """
@@ -175,23 +175,23 @@ class Trace:
     places: name of a module -> the source line of its forward, if the user wrote it.
     tied: groups of names that share one parameter.
     draws: the random draws of all forward passes.
-    evaluated: the indices of the test set that counted.
+    evaluated: the indices of the test samples that counted in the evaluation.
     rank_divergence: how ranks differ before the first step and in the evaluation.
     unkeyed: random operators that could not be keyed, so that ranks draw different numbers.
-    drawn_alike: draws for a rank's own rows that are the same on every rank in an ordinary run.
+    drawn_alike: random draws that are different on each rank in this check, but equal on all ranks in an ordinary run.
     numpy_draws: whether a forward pass drew from NumPy's global generator.
     random_modules: modules that draw random numbers themselves.
     recomputed_modules: modules that run again in the backward pass.
     evaluation_draws: the number of random draws in the evaluation.
-    metric_sums: metric -> its sum and its weight.
+    metric_sums: metric -> its sum over samples, and the sum of the weights.
     single_sample_metrics: metric -> sample -> mean and weight of that sample alone, for samples at the ends of batches.
     padding_ranks: the first sample of an evaluated batch -> how many ranks had no sample of that batch.
     races: faulty exchanges between ranks or streams, if they were perturbed.
-    shown: source lines of a script, and what each printed or logged.
+    shown: (source line, text) for each text that the script printed or logged.
     exchanges, exchanges_backward: collectives that the program itself calls on rank 0 (see exchanges.py).
     counted_again: sentences on loops that every rank reads as a whole, so that mw.sum counts them once per rank.
-    resumed: the states that a job's resumes restored.
-    hints: sentences on mistakes that one device makes too (see hints.py).
+    resumed: the state after each resume of a job.
+    hints: sentences on mistakes that also affect the run on one device (see hints.py).
     """
 
     modules: dict[str, str]

@@ -91,7 +91,7 @@ def _encoded_atom(value: Any, kind: type, path: tuple[str, ...], take: Callable[
 def decoded(values: Any, give: Callable[[str], Any]) -> Any:
     """Restore a tree from the JSON values that `encoded` returned.
 
-    give: a function from the name of a tensor to the tensor, or to an object that stands for it.
+    give: a function that takes the name of a tensor, and returns the tensor or an object that stands for the tensor.
     """
     if isinstance(values, list):
         return [decoded(item, give) for item in values]

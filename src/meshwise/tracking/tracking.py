@@ -51,7 +51,7 @@ class Tracking:
         self._open: list[OpenTracker] = []
         self._unwritten: list[Record] = []
         self.found = self.written = 0
-        """Lines of metrics.jsonl: `found` counts those from earlier attempts, `written` those of this object."""
+        """Numbers of lines in metrics.jsonl: `found` from earlier attempts, `written` by this object."""
         self._held: BinaryIO | None = None
         """The file metrics.jsonl as this attempt opened it. A later attempt on other machines replaces the file."""
         self._over = False

@@ -105,14 +105,14 @@ class Record:
     """What one rank did.
 
     passes, steps: the passes over loaders, and the optimizer steps.
-    shown: the lines that print, what they print, and whether that is in a training or inside an evaluation. False is
-        after the end of an evaluation.
+    shown: (source line, printed text, flag) for each call of print. The flag is False after the end of an evaluation,
+        and True at other times.
     norms: the kinds of batch norm that ran in training.
     horizon: the number of scheduler steps until the schedule ends. None if it is unknown.
     length: the optimizer steps of the whole training. 0 if it is unknown.
-    ticked_at: the source lines that step the scheduler and that make it.
+    ticked_at: the source line that steps the scheduler, and the line that makes the scheduler.
     ticks: scheduler steps since the last optimizer step.
-    told: the source lines that give a metric to a scheduler, and the metric.
+    told: the source lines that pass a metric to a scheduler, each with the metric.
     rates: the learning rates at the moments when a line prints.
     schedules: the source lines that make a scheduler.
     wrapped: whether the script made a DistributedDataParallel.
@@ -163,8 +163,8 @@ class Follow:
         """Return the batches of a pass, each as the samples of every rank. Return None if no rank made the pass, and an
         empty list if its samples have no indices.
 
-        An evaluation that every rank read whole gets the batches that one process would read. An evaluation that was
-        cut short reads each sample once.
+        If every rank read a whole evaluation, the batches are those that one process would read. If the evaluation was
+        cut short, each sample is in only one batch.
 
         own: the pass that one process would make.
         """
