@@ -39,7 +39,7 @@ SECONDS_ON_CPU, SECONDS = 40.0, 90.0
 """How many seconds to measure by default. Starting workers and checking bytes takes additional time."""
 MOST_WORKERS = 4
 BUFFERS = 4
-"""How many buffers a rank holds at once: one to send, one to receive, the pattern, and one of the backend."""
+"""How many buffers a rank holds at once: one to send, one to receive, one for checking, and one of the backend."""
 
 
 @dataclass

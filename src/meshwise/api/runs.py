@@ -37,7 +37,8 @@ def runs(parent: Path, *, status: str | None = None, name: str | None = None, jo
 
 
 def with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
-    """Return the entries with the state in the cluster's queue filled in for runs that were submitted to it."""
+    """Ask the cluster's queue for the state of the runs that were submitted to it. Return all entries, with these
+    states filled in."""
     jobs = [entry.scheduler_job for entry in entries if entry.scheduler_job]
     known = slurm.queue(jobs)
     return [_with_queue(entry, known) for entry in entries]
@@ -59,8 +60,8 @@ def _with_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
 
 
 def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunEntry]:
-    """Return the runs that `words` name. Raises UsageError for a run in the queue, for a running one unless `running`
-    is set, and for a link."""
+    """Return the runs that `words` name. Raises UsageError for a run in the queue, and for a symbolic link to a run
+    folder. A run that is running also raises UsageError, unless `running` is set."""
     found = with_queue([run_entry(find_run(parent, word)) for word in words])
     entries = {entry.folder: entry for entry in found}
     for entry in entries.values():

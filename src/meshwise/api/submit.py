@@ -141,7 +141,7 @@ def prepare(
 
 def send(submission: Submission) -> tuple[Path, str | None]:
     """Make the run folder and submit the batch script. Return the path of the script and the number of the job in the
-    queue, or None as number if there is no scheduler."""
+    queue. The number is None if there is no scheduler."""
     job = submission.job
     _refuse_missing(job.site.secrets, job.site.file)
     try:

@@ -65,8 +65,8 @@ class Rows:
 
 GENERATOR = " from a generator of the program's own"
 DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
-"""(call, operator, shape on this rank) -> (shape on one device, the dim that is divided over ranks; None if none is).
-It returns None if the layout is unknown. Then the rank draws independently of other ranks."""
+"""A function (call, operator, shape on this rank) -> (shape on one device, the dim that is divided over ranks or None).
+It returns None if the layout is unknown. The rank then draws independently of other ranks."""
 
 
 class KeyedDraws:
@@ -335,4 +335,4 @@ DRAWS: dict[str, Draws] = {
     "normal": _random_normal,
     "multinomial": _multinomial,
 }
-"""Name of an operator that draws random numbers -> the function that draws them by key instead."""
+"""Maps the name of a random operator to a function that computes its random numbers from a key."""

@@ -81,10 +81,9 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
 
 
 def _of_a_parameter(evidence: Evidence) -> Cause | None:
-    """Explain a wrong parameter gradient where the gradient that reaches the module's output is right.
-
-    Either each rank has a part of the parameter's gradient, or the module's backward sums it too often or over the
-    wrong ranks. Returns None if neither fits.
+    """Explain why the gradient of a parameter is wrong although the gradient that reaches the output of its module is
+    right. Either each rank has only a part of the parameter's gradient, or the module's backward sums the gradient too
+    often or over the wrong ranks. Returns None if neither fits.
     """
     reference, actual = evidence.steps
     wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]

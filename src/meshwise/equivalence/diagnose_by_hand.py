@@ -62,7 +62,7 @@ def _follows_features(evidence: Evidence) -> bool:
 
 def over_another_group(evidence: Evidence) -> str:
     """Return a sentence about the first module with wrong outputs if it sums over the wrong process group. Return an
-    empty string otherwise. The right group is the ranks that have the same samples."""
+    empty string otherwise. The right group consists of the ranks that have the same samples."""
     said = evidence.of_another_group(evidence.exchanges(evidence.first.name, True))
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 

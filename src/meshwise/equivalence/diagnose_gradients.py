@@ -50,7 +50,8 @@ def _not_reduced(evidence: Evidence) -> str:
 
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
-    """Explain gradients that the program modifies between the microbatches of a step. Return None if it does not."""
+    """Explain wrong gradients by a program that modifies gradients between the microbatches of a step. Return None if
+    the program does not do this."""
     one, plan = evidence.steps
     for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"after microbatch {micro + 1} on rank {rank}"

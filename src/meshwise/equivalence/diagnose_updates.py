@@ -22,8 +22,8 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 def skipped_step(evidence: Evidence) -> str:
-    """Return a sentence about a step in which no parameter changes under the plan, although other steps change some.
-    Return an empty string if this is not so."""
+    """Return a sentence about a step in which no parameter changes under the plan, although parameters change in other
+    steps. Return an empty string if this is not so."""
     (one, plan), step = evidence.steps, evidence.first.step
     mine, theirs = (_values(trace) for trace in (evidence.reference, evidence.actual))
     moved = _moved(mine, step)

@@ -158,7 +158,7 @@ def _read_in(step: StepTrace) -> list[list[int]]:
 
 def _pairs_samples(evidence: Evidence) -> str:
     """Return a sentence about a loss that compares samples with each other, or that is no weighted sum of the ranks'
-    losses. Return an empty string if there is neither. Operators in modules with equal outputs are not blamed."""
+    losses. Return an empty string if the loss does neither. Operators in modules with equal outputs are not blamed."""
     one, plan = evidence.steps
     equal = {d.name for d in evidence.of_kind("module outputs")}
     found = [each for each in taken_together(one.pairs, plan.pairs) if each.module not in equal]

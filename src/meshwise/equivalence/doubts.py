@@ -89,8 +89,8 @@ def _of_rounding(step: StepTrace) -> set[str]:
 
 
 def _lower(tensor: torch.Tensor) -> str:
-    """Return `bfloat16` or `float16` if that dtype holds all values. Return an empty string if neither does, or if
-    there are so few values that it may be chance."""
+    """Return `bfloat16` or `float16` if that dtype represents all values exactly. Return an empty string if neither
+    dtype does, or if there are so few values that this may be chance."""
     return precision_of(tensor.double()).replace("float32", "") if tensor.numel() > SOME else ""
 
 

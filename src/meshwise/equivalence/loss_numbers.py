@@ -27,7 +27,7 @@ Key = tuple[str, str, int]
 """The source line, the operator, and how many times that line has called the operator before."""
 MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
-"""Losses that return, as a second result, the number of elements that their mean is over."""
+"""Losses whose second result is the number of elements (or their total weight) over which they take the mean."""
 
 
 @dataclass(frozen=True)

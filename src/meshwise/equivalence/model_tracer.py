@@ -208,8 +208,8 @@ class ModelTracer:
             self._of_loss = loss.register_hook(note)
 
     def _watch_own(self) -> None:
-        """Register hooks that receive the gradients of this rank's own loss. They are on the parameters, or on the
-        gathered tensors of sharded parameters."""
+        """Register hooks that receive the gradients of this rank's own loss. The hooks are on the parameters or, if
+        these are sharded, on the gathered tensors."""
         names = {id(p): name for name, p in named_parameters(self._model)}
         found = [(name, p) for name, p in named_parameters(self._model)]
         for _, module in sharded_modules(self._model):

@@ -39,8 +39,9 @@ def note_noise(noise: Named, mine: Named, others: Named) -> None:
 
 
 def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
-    """Return, for each step, the masks of the noise elements found so far, with the plan's parameter values after the
-    step. Return an empty list if there is no noise."""
+    """Return one dict for each step. It maps a parameter to (mask, values): the mask marks the elements whose gradient
+    was only rounding noise in this step or an earlier one, and the values are those of the plan after the step. Return
+    an empty list if no element is marked."""
     noise: dict[str, Tensor] = {}
     found = list[Noise]()
     for mine, other in zip(reference.steps, actual.steps, strict=False):
@@ -51,8 +52,8 @@ def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
 
 
 def take_noise(model: nn.Module, noise: Sequence[Mapping[str, tuple[Tensor, Tensor]]], step: int) -> None:
-    """After step `step`, counted from 0, set the noise elements of the parameters of `model` to the values that `noise`
-    gives for that step."""
+    """Overwrite the parameter elements that `noise` marks for step `step` with the values in `noise`. Call this after
+    the step, which is counted from 0."""
     if step < len(noise):
         with torch.no_grad():
             for name, p in named_parameters(model):

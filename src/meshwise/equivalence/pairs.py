@@ -55,7 +55,7 @@ class Together:
 
     @property
     def is_statistic(self) -> bool:
-        """Whether the operator takes a mean, a sum or a spread over the samples."""
+        """Whether the operator takes a statistic over the samples, such as a mean, a sum or a variance."""
         return self.operator in STATISTICS
 
 
@@ -116,7 +116,7 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 def taken_together(one: Pairs, rank: Pairs) -> list[Together]:
     """Return the operators that combine samples both on one device and on a rank, but a different number of them. They
-    are in the order of one device."""
+    are in the order in which one device calls them."""
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)

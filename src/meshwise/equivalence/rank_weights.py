@@ -32,7 +32,7 @@ class RankWeights:
 
     columns: the rank and microbatch of each weight.
     one, plan: the weights for each side. None if no weights fit.
-    unique: whether no other weights fit as well.
+    unique: whether these are the only weights that fit.
     """
 
     columns: list[tuple[int, int]]

@@ -22,7 +22,7 @@ Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
 """Maps (kind of a value, name of the value) to how much ranks differ in it, relative to its size."""
 Noise = Mapping[str, tuple[Tensor, Tensor]]
-"""Maps a parameter to a mask of its noise elements (see noise.py), and to a tensor with their values."""
+"""Maps a parameter to (mask, values): the mask marks elements with only rounding noise as gradient (noise.py)."""
 Draws = Mapping[int, Sequence[Draw]]
 """Maps the number of a forward pass, from 0, to the random draws in it."""
 
@@ -53,7 +53,7 @@ class CheckSpec:
 
     @property
     def dtypes(self) -> Dtypes:
-        """The dtypes in which both sides store and compute."""
+        """The dtypes in which one device and the plan both store values and compute."""
         return self.applied(self.plan).dtypes
 
     @property

@@ -116,7 +116,7 @@ class ShadowMemory:
     def add(self, access: Access, is_before: IsBefore) -> list[Access]:
         """Add an access. Returns the earlier accesses that race with it.
 
-        Two accesses race if they share bytes, at least one of them writes, and nothing orders them.
+        Two accesses race if they share bytes, at least one of them writes, and no synchronization orders them.
         """
         region, found = access.region, dict[int, Access]()
         cells = self._opened(region)

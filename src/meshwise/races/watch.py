@@ -36,7 +36,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Event(NamedTuple):
-    """A call that orders streams, made inside an operator.
+    """A call that synchronizes streams, made inside an operator.
 
     waits: the stream that waits, if the call is a wait.
     records: the stream on which an event is recorded, if the call is a recording.

@@ -249,7 +249,8 @@ def verified(saved: Checkpoint) -> str:
 
 
 def remove_leftovers(folder: Path, attempt: int) -> None:
-    """Remove the unfinished checkpoints that killed processes of this attempt or of earlier attempts left."""
+    """Remove unfinished checkpoints of this attempt and of earlier attempts. They are left when processes are
+    killed."""
     for path in folder.glob(f"step-*{PART}"):
         named = _NAME.match(path.name)
         if named and int(named[2]) <= attempt:

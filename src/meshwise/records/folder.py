@@ -174,7 +174,8 @@ def claim_session(folder: Path, number: int) -> bool:
 
 
 def keep_metrics(folder: Path, number: int, wanted: Callable[[Record], bool] = lambda record: True) -> None:
-    """Replace metrics.jsonl by a new file with only the lines for which `wanted` is True, as attempt `number`."""
+    """Remove the lines for which `wanted` is False from metrics.jsonl. Does nothing if a later attempt than `number` is
+    claimed."""
     path = folder / METRICS
     if path.exists():
         write_of(folder, number, path, lambda file: file.write(kept_lines(path, wanted)))

@@ -53,10 +53,10 @@ class Metrics:
             self._forget(0)
 
     def by_name(self) -> dict[str, list[float]]:
-        """Return the values of each metric, in the order in which they were recorded.
+        """Return a dict from the name of each metric to its values, in the order in which the values were recorded.
 
-        The first metric in the dict stands for the run in lists of runs. It is one of its tests, or else a validation
-        metric or an accuracy that was passed to `mw.log`, or else the loss.
+        The first metric in the dict represents the run in lists of runs. It is a metric of an evaluation, or else a
+        validation metric or an accuracy that was passed to `mw.log`, or else the loss.
         """
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
 
@@ -91,7 +91,7 @@ def metrics_of(folder: Path) -> dict[str, list[float]]:
 
 def _place(name: str) -> int:
     """Return the place of a metric, by its name, in the order of preference for the one metric that represents a run in
-    lists. 1 is preferred most.
+    lists. A lower number is preferred.
     """
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))

@@ -29,9 +29,9 @@ class _Shape:
 
 
 def collected(thing: Any) -> Any:
-    """Return `thing`, a state_dict or a tree of state_dicts, with whole CPU tensors on rank 0. Other ranks get None.
-
-    Collective. Every rank passes a tree of the same form. Only the states of optimizers may lack entries on some ranks.
+    """Gather `thing`, a state_dict or a tree of state_dicts, on rank 0, where all tensors are unsharded CPU tensors.
+    Other ranks get None. Collective. Every rank passes a tree of the same form. Only the states of optimizers may lack
+    entries on some ranks.
     """
     first, tree = collectives.get_rank(collectives.everyone()) == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
     parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # tied tensors stay tied

@@ -135,7 +135,7 @@ class LastState:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the noted state into the memory, unless it is there already.
+        """Write the noted state into the memory that outlives the process, unless the state is there already.
 
         Raises OSError if there is no space for it.
         """

@@ -59,13 +59,14 @@ class WriteItem:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the size in bytes of one element of a dtype, given by torch's name for it without `torch.`."""
+    """Return the size of one element in bytes. dtype: the name of a torch dtype, such as `float32`."""
     kind: torch.dtype = getattr(torch, dtype)
     return kind.itemsize
 
 
 def plainly_held(tensor: Tensor) -> Tensor:
-    """Return `tensor`. A DTensor of partial sums is replaced by the whole tensor, which is collective."""
+    """Return `tensor`. A DTensor with a placement such as Partial is replaced by its full tensor, which is
+    collective."""
     if isinstance(tensor, DTensor) and any(division(p) is None and not p.is_replicate() for p in tensor.placements):
         return full_tensor(tensor)
     return tensor

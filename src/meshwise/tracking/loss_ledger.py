@@ -38,7 +38,7 @@ class LossLedger:
             self._rows = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
 
     def note(self, epoch: int, step: int, losses: Losses) -> None:
-        """Write the losses of a step, which must be on the CPU."""
+        """Write the losses of a step. The losses must be on the CPU."""
         at, rows = step % ROWS * WIDTH, self._rows
         rows[at] = 0.0
         (loss, weight), *more = losses

@@ -57,7 +57,7 @@ class MetricsLog:
         self.pending: list[tuple[int, int, Losses]] = []
         """Epoch, step and losses of each step since the last `sync`. The losses are still on their device."""
         self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """Writes losses to a file before the optimizer step, as other ranks may finish the step without this rank."""
+        """A function that writes losses to a file before a step, which other ranks may finish without this rank."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
         """When the next message to the live view is due, on the clock `time.monotonic`."""

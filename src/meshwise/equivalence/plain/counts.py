@@ -123,9 +123,10 @@ def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    """Judge whether the learning rate schedule runs to its end at the same pace as on one device.
+    """Judge whether the learning rate begins with the same value as on one device, and whether its schedule runs to the
+    end at the same pace.
 
-    pairs: the steps of rank 0 and of one process, in pairs.
+    pairs: pairs of the same step on rank 0 and in the run of one process.
     """
     many = ranks[0]
     ticks = [statistics.median([step.ticks for step in side.steps[1:]] or [0]) for side in (many, one)]
@@ -179,8 +180,8 @@ def _whole_steps(steps: float, horizon: float) -> float:
 
 
 def rates(ranks: Sequence[Record]) -> Iterator[Finding]:
-    """Report learning rates that differ between ranks, and metrics that differ between ranks when they are given to a
-    scheduler."""
+    """Report learning rates that differ between ranks. Also report metrics that are passed to a scheduler, such as
+    ReduceLROnPlateau, and differ between ranks."""
     instead = "Give the schedule a number that is alike on all ranks: all_reduce sums and counts before dividing."
     told = [(each[0][0], [n for _, n in each]) for each in zip(*(record.told for record in ranks), strict=False)]
     for steps in zip(*(record.steps for record in ranks), strict=False):

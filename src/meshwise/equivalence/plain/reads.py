@@ -52,7 +52,7 @@ class Reads:
     """Chooses and records what one run of the script reads.
 
     steps: how many optimizer steps the first pass over a loader makes.
-    follow: the reads of all ranks, for one process that repeats them.
+    follow: the reads of all ranks, if this run is one process that repeats them. None if this run is a rank.
     passes: the list to which each pass is appended.
     """
 
@@ -84,7 +84,7 @@ class Reads:
             end()
 
     def backward(self) -> bool:
-        """Record a backward pass. Return whether random numbers were drawn since its batch was read."""
+        """Record a backward pass. Return True if random numbers were drawn since the last batch was read."""
         if self.now is not None:
             self.now.trained = True
         return self._drawn is not None and self._drawn != _generators()
