@@ -239,14 +239,14 @@ def _called_next(evidence: Evidence) -> list[str]:
 
 
 def _whole_modules(names: list[str], evidence: Evidence) -> bool:
-    """Return True unless `names` contains only some of a module's parameters."""
+    """Return False if `names` contains some, but not all, parameters of a module."""
     owners = {owner_of(name) for name in names}
     return all(name in names for name in evidence.reference.steps[0].gradients if owner_of(name) in owners)
 
 
 def _common_module(names: list[str]) -> str:
-    """Return the name of the innermost module that contains the parents of all modules that own the parameters
-    `names`."""
+    """Return the name of the innermost module that contains the owner of each parameter in `names`, together with the
+    siblings of each owner."""
     parts = [owner_of(owner_of(name)).split(".") for name in names]
     shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in shared)

@@ -419,8 +419,7 @@ class EngineWatcher:
 
 
 def _is_by_hand(step: StepTrace) -> bool:
-    """Return True if the program changed the gradients between the last backward pass and the optimizer step by more
-    than a common factor."""
+    """Return True if, after the last backward pass, the program changed the gradients by more than a common factor."""
     names = step.gradients.keys() & step.clipped_gradients.keys()
     pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
     square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))

@@ -25,7 +25,7 @@ from meshwise.compat.dispatch import intercept_operators, named_arguments, opera
 from meshwise.spec.user_code import user_place
 
 Dims = tuple[tuple[int, float], ...]
-"""(dimension, factor) for each dimension of a tensor whose size is `factor` times the number of rows."""
+"""(dimension, factor) for each dimension of a tensor with a size of `factor` times the number of rows."""
 Pairs = dict[tuple[str, str | None, int, Dims, int], str]
 """Maps (operator, module that runs or None outside of the model, number of the call there, dimensions of the result,
 number of rows) to the source line of the call."""

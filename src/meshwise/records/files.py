@@ -127,5 +127,5 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def kept_lines(path: Path, wanted: Callable[[Record], bool]) -> bytes:
-    """Return the contents that the file has without the records for which `wanted` returns False."""
+    """Return the contents of the file, without the records for which `wanted` returns False."""
     return "".join(json.dumps(record) + "\n" for record in read_lines(path) if wanted(record)).encode()

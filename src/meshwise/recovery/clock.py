@@ -17,8 +17,8 @@ class SaveClock:
     """Decides after which steps the state is saved.
 
     A save is due after a number of steps or after an interval of time. The clock of rank 0 decides when an interval is
-    over. To ask rank 0 is a collective call, so it is made only a few times between two saves: each time when half of
-    the steps until the expected save are done.
+    over. Asking rank 0 is a collective call. The ranks therefore make it only a few times between two saves: each time
+    when half of the steps until the expected save are done.
     """
 
     def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:
