@@ -22,7 +22,7 @@ TRY_FOR_COMMUNICATION = {
     "mw.sum": "Add the values up in the loop, and call mw.sum once after the loop instead of in every batch.",
     "": "For fewer reductions per sample: {batch}, or {accumulate}. For half the bytes: {half}.",
 }
-"""Advice against slow collectives. The key is the kind of data that the collective sends, or "" for any other data."""
+"""Advice against slow collectives, by the kind of data that they send. The key "" is for any other kind of data."""
 TRY = {
     "slower": "Use one device, or give each device more to compute in a step: {batch}, or {accumulate}.",
     "input": "Read ahead with more loader workers ({workers}).",
@@ -84,7 +84,7 @@ WORDS = {
 
 
 def advised(text: str, program: str) -> str:
-    """Fill the placeholders of an advice text with the options that this kind of program has.
+    """Replace the placeholders of an advice text, such as `{batch}`, by the options that this kind of program has.
 
     program: a key of `WORDS`. Any other value counts as "script".
     """

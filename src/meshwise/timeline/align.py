@@ -23,7 +23,7 @@ from meshwise.timeline.timeline import Clock
 Times = NDArray[np.int64]
 CLEAR = 3.0
 """A burst counts as congested if its shortest round trip takes this many times as long as the shortest of all bursts.
-Congestion delays one direction, which looks like drift, so a congested burst only rules out impossible offsets."""
+The line is first fitted without congested bursts, since congestion delays one direction, which looks like drift."""
 DRIFT = 1e-4
 """Assumed upper bound of the drift between two clocks: 100 µs per second, as of a bad quartz oscillator."""
 BURST = 1_000_000_000  # ns: samples closer than this belong to one burst
@@ -34,7 +34,8 @@ class ClockFit:
     """Conversion from the clock of one rank to the clock of rank 0.
 
     at: times on the rank's clock (ns).
-    offset: what to add to the rank's clock at these times (ns). Offsets between them are interpolated linearly.
+    offset: what to add to the rank's clock at each of the times in `at` (ns). Between two of these times, the offset is
+        interpolated linearly.
     """
 
     clock: Clock
@@ -74,8 +75,8 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
 
 
 def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Select the shortest round trip of each burst. Return its midpoint on the rank's clock, the clock offset, and half
-    its duration. The half duration is the error of the offset. All are in ns."""
+    """Select the shortest round trip of each burst. Return the middle of this round trip on the rank's clock, the clock
+    offset, and half of its duration, which is the error of the offset. All are in ns."""
     sent, theirs, received = samples[np.argsort(samples[:, 0], kind="stable")].T
     burst = np.concatenate([[0], np.cumsum(np.diff(sent) > BURST)])
     order = np.lexsort((received - sent, burst))
@@ -98,12 +99,12 @@ def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np
 
 
 def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
-    """Return the clock shifts after which no collective ends before its last rank has arrived.
+    """Return how to shift the clocks so that no collective ends before its last rank has arrived.
 
-    arrivals, ends: times in ns, shape (collectives, ranks), already aligned by clock round trips.
+    arrivals, ends: times in ns, shape (collectives, ranks). They are already aligned by clock round trips.
 
     Returns the smallest such shift for each rank in ns, relative to rank 0. Returns None if no constant shifts achieve
-    this. The cause is then not a wrong clock offset.
+    this. Wrong clock offsets are then not the cause.
     """
     ranks = arrivals.shape[1]
     if not len(arrivals):
@@ -122,5 +123,6 @@ def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
 
 
 def widened(clock: Clock, shift: int) -> Clock:
-    """Add a shift in ns to the offset of a clock. The error of the result is at least as large as the shift."""
+    """Add a shift in ns to the offset of a clock. The error of the clock is also increased to at least the size of the
+    shift."""
     return replace(clock, offset=clock.offset + shift, error=max(clock.error, float(abs(shift))))

@@ -49,9 +49,12 @@ POINTS = 300
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """Build the report of a timeline. `steps` are the first and the last step to show in detail. Raises UsageError if
-    the run does not have these steps. Earlier runs of the same program are looked for beside `folder`, the folder of
-    the run. `table` is the step table of the timeline, if the caller has already built it."""
+    """Build the report of a timeline.
+
+    folder: the folder of the run. Earlier runs of the same program are looked for beside it.
+    steps: the first and the last step to show in detail. Raises UsageError if the run does not have these steps.
+    table: the step table of the timeline, if the caller has already built it.
+    """
     table = table or step_table_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, table)
     collectives = _collectives(timeline, table.arrivals)
@@ -118,8 +121,8 @@ def _shares(timeline: Timeline) -> tuple[float, ...]:
 
 
 def _have_links(timeline: Timeline) -> bool:
-    """Return whether the ranks may communicate over links between devices or machines. CPU workers of one machine do
-    not."""
+    """Return True if the ranks may communicate over links between devices or machines. It is False for CPU workers of
+    one machine, which have no links between them."""
     facts, ranks = timeline.facts, timeline.ranks
     several = int(facts.get("world") or 0) > len(facts.get("devices") or ()) or len({rank.host for rank in ranks}) > 1
     return several or any(not rank.device.startswith("cpu") for rank in ranks)

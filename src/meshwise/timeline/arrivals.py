@@ -32,15 +32,15 @@ class Arrivals:
 
     number, step, bytes, name: shape (collectives,). A collective has the same number on every rank.
     arrival, end: shape (collectives, ranks).
-    overlapped: whether the collective overlaps with computing, so that ranks do not wait for it at once.
+    overlapped: whether the collective overlaps with computing. Ranks then go on computing and wait for it only later.
     together: whether every rank has a record of the collective and no rank could leave before the last rank arrived.
-    last_rank: the column of the rank for which the others wait, which is the source of a broadcast, and the last rank
-        to arrive otherwise.
+    last_rank: the column of the rank for which the other ranks wait. This is the source of a broadcast. For any other
+        collective, it is the rank that arrived last.
     complete: whether every rank has a record of the collective.
     last: when the rank in `last_rank` arrived, so that communication could begin. ABSENT if any rank has no record.
-    until: the time until which each rank waits for the last rank, shape (collectives, ranks). ABSENT where `last` is
-        ABSENT. If the last rank left the previous collective later than the waiting rank, its link is slower. The
-        difference counts as communication, so it is subtracted from `last`.
+    until: the time until which each rank waits for the last rank, shape (collectives, ranks). It is `last`, less the
+        time by which the last rank left the previous collective later than this rank. That time is due to a slow link
+        and counts as communication. ABSENT where `last` is ABSENT.
     of_stages: for each receive of a pipeline, identified by rank and start, when it stops waiting for another stage.
     """
 
@@ -60,7 +60,8 @@ class Arrivals:
     of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Table, numbers: Table) -> Table:
-        """Look up `until` for pairs of a rank and a collective's number. The result is ABSENT for unknown pairs."""
+        """Return the value of `until` for each pair of a rank and a collective's number. It is ABSENT for unknown
+        pairs."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
@@ -69,8 +70,8 @@ class Arrivals:
         return np.where(known, self.until[at, column], ABSENT)
 
     def waits_until(self, spans: Spans) -> Table:
-        """Return the time until which each span waits for another rank. For a span that does not wait, this is its
-        start."""
+        """Return the time until which each span waits for another rank. For a span that does not wait, return the start
+        of the span."""
         until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
         if self.of_stages:
             places = zip(spans["rank"].tolist(), spans["start"].tolist(), strict=True)
@@ -120,10 +121,10 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
-    """Return how much later than each rank the collective's last rank left the previous collective.
+    """Compare when the last rank and each other rank left the previous collective.
 
-    The result is in ns and has the shape (collectives, ranks). It is 0 if the last rank left earlier, or if the times
-    are unknown.
+    Returns by how many ns the last rank left it later, of shape (collectives, ranks). The value is 0 if the last rank
+    left it earlier, or if the times are unknown.
     """
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)

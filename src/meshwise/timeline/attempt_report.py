@@ -22,7 +22,7 @@ Seconds = Annotated[float, seconds_text]
 
 @dataclass(frozen=True)
 class AttemptReport:
-    """One attempt of a run, which is one start of its workers.
+    """One attempt of a run. Each start of the run's workers is an attempt.
 
     began: the local time.
     launched: what started the attempt, such as `Slurm job 7, start 2`.
@@ -31,7 +31,7 @@ class AttemptReport:
     queued: whether these seconds were spent in a scheduler's queue.
     seconds: the duration of the attempt.
     from_step: the step at which the attempt started, or None if unknown, as in a user's own training loop.
-    steps_lost: the number of steps of the previous attempt that were repeated, or None if `from_step` is None.
+    steps_lost: the number of steps of the previous attempt that this attempt repeated, or None if `from_step` is None.
     """
 
     number: Count

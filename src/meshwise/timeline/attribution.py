@@ -30,12 +30,12 @@ from meshwise.timeline.timeline import PER_SESSION, RunSession, Spans
 
 Whole = NDArray[np.int64]
 OUTSIDE = len(KINDS)
-"""Code of an additional kind of time, which lies outside the spans of any session."""
+"""Code of one more kind of time: the time between two sessions of a run, in which no span was recorded."""
 
 
 class Owner(IntEnum):
-    """What a moment of a rank's time can be attributed to. The members are in the order of priority, the highest
-    first."""
+    """What a moment of a rank's time can be attributed to. If several members apply to a moment, the first of them in
+    this list is chosen."""
 
     BLOCKING_WAITING = 0
     BLOCKING_COMMUNICATION = 1
@@ -61,7 +61,7 @@ OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
 COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
 KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
 OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
-"""The `Owner` of each kind of span. Communication and backward spans are split between several owners instead."""
+"""The `Owner` of each kind of span. `_claims` divides spans of communication and backward among several owners."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray
 
 
 def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
-    """Convert the spans of a rank to intervals with owners. Returns the start, end and owner of each interval. The
-    intervals may overlap."""
+    """Convert the spans of a rank to intervals, each with one `Owner`. Returns the start, the end and the owner of each
+    interval. The intervals may overlap."""
     spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
     kind, start, end = spans["kind"], spans["start"], spans["end"]
     communication, backward = kind == KIND["communication"], kind == KIND["backward"]
@@ -154,10 +154,10 @@ def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
 
 
 def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
-    """Return when each backward pass had handed over its last gradient bucket for communication.
+    """Return when the last collective within each backward pass began.
 
-    This is when the last collective within the backward pass began. If none began within it, this is the end of the
-    pass.
+    From then on, the backward pass has no more gradients to reduce. If no collective began within a backward pass,
+    return the end of the pass.
 
     start, end: the start and the end of each backward pass.
     begun: the start times of collectives, sorted.
@@ -187,12 +187,13 @@ def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
 
 
 def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> tuple[Whole, Whole]:
-    """Return when each step of a rank begins, and the number of each step.
+    """Return when each step of a rank begins, and a number for each step.
 
     spans: the spans of one rank, sorted by start.
 
-    The number is session * PER_SESSION + step. Numbers ascend, and are the same on all ranks. Time before the first
-    step of a session is step 0 of that session. A step that a later session repeats begins in both sessions.
+    The number is session * PER_SESSION + step. Numbers ascend, and are the same on all ranks. The time before the first
+    step of a session is step 0 of that session. A step that was done in two sessions is returned twice, once for each
+    session.
     """
     number = np.maximum.accumulate(session_of(spans["start"], sessions) * PER_SESSION + spans["step"])
     first = np.flatnonzero(np.diff(number, prepend=-1))

@@ -34,7 +34,7 @@ STRETCHES = 16
 FEWEST = 5
 """With fewer steps than this, the variation by chance cannot be estimated."""
 MOST_STEPS = 4000
-"""Of a run with more steps, the bootstrap uses only every second, third, ... step, which widens its intervals."""
+"""The bootstrap uses at most this many steps, evenly spaced. Leaving out steps makes its intervals wider."""
 CLOCK = 1e-9
 """Resolution of the recorded times in seconds. Smaller differences do not count."""
 MOST_NAMED = 3
@@ -65,7 +65,7 @@ class TimeDifference:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure that describes a whole run, in each of two runs. A value is None if unknown.
+    """One figure that describes a whole run, for each of the two runs. A value is None if unknown.
 
     unit: share, samples/s, bytes, seconds, or metric. A metric is a number without a unit.
     """
@@ -121,11 +121,8 @@ def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Repor
 
 
 def is_slower(comparison: RunComparison, share: float) -> bool:
-    """Return whether the steps of the second run are slower by more than the fraction `share`, and the difference is
-    too clear to be chance.
-
-    Raises UsageError if the runs have no steps to compare.
-    """
+    """Return True if a step of the second run takes longer by more than the fraction `share`, and this is too clear to
+    be chance. Raises UsageError if the runs have no steps to compare."""
     step = comparison.step
     if step is None or step.ratio is None:
         raise UsageError("--fail-above: these runs have no steps to compare. Use runs that trained.")

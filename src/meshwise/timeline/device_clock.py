@@ -28,11 +28,8 @@ class DeviceMark:
 
 
 def is_captured() -> bool:
-    """Return whether work submitted to the accelerator's current stream is being captured into a graph.
-
-    Captured work runs later, perhaps several times. Its results must not be read, waited for or timed during the
-    capture.
-    """
+    """Return whether a graph of the accelerator's current stream is being captured, as for a CUDA graph. Captured work
+    runs later, perhaps several times. Its results must not be read, waited for or timed during the capture."""
     if torch.accelerator.current_accelerator() is None:
         return False
     return bool(getattr(torch.accelerator.current_stream(), "is_capturing", bool)())

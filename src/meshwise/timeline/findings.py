@@ -27,14 +27,14 @@ LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
 SLOWER, SLOWER_MEASURED = 0.9, 0.95
-"""One device counts as faster if its step, estimated or measured, takes at most this share of the run's step."""
+"""One device is reported as faster if its estimated or measured step takes at most this share of the run's step."""
 FEWEST = 10
 """A run with fewer steps is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
 """Unequal shares are suggested if the fastest rank computes at least this many times as fast as the slowest."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
-"""Memory is reported as growing if its median grows by more than this share from each third of a run's last three
-quarters to the next, over at least this many steps and samples. Allocators warm up in the first quarter."""
+"""Memory is reported as growing if its median grows by more than this share twice: the last three quarters of a run are
+cut into three parts, which must have this many steps and samples. Allocators warm up in the first quarter."""
 
 LATENCY_BOUND = 16 * 1024
 """A collective of at most this many bytes takes about as long as one of 1 byte, on links of 1 GB/s and 10 µs."""
@@ -42,11 +42,11 @@ LATENCY_BOUND = 16 * 1024
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run besides its times.
+    """Facts about a run that its times do not tell.
 
     program: the kind of program for which advice is given (see `advice.WORDS`).
     links: whether the ranks communicate over links. CPU workers of one machine do not.
-    alone: a step of the same program on one device, if that was measured.
+    alone: how long a step of the same program took on one device, if an earlier run measured it.
     pipeline: the report on the run's pipeline stages, if it has any.
     shares: each rank's share of a batch, as proportions. Empty if the ranks worked on the same samples, or if unknown.
     """
@@ -63,8 +63,8 @@ UNKNOWN = RunFacts()
 
 @dataclass(frozen=True)
 class _Shares:
-    """The time of a step as the mean over ranks and over the steady steps, of which there are `steps`. `seconds` is the
-    time by kind, and `step` is the whole time."""
+    """The mean time of a step, over all ranks and over the `steps` steady steps (see `StepTable.steady`). `seconds` is
+    the time by kind, and `step` is the whole time."""
 
     steps: int
     seconds: dict[str, float]
@@ -98,8 +98,8 @@ def findings_of(
     counters: Sequence[Counter],
     facts: RunFacts = UNKNOWN,
 ) -> list[Finding]:
-    """Return the findings of a run. What limits a step comes first, the largest share first. Then follow the time of
-    computing, ranks that are often late, and growing memory."""
+    """Return the findings of a run. The findings on what limits a step come first, sorted by their share of the step.
+    They are followed by the time of computing, ranks that are often late, and growing memory."""
     steady = table.steady
     if not steady.any():
         return []
@@ -123,8 +123,8 @@ def verdict_of(findings: Sequence[Finding]) -> str:
 
 
 def _balanced(table: StepTable, taken: Sequence[float]) -> str:
-    """Suggest shares of the batch in proportion to the speed of each rank. Returns "" if all ranks are about equally
-    fast.
+    """Suggest to give each rank a share of the batch in proportion to its speed. Returns "" if all ranks are about
+    equally fast.
 
     taken: the share of the batch that each rank had in this run.
     """
@@ -140,7 +140,7 @@ def _balanced(table: StepTable, taken: Sequence[float]) -> str:
 def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
     """Find the stragglers, and ranks that are often late.
 
-    less: advice to add if a rank computes slowly.
+    less: a text to append to the advice if the rank is slow in its forward or backward passes.
     """
     points = table.sync_points
     steady = np.isin(points.step, table.step[table.steady])
@@ -167,16 +167,19 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
 
 
 def _mostly(often: float, ranks: int) -> bool:
-    """Return whether a rank is last clearly more often than if the ranks took turns. The limit is 1.5 / ranks of the
-    steps, at most 2/3."""
+    """Return True if a rank is clearly last more often than the other ranks. It must be last in 1.5 / ranks of the
+    steps, or in 2/3 of the steps if that is less.
+
+    often: the fraction of the steps in which the rank is last.
+    """
     return often >= min(2 / 3, 1.5 / ranks)
 
 
 def _slower_than_one(
     table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
 ) -> Iterator[Finding]:
-    """Report that one device would be faster, if the measured time of its step, or else the upper estimate, is clearly
-    shorter."""
+    """Report that one device would be faster than all ranks. The step time on one device is taken from an earlier run
+    if possible. Otherwise it is estimated, and the upper estimate must be clearly below the run's step time."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
@@ -258,8 +261,8 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
 
 
 def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
-    """Report the pipeline bubble. The sentence gives the bubble as a share of the pipeline's time. The finding's
-    `share` is the waiting as a share of the step."""
+    """Report the pipeline bubble. The sentence gives the bubble as a share of the time from the first forward to the
+    last backward. The finding's field `share` is something else: the part of a step that is spent waiting."""
     share = shares.share("waiting")
     if share < LEAST["imbalance"]:
         return
@@ -284,8 +287,8 @@ def _idle(shares: _Shares) -> Iterator[Finding]:
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:
-    """Report stalls, which are steps that take more than STALL times the median. They are reported if their time beyond
-    the median is a large share of the total."""
+    """Report stalls. A stall is a step that takes more than STALL times the median. Stalls are reported if their time
+    beyond the median is a large share of the time of all steps."""
     seconds, steps = table.step_seconds()[table.steady], table.step[table.steady]
     usual = float(np.median(seconds))
     beyond = np.where(seconds > STALL * usual, seconds - usual, 0.0)

@@ -59,9 +59,10 @@ def _parts(seconds: dict[str, float], wall: float) -> list[GoodputPart]:
 
 
 def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, float]:
-    """Return the seconds spent before and after the steps, and the seconds lost. They are means over the ranks.
+    """Return the seconds before and after the steps, and the seconds that were lost in repeated steps and at the end of
+    failed sessions. Both are means over the ranks.
 
-    wall: the total seconds of all sessions, which count as spent before the steps if nothing was recorded.
+    wall: the total seconds of all sessions. If nothing was recorded, they all count as time before the steps.
     """
     starting = float(table.seconds[(table.step == 0) & ~table.lost][:, :, :OUTSIDE].sum())
     lost = float(table.seconds[table.lost][:, :, :OUTSIDE].sum())

@@ -30,20 +30,20 @@ from meshwise.timeline.step_table import StepTable, step_table_of
 from meshwise.timeline.timeline import Timeline
 
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
-"""Kinds of time that grow with the number of samples of a rank."""
+"""The kinds of time that grow with the number of samples that a rank works on."""
 DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
 """Fields of a plan that say how the work is divided over devices. A run on one device may differ in these fields."""
 FEWEST = 10
 """A run with fewer steps is too short to tell how long a step takes."""
 MOST_READ, BLOCKS = 5, 40
-"""How many runs are read at most, and how many blocks of spans (about a second each) from the end of each run."""
+"""At most this many earlier runs are read, and of each only the last blocks of spans. One block is about a second."""
 SAME_BATCH = 0.1
-"""Batch sizes count as equal if the mean samples a step differ by at most this share. A log may end within a step."""
+"""Two runs count as runs of equal batch size if their mean samples a step differ by at most this share."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A step of an earlier run of the same program on one device.
+    """How long a step took in an earlier run of the same program on one device.
 
     run: the folder of the earlier run.
     seconds: the median time of a step.
@@ -84,8 +84,8 @@ def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the facts in a run's record that determine what a step computes. Returns None if the run's source is
-    unknown."""
+    """Return the facts in a run's record that determine how long a step takes on one device, such as source, arguments
+    and batch size. Two runs with equal facts can be compared. Returns None if the run's source is unknown."""
     request = facts.get("request")
     asked = request if isinstance(request, dict) else {}
     known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}
@@ -109,8 +109,8 @@ def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
 
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:
-    """Estimate the seconds of a step on one device. Returns a lower and an upper estimate, as medians over the steady
-    steps."""
+    """Estimate how many seconds a step would take on one device. Returns a lower and an upper estimate, each as the
+    median over the steady steps (see `StepTable.steady`)."""
     seconds = table.seconds[table.steady]  # (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
     divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # so are the steps

@@ -71,8 +71,8 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
 def _column(values: NDArray[np.int64]) -> tuple[int, bytes]:
     """Encode a column of integers. Returns the number of bytes per value, and the bytes.
 
-    The first bytes of all values come first, then the second bytes of all values, and so on. Similar bytes then lie
-    side by side.
+    All first bytes of the values are written first, then all second bytes, and so on. Similar bytes are then neighbors,
+    which compresses better.
     """
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = next(w for w in (1, 2, 4, 8) if -(1 << (8 * w - 1)) <= low and high < 1 << (8 * w - 1))

@@ -22,7 +22,7 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 Place = tuple[bool, int, int]
-"""Key of an action: whether it is a forward (else a backward), its stage, and its microbatch."""
+"""Identifies an action: whether it is a forward or (False) a backward pass, its stage, and its microbatch."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
 
 
 def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
-    """Return when each receive stops waiting for the computation of another stage. The key is the receive's rank and
-    start.
+    """Return when each receive stops waiting for the computation of another stage. The key is the rank and the start of
+    the receive.
 
-    A receive waits for the input of the rank's next action. This is the output of the action for the same microbatch in
-    the neighboring stage.
+    A receive brings the input of the rank's next action. This input is computed by the neighboring stage for the same
+    microbatch. The receive waits until that computation has ended.
     """
     actions = actions_of(spans, names)
     if actions is None:
@@ -133,7 +133,7 @@ def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], 
     """Simulate one step of a pipeline and return its bubble.
 
     Each rank runs its actions in the given order, each as soon as its input is ready. Sending takes no time. Returns
-    None if an action is missing, so that the order cannot be completed.
+    None if the log lacks an action for which another action waits.
 
     orders: for each rank, its actions in order.
     seconds: returns the duration of an action.
@@ -182,8 +182,8 @@ def _stage(actions: Actions, chosen: NDArray[np.bool_]) -> StageReport:
 
 
 def _pipes(rank: Table, stage: Table) -> Table:
-    """Return the number of each action's pipeline. Of several ranks that have the same stages, the n-th is in pipeline
-    n."""
+    """Return for each action the number of the pipeline to which its rank belongs. Several ranks may have the same
+    stages, as with data parallelism. The first of them is in pipeline 0, the second in pipeline 1, and so on."""
     stages = {one: frozenset(stage[rank == one].tolist()) for one in np.unique(rank).tolist()}
     alike: dict[frozenset[int], list[int]] = {}
     for one, own in stages.items():
@@ -193,7 +193,7 @@ def _pipes(rank: Table, stage: Table) -> Table:
 
 
 def _received(spans: Spans, names: Sequence[str]) -> Spans:
-    """Return the receives that make a rank wait, in order."""
+    """Return the spans in which a rank waits for a message of another stage, in order."""
     is_receive = np.array([name.startswith("receive") for name in names], bool)
     chosen = (spans["kind"] == KIND["communication"]) & (spans["lane"] == LANE["main"])
     found: Spans = spans[chosen & (spans["collective"] == NO_COLLECTIVE) & is_receive[spans["name"]]]

@@ -78,7 +78,7 @@ class RankLog:
                 self.damaged += 1
 
     def last_known(self) -> int:
-        """Return the latest time in the log apart from its spans, in ns of the rank's clock."""
+        """Return the latest time in the log, in ns of the rank's clock. The spans are not considered."""
         return max([self.clock, *(counter[0] for counter in self.counters[-1:]), *([self.end] if self.end else [])])
 
 

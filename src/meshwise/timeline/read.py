@@ -265,8 +265,8 @@ def _counter(rank: int, name: str, rows: list[Row]) -> Counter:
 
 
 def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
-    """Return the losses of a job as a counter of the lowest rank that has spans. Each loss is at the end of the
-    optimizer phase of its step."""
+    """Return the losses of a job as a counter of the lowest rank that has spans. The time of each loss is the end of
+    the optimizer phase of its step."""
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]

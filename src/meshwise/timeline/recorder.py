@@ -101,7 +101,8 @@ class Recorder:
         self._memory_wanted = True
 
     def phase_ends(self, kind: str) -> None:
-        """Measure memory at the end of a phase of this kind, if `request_memory` asked for it in this step."""
+        """Measure memory at the end of a phase of this kind. Do nothing if `request_memory` did not ask for it in this
+        step."""
         if self.takes_memory and self.memory is not None:
             now, used, held = self.clock(), self.memory(), self.held()
             rest = {"activations": used["allocated"] - sum(held.values())} if held and "allocated" in used else {}
@@ -185,8 +186,8 @@ class Recorder:
         return self._collectives - 1
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """Begin a collective that overlaps with other work. Returns the collective's span code, its number and the
-        present moment.
+        """Begin a collective that overlaps with other work. Returns the span code and the number of the collective, and
+        the present moment. `end_collective` needs these three.
 
         Everything is in one function for speed, since each gradient bucket of each step calls it.
         """

@@ -21,7 +21,7 @@ from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text,
 from meshwise.timeline.attempt_report import AttemptReport
 
 MEMORY = ("allocated", "resident")
-"""Counters of the memory that a rank itself uses. The first of them that a rank has stands for the rank's memory."""
+"""Counters of the memory that a rank itself uses. If a rank has both counters, the first of them is reported."""
 NOT_MEMORY = ("samples", "loss")
 """Counters that are not in bytes. All other counters are."""
 COMPUTING = ("forward", "backward", "optimizer")
@@ -57,13 +57,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank and its device. `seconds` has the seconds of all training steps by kind, with evaluation and saving.
-    They add up to the whole time. `step_shares` has the share of each kind in the time of steps, without evaluation and
-    saving, and is empty if there was no such time. `hidden_seconds` is communication that overlaps with computing,
-    which `seconds` does not include. `step_seconds` is the median time of a step. The rank was last in `last_steps` of
-    the steps and at `last_arrivals` of all `sync_points`. Its delays there cost `straggler_seconds` in total.
-    `peak_memory` is for the device, or for the process if only that is known. `memory` has the peak bytes by counter
-    name, and `memory_by_phase` the peak bytes at the end of each kind of phase."""
+    """One rank and its device. `seconds` has the rank's seconds in all steps by kind, with evaluation and saving.
+    `step_shares` has the share of each kind in the time of steps, without evaluation and saving. It is empty if there
+    was no such time. `hidden_seconds` is communication that overlaps with computing, which `seconds` does not include.
+    `step_seconds` is the median time of a step. The run had `sync_points` points at which ranks waited for each other.
+    The rank was last at `last_arrivals` of them. In `last_steps` of the steps, it was last at the most expensive of
+    them. The delays of this rank cost `straggler_seconds` in total. `peak_memory` is for the device, or for the process
+    if only that is known. `memory` has the peak bytes by counter name, and `memory_by_phase` the peak bytes at the end
+    of each kind of phase."""
 
     rank: int
     device: str
@@ -109,10 +110,11 @@ class GoodputPart:
 @dataclass(frozen=True)
 class CollectiveReport:
     """The collectives of one name and size. `of` is what they send, such as `gradients`, or "" if the log does not say.
-    `seconds` is the median time from the last arrival to the last end, which is pure communication. `skew_seconds` is
-    the median time from the first to the last arrival, which is how long the first rank waits. `share` is the share of
-    the time of all collectives. `bus_bandwidth` is in bytes per second as nccl-tests define it, or None if they do not
-    define it for this collective. `dtype` is the dtype of the data, or "" if unknown."""
+    `seconds` is the median time from the arrival of the last rank to the end on the last rank, which is pure
+    communication. `skew_seconds` is the median time between the arrivals of the first and the last rank, for which the
+    first rank waits. `share` is the share of the time of all collectives. `bus_bandwidth` is in bytes per second as
+    nccl-tests define it, or None if they do not define it for this collective. `dtype` is the dtype of the data, or ""
+    if unknown."""
 
     name: str
     of: str
@@ -138,10 +140,11 @@ class StageReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The pipeline of a run. `microbatches` is the number per step. `bubble` is the share of the time from a step's
-    first forward to its last backward in which a rank computes neither, as the mean over ranks and the median over
-    steps. `bubble_of_schedule` is the bubble of a simulated step in which all stages take equally long and sending
-    takes no time. `bubble_of_stages` is the same with the measured times of the stages."""
+    """The pipeline of a run. `microbatches` is the number per step. `bubble` is the share of time in which a rank runs
+    neither a forward nor a backward pass, between the first forward pass and the last backward pass of a step. It is
+    the mean over ranks and the median over steps. `bubble_of_schedule` is the bubble of a simulated step in which all
+    stages take equally long and sending takes no time. `bubble_of_stages` is the bubble of such a step in which each
+    stage takes as long as was measured."""
 
     stages: list[StageReport]
     microbatches: Count
@@ -152,10 +155,10 @@ class PipelineReport:
 
 @dataclass(frozen=True)
 class Series:
-    """How a run's steps developed, as at most a few hundred points. A point is the mean over the steps up to the next
-    point. `step` and `time` say where it begins, with `time` in seconds since the run began. `seconds` is the time of a
-    step as the mean over ranks, and `kinds` is this time by kind. `loss` is the last known loss of the point's steps,
-    or NaN."""
+    """How the loss and the time of a step developed during a run, as at most a few hundred points. Each point stands
+    for several steps in a row. `step` and `time` say where the point begins, with `time` in seconds since the run
+    began. `seconds` is the time of a step as the mean over these steps and over ranks, and `kinds` is this time by
+    kind. `loss` is the last known loss of these steps, or NaN."""
 
     step: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
@@ -206,9 +209,10 @@ class StepTimes:
 @dataclass(frozen=True)
 class StepWindow:
     """A few steps in detail. `name` is all, typical, slowest, first, last or chosen. `start` is in seconds since the
-    run began. `bars` has the spans of the log. A collective that waits for a rank has two bars, one for the waiting and
-    one for the communication. `attributed` has each rank's time without idle, each moment as one kind of time (see
-    `attribution`). `usual_step` is the step to show first, whose time is nearest to the usual time of a step."""
+    run began. `bars` has the spans of the log. A collective in which a rank waits for another rank has two bars, one
+    for the waiting and one for the communication. `attributed` has bars that divide each rank's time into kinds of time
+    without overlap (see `attribution`). Idle time has no bar. `usual_step` is the step to show first, whose time is
+    nearest to the usual time of a step."""
 
     name: str
     first_step: Count
@@ -237,7 +241,8 @@ class TimeBeside:
 
 @dataclass(frozen=True)
 class MemoryBeside:
-    """Bytes on the rank that needs most, predicted and measured. `measured` is None if nothing measured them."""
+    """Memory in bytes, as predicted and as measured on the rank that used the most. `measured` is None if no rank
+    measured it."""
 
     name: str
     predicted: Bytes
@@ -246,9 +251,9 @@ class MemoryBeside:
 
 @dataclass(frozen=True)
 class Reconciled:
-    """The comparison of a run with its prediction. `machine` is the machine that was predicted, and `origin` says where
-    the prices used come from. `seconds` is the predicted time of a step, with its 80 % interval from `low` to `high`.
-    These three are None if only memory was predicted. `measured` is the median time of a step."""
+    """The comparison of a run with its prediction. The prediction is for the machine `machine`, and `origin` says where
+    its prices of operations come from. `seconds` is the predicted time of a step, with its 80 % interval from `low` to
+    `high`. These three are None if only memory was predicted. `measured` is the median time of a step."""
 
     machine: str
     origin: str
@@ -265,8 +270,8 @@ class Reconciled:
 class Report:
     """All that is known of a run. `about` has the known facts about what was run, such as plan, command, commit and
     last metric. `headline` is the verdict in at most ten words, and `verdict` is a sentence. Times of different ranks
-    are comparable to within ± `error_seconds`. `kinds` has the seconds by kind, as the mean over ranks. `waiting` has
-    the parts of the waiting in `goodput`."""
+    are comparable to within ± `error_seconds`. `kinds` has the seconds by kind, as the mean over ranks. `goodput`
+    divides the wall time into parts, and `waiting` divides that part of it which was spent waiting."""
 
     title: str
     status: str

@@ -15,7 +15,7 @@ from meshwise.records.best import Best
 class WholeRun:
     """All sessions of a resumed run together.
 
-    steps: the number of steps, without repeated steps.
+    steps: the number of steps. A step that was repeated counts once.
     seconds: the wall time of all sessions.
     """
 

@@ -117,6 +117,7 @@ class SpanLog:
 
 
 def _plain(counter: Count) -> list[Any]:
-    """Convert a counter value for JSON. On CUDA, reading a tensor makes this thread wait, but not the training."""
+    """Convert one value of a counter to a list for JSON. If the value is a CUDA tensor, reading it makes this thread
+    wait for the device. The training thread does not wait."""
     *facts, value = counter
     return [*facts, value if isinstance(value, (int, float)) else float(value)]

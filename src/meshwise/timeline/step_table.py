@@ -30,9 +30,9 @@ class StepTable:
     """The time of every step of a run by kind, in the order in which the steps were done.
 
     step, session, start: shape (steps,). `start` is in ns. Step 0 is the time before step 1.
-    seconds: shape (steps, ranks, kinds + 2).
+    seconds: shape (steps, ranks, kinds + 2). The last two columns are `OUTSIDE` and `HIDDEN`.
     present: whether the rank did the step, shape (steps, ranks).
-    lost: whether a later session repeated the step, shape (steps,).
+    lost: whether a later session began again at this step or at an earlier step, shape (steps,). The work is then lost.
     """
 
     ranks: Whole
@@ -47,19 +47,19 @@ class StepTable:
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the steps that count. Step 0 and steps that were repeated later do not count."""
+        """Mask of the steps that count. Step 0 and lost steps do not count."""
         return (self.step > 0) & ~self.lost
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        """Mask of the counted steps that have a backward pass. The row of an evaluation after the last step has
-        none."""
+        """Mask of the counted steps that have a backward pass. An evaluation after the last step has a row of its own
+        in the table, which has no backward pass."""
         return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
 
     @property
     def steady(self) -> NDArray[np.bool_]:
-        """Mask of the training steps without the first step of each session, which is a warm-up. If fewer than five
-        steps would remain, the first steps are included."""
+        """Mask of the training steps that are used for medians. The first step of each session is left out as a
+        warm-up. If fewer than five steps would remain, no step is left out."""
         first = np.concatenate([[True], np.diff(self.session) > 0]) | (np.concatenate([[0], self.step[:-1]]) == 0)
         rest = self.trained & ~first
         return rest if rest.sum() >= 5 else self.trained
@@ -98,7 +98,8 @@ def step_table_of(timeline: Timeline) -> StepTable:
 
 
 def _lost(step: Whole, session: Whole) -> NDArray[np.bool_]:
-    """Return a mask of the steps that a later session repeated."""
+    """Return a mask of the steps whose work was lost, because a later session began again at the same or at an earlier
+    step."""
     lost = np.zeros(len(step), bool)
     for later in np.unique(session)[1:]:
         again = step[(session == later) & (step > 0)]

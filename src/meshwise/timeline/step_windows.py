@@ -33,7 +33,8 @@ def step_windows(
     Returns one window of the chosen `steps`, or windows of typical, slow, first and last steps. Raises UsageError if
     the run does not have the chosen steps.
 
-    straggler: the rank that the verdict names. The typical step is then one with a usual delay of this rank.
+    straggler: the rank that the verdict names. As the typical step, a step is then chosen in which this rank is about
+        as late as it usually is.
     """
     rows = np.flatnonzero(table.trained)
     if steps is not None:
@@ -63,8 +64,8 @@ def step_windows(
 
 
 def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int | None) -> Whole:
-    """Return the steady steps in which the straggler is last by 0.5 to 2 times its median delay. If there is no such
-    step, return all steady steps."""
+    """Return the steady steps in which the straggler is about as late as usual: by 0.5 to 2 times its median delay. If
+    there is no such step, return all steady steps."""
     points = table.sync_points
     of_rank = points.rank == straggler
     if straggler is None or not of_rank.any():
@@ -78,7 +79,7 @@ def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int
 def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual: float | None = None) -> StepWindow:
     """Build a window from some rows of the step table.
 
-    usual: the seconds of the step to show first. The default is the run's median.
+    usual: the step whose time in seconds is nearest to this is shown first. The default is the run's median.
     """
     spans = timeline.of_steps(int(table.step[rows].min()), int(table.step[rows].max()))
     spans = spans[np.isin(session_of(spans["start"], timeline.sessions), table.session[rows])]
@@ -112,8 +113,8 @@ def _times(spans: Spans, origin: int) -> StepTimes:
 
 
 def _bars(spans: Spans, names: Sequence[str], arrivals: Arrivals, origin: int) -> list[Bar]:
-    """Return a bar for each span, then a bar for each waiting. The bar of a collective covers only the part after the
-    waiting."""
+    """Return a bar for each span, then a bar for each time in which a rank waits for another rank in a collective. The
+    bar of the collective itself begins only when this waiting ends."""
     until = arrivals.waits_until(spans).tolist()
     bars, waits = [], []
     for s, split in zip(spans, until, strict=True):

@@ -26,7 +26,7 @@ from meshwise.timeline.timeline import Spans
 WORK = [KIND[k] for k in ("data", "transfer", "forward", "backward", "optimizer", "evaluate", "checkpoint", "idle")]
 Seconds = NDArray[np.float64]
 CHANCE = 1e-3
-"""Probability per run that a rank is called a straggler by chance, although all ranks are late equally often."""
+"""The probability that a run calls any rank a straggler by mistake, if in fact all ranks are late equally often."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class SyncPoints:
     """The points of a run at which ranks waited for each other, in order. Each array has the shape (sync points,).
 
     step: the step of the sync point.
-    overlapped: whether the sync point is the end of a backward pass, with which its collectives overlap.
-    rank: the rank that would have come last if all ranks had left the previous sync point together. A rank with a slow
-        link leaves a sync point later, but it is not a straggler.
-    delay: by how many seconds the rank took longer than the median of the other ranks.
-    phase: the phase with the largest delay, as an index in KINDS.
+    overlapped: whether the sync point is the end of a backward pass whose gradients were reduced during the pass.
+    rank: the rank that took the longest since it left the previous sync point. A rank with a slow link may arrive last
+        only because it left the previous sync point late. Such a rank is not a straggler.
+    delay: by how many seconds this rank took longer than the median of the other ranks.
+    phase: the phase in which this rank lost the most time, as an index in KINDS.
     cost: by how many seconds the delay made the sync point end later.
     """
 
@@ -82,8 +82,8 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
 
 
 def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
-    """Return when a rank continued after each collective. This is at the end of the collective, or at the end of the
-    backward pass that it overlaps with."""
+    """Return when a rank continued after each collective. This is the end of the collective. For a collective that
+    overlaps with a backward pass, it is the end of that pass."""
     backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
     if not len(backward):
         return end
@@ -107,8 +107,8 @@ def _excess(work: Seconds, rank: Whole) -> Seconds:
 
 
 def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
-    """Replay each sync point without the delay of its last rank. Returns by how many seconds it would have ended
-    earlier."""
+    """Replay the collectives of each sync point as if its last rank had not been late. Returns by how many seconds the
+    sync point would have ended earlier."""
     row, straggler = np.arange(len(arrival)), rank[point]
     taken = arrival - before[point]
     excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)
@@ -139,7 +139,7 @@ def last_of_steps(sync_points: SyncPoints) -> Whole:
 
 
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """Return the ranks that are last too often for this to be chance.
+    """Return the ranks that are last more often than chance explains.
 
     If all ranks were equally likely to be last at each sync point, independently of other sync points, the probability
     that a run names any rank would be below CHANCE. The binomial tail is bounded by Chernoff's inequality.

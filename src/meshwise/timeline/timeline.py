@@ -20,7 +20,7 @@ Spans = NDArray[np.void]
 """An array of spans, with dtype SPAN."""
 NO_PHASE = -1
 PER_SESSION = 1 << 40
-"""Added to numbers of steps and collectives once per earlier session, so that numbers of sessions differ."""
+"""Added to numbers of steps and collectives once per earlier session, so that two sessions never share a number."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RunSession:
     """One period in which the workers of a run were alive. A resumed run has several sessions.
 
     began, ended: in ns on the timeline's clock.
-    first_step: the first step of the session, or 0 if no step was begun.
+    first_step: the first step of the session, or 0 if the session began no step.
     status: finished, stopped, failed or running.
     """
 

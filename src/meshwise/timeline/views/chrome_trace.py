@@ -41,8 +41,8 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class _Rows:
     """The spans of one rank, in the order in which they are written.
 
-    thread: for each span, where it is drawn. This is the index of its lane in LANES, shifted left by COPY bits, plus
-        the number of the copy of the lane.
+    thread: for each span, the row on which it is drawn, as a number. The number is the index of the span's lane in
+        LANES, shifted left by COPY bits, plus the number of the copy of the lane.
     """
 
     rank: int
@@ -103,10 +103,10 @@ def _rank_rows(rank: int, spans: Spans) -> _Rows:
 
 
 def _copies(spans: Spans) -> Whole:
-    """Return, for each span, the number of the copy of its lane on which it is drawn.
+    """Return, for each span, on which copy of its lane it is drawn. A lane has several copies if spans in it overlap.
 
-    This is the first copy on which the span overlaps no other span, or lies inside another. No span is drawn inside a
-    collective, so gradient buckets that are reduced at the same time lie on different copies.
+    A span is drawn on the first copy on which it overlaps no other span, or lies inside another span. No span is drawn
+    inside a collective, so gradient buckets that are reduced at the same time lie on different copies.
     """
     copy = np.zeros(len(spans), np.int64)
     lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # of each copy the open spans: end, collective
@@ -227,8 +227,8 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
 
 
 def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[Event]:
-    """Yield flow events, drawn as arrows, for each collective. They lead from the last rank to arrive to each rank that
-    waited for it, at the time of its arrival.
+    """Yield flow events for each collective, which viewers draw as arrows. An arrow leads from the last rank to arrive
+    to each rank that waited for it. Both ends are at the time at which the last rank arrived.
 
     Each arrow has its own id, since chrome://tracing ends a flow at the first end event. Arrows come after all slices,
     since Perfetto keeps the order of the file among events of the same time.

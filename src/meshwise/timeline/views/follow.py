@@ -153,8 +153,8 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
-    """Return the report to show and the number of seconds that it covers, or None if it covers the whole run. If only a
-    part was read, the report has no figures that need the whole run."""
+    """Return the report to show, and how many seconds of the run it covers. The second value is None if it covers the
+    whole run. Otherwise, figures that need the whole run, such as goodput, are removed from the report."""
     steps = timeline.spans["step"]
     if not running:
         return report, None

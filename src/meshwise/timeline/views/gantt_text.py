@@ -79,7 +79,8 @@ def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[st
 
 
 def _with_gaps(row: list[str]) -> list[str]:
-    """Mark gaps between two kinds as idle. Columns before the first kind and after the last stay empty."""
+    """Mark empty columns between two other columns as idle. Columns before the first kind and after the last kind stay
+    empty."""
     filled = [column for column, kind in enumerate(row) if kind]
     inside = range(filled[0], filled[-1]) if filled else ()
     return [kind or ("idle" if column in inside else NOTHING) for column, kind in enumerate(row)]

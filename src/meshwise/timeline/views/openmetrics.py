@@ -25,7 +25,7 @@ UNITS = ("seconds", "bytes", "ratio")
 Row = tuple[str, str, str, Sequence[Sample]]
 """Name, type (counter, gauge or summary), help, and samples. Samples without a finite value are not written."""
 Family = tuple[str, str, str, Callable[[Any], float | None]]
-"""Name, type, help, and a function that reads the value of a part, rank, collective or finding of the report."""
+"""Name, type and help of a metric family, and a function that reads its value from a rank, a collective or the like."""
 
 OF_GOODPUT: Sequence[Family] = (
     ("goodput_seconds", "counter", "Wall time by what it was spent on, mean over ranks.", lambda p: p.seconds),

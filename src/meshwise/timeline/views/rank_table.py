@@ -31,7 +31,8 @@ LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")
 
 @dataclass(frozen=True)
 class _Column:
-    """How to format the numbers of a column, and how to read them from the report on a rank (None if unknown)."""
+    """How to format the numbers of a column, and a function that reads a number from a `RankReport`. It returns None
+    for an unknown number."""
 
     write: Callable[[float], str]
     read: Callable[[RankReport], float | None]
@@ -88,7 +89,8 @@ def _left_out(titles: Sequence[str]) -> list[Text]:
 
 
 def _lines(rows: Sequence[_Row], titles: Sequence[str], bar: int, gap: int, ascii_only: bool) -> list[Text]:
-    """Draw the table with these columns. The bar, if it is drawn, follows the time of a step."""
+    """Draw the table with these columns. The bar, if there is room for it, follows the column with the time of a
+    step."""
     at = titles.index("step") + 2 if "step" in titles else 1
     cells: list[list[Cell]] = [[row.name, *(row.cell(title) for title in titles)] for row in rows]
     heads = ["rank", *titles]
@@ -143,10 +145,10 @@ def _row(rank: RankReport, report: Report) -> _Row:
 
 
 def outliers(report: Report) -> list[RankReport]:
-    """Return the ranks to show individually if there are many ranks, at most MOST_OUTLIERS.
+    """Return the ranks to show individually if a run has many ranks, at most MOST_OUTLIERS.
 
     These are the ranks that findings name, the rank with the most expensive delays, and the rank that uses the most
-    memory. The last two are only included if their value is more than 1.5 times the median.
+    memory. The last two are only included if their delays or memory are more than 1.5 times the median.
     """
     named = [finding.rank for finding in report.findings if finding.rank is not None]
     for value in (
