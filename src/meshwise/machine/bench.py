@@ -24,7 +24,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Bench:
-    """The result of `meshwise.bench`: a machine measured and judged.
+    """The result of `meshwise.bench`: the measurements of a machine, and a judgement of each.
 
     machine: its devices, links and collectives with all measurements, as `meshwise bench --save` writes them.
     results: every path and collective with its times by size, including those that corrupt data.
@@ -46,8 +46,8 @@ class Bench:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the bench. It is 1 if a path corrupts data. Otherwise it is the code of an early stop, 3 if
-        a path is far below its expected rate, or 0."""
+        """The exit code of the bench: 1 if a path corrupts data, else the code of an early stop, else 3 if a path is
+        far below its expected rate, else 0."""
         judged = exit_code(list(self.verdicts), bool(self.wrong))
         return self.stopped.code if self.stopped is not None and judged != 1 else judged
 
@@ -99,9 +99,10 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
 
 
 def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | None]]) -> Machine:
-    """Replace the generation and the number of lanes of PCIe links to the host by the values seen under load.
+    """Replace the generation and the number of lanes of each PCIe link to the host by the values that were seen during
+    copies. An idle link may report lower values.
 
-    lanes: (generation, lanes) by the name of the device. None keeps a value as it is.
+    lanes: (generation, lanes) by the name of the device. With None, the machine's value is kept.
     """
     links = []
     for link in machine.links:
@@ -113,7 +114,8 @@ def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | Non
 
 
 def merged(machines: Sequence[Machine]) -> Machine:
-    """Merge machines of one host each into one machine without links. Each device gets the number of its host."""
+    """Merge several machines, each with one host, into one machine without links. Each device gets the number of its
+    host."""
     first = machines[0]
     devices = tuple(replace(d, host=at) for at, machine in enumerate(machines) for d in machine.devices)
     hosts = tuple(machine.hosts[0] for machine in machines)
@@ -141,7 +143,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """Return the links of the machine with the timings of copies. A pair of devices that has no link gets one."""
+    """Return the links of the machine with the timings of copies. If a copied pair of devices has no link yet, a link
+    is added."""
     measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
         if result.operation not in COPIES:

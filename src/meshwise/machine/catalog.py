@@ -22,12 +22,12 @@ from meshwise.spec.units import percent_text
 NOT_CONFIRMED = " (from memory, not confirmed)"
 """Appended to the origin of a figure that nobody has looked up in a source yet."""
 LANES = {"pcie": 16, "nvlink": 1}
-"""For each kind of link, the number of lanes or links for which the catalog gives the rate of a generation."""
+"""For each kind of link, how many lanes or links have the rate that the catalog gives for a generation."""
 ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
 )
-"""Generations of each vendor, the oldest first. A missing share of the peak is taken from the nearest generation."""
+"""Generations of each vendor, the oldest first. For a missing share of the peak, the nearest generation is searched."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class CatalogPart:
 
 @dataclass(frozen=True)
 class Reached:
-    """The measured shares of a link's nominal bandwidth, by path.
+    """The shares of a link's nominal bandwidth that were reached in measurements, by path.
 
     generation: the generation of the link, or None for any.
     part: the part on which the shares were measured.

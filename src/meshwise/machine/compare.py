@@ -63,8 +63,9 @@ def _changes(
     of_both: Callable[[str, Value, Value], Iterator[Change]],
     suffix: str = "",
 ) -> Iterator[Change]:
-    """Yield the changes between two tables of items.
+    """Yield the changes from an old table of items to a new one. Both have the items by name.
 
+    both: the old and the new table.
     text: converts an item to text.
     of_both: compares an item that both tables have.
     suffix: appended to the name of an item that only one table has.
@@ -151,8 +152,8 @@ def _path(name: str, old: Timings, new: Timings, kind: str = "copy", ranks: int 
 
 
 def _p95(timings: Timings, size: int) -> float:
-    """Return the 95th percentile of the seconds at a size. It is 0 if percentiles were not kept, so that every change
-    exceeds it."""
+    """Return the 95th percentile of the seconds at a size, which tells whether a change lies within the usual spread.
+    Returns 0 if percentiles were not kept. No change then counts as usual spread."""
     return timings.p95[timings.sizes.index(size)] if timings.p95 else 0.0
 
 

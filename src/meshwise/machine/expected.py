@@ -25,9 +25,9 @@ Share = tuple[float, str] | None
 
 @dataclass(frozen=True)
 class Expected:
-    """The rate to expect of a path, a collective, a memory or a matmul.
+    """The rate that a path, a collective, a memory or a matmul should reach.
 
-    rate: the expected bytes/s, for a matmul FLOP/s. None if unknown.
+    rate: in bytes/s, or in FLOP/s for a matmul. None if unknown.
     nominal: the rate in the data sheet, or None if unknown.
     origin: the sources of the rates, or the reason why there is no expected rate.
     """
@@ -62,8 +62,8 @@ def _over_host(machine: Machine, link: Link, both: bool) -> Expected:
 
 
 def _first_reached(link: Link, generation: int | None, ways: Sequence[str]) -> Share:
-    """Return the share of the nominal bandwidth that was reached on such a link, for the first of `ways` that was
-    measured."""
+    """Return the share of the nominal bandwidth that such a link reached in the catalog's measurements. ways: names of
+    measured paths, such as `pair`. The first of them that was measured is used."""
     return next((found for way in ways if (found := reached(link.kind, generation, way)) is not None), None)
 
 
@@ -81,8 +81,8 @@ def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None
 
 
 def _staged(machine: Machine, link: Link, why: str) -> Expected:
-    """Return what to expect of a copy through the host's memory. A double buffer overlaps the two legs, so this is the
-    rate of the slower leg."""
+    """Return the rate that a copy through the host's memory should reach. The two halves of the way overlap in a double
+    buffer, so this is the rate of the slower half."""
     links = (link_between(machine, link.source, HOST), link_between(machine, HOST, link.target))
     legs = [_over_host(machine, leg, False) for leg in links if leg is not None]
     rates = [leg.rate for leg in legs if leg.rate is not None]
@@ -150,8 +150,8 @@ def expected_collective(machine: Machine, collective: Collective) -> Expected:
 
 
 def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link, int | None, str]:
-    """Return (rate, link, generation, origin) of a ring over the link. If the device's links lead to many devices, the
-    rate is the sum over several rings."""
+    """Return (rate, link, generation, origin) of a ring of devices over links such as `link`. If the links of a device
+    lead to many devices, several rings are possible at the same time, and the rate is their sum."""
     nominal, generation, origin = device_nominal(machine, link)
     end = part_at(machine, link.source)
     own = None if end is None else end.link_of(link.kind)

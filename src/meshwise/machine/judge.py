@@ -196,8 +196,8 @@ def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
 
 
 def _spread(machine: Machine, link: Link) -> bool:
-    """Return whether the links of the device at the source lead to several devices, so that a pair has only some of
-    them."""
+    """Return whether the links of the source device lead to several other devices. A pair of devices then has only some
+    of the links."""
     part = part_at(machine, link.source)
     return part is not None and part.link is not None and part.link.mesh
 

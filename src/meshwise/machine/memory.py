@@ -83,8 +83,8 @@ def cap_memory(device: str, limit: int) -> None:
     """Limit this process to `limit` bytes of the device's memory, or of the host's memory if the device is a CPU.
 
     Allocations beyond the limit fail, as on a smaller device. On a host, Linux counts writable memory (RLIMIT_DATA),
-    but not memory that was mapped before and is still unused. Raises UsageError if the process of a CPU worker already
-    uses as much, or if its system is not Linux.
+    but not memory that was mapped before and is still unused. For a CPU worker, raises UsageError if the process
+    already uses `limit` bytes, or if the system is not Linux.
     """
     if has_streams(device):
         total = torch.get_device_module(device).mem_get_info(device)[1]

@@ -65,8 +65,8 @@ def device_of(part: CatalogPart, index: int, host: int = 0) -> Device:
 
 
 def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tuple[Link, ...]:
-    """Return links that hold for any device of a machine whose devices all have the same part. Returns () if the parts
-    differ."""
+    """Return links that stand for all devices of a machine, if all devices have the same part. Returns () if their
+    parts differ."""
     if len({part.name for part in device_parts}) != 1:
         return ()
     part = device_parts[0]
@@ -74,11 +74,11 @@ def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tup
 
 
 def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
-    """Return the parts if they are all the same. If they differ, return only the part with the slowest link, and add a
-    warning.
+    """Return the parts whose links are used for the whole machine. These are all parts if they are the same. Otherwise,
+    this is only the part with the slowest link, and a warning is added.
 
-    apart: whether the devices of each host have the same part. If not, different parts share a host, and reach each
-        other through the host.
+    apart: whether each host has devices of one part only. If not, different parts share a host, and their devices reach
+        each other only through the host.
     """
     if len({part.name for part in device_parts}) == 1:
         return device_parts
@@ -114,8 +114,8 @@ def _count(words: str, digits: str) -> int:
 
 
 def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
-    """Return the part that a name means, and warnings on what was assumed and on the part. If several parts match, the
-    first is returned."""
+    """Return the catalog's part for a name that a user wrote, and warnings on the part and on what was assumed. If
+    several parts match, the first is returned. Raises UsageError if no part matches."""
     plain = _plain(name)
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
@@ -145,7 +145,7 @@ def _letters(name: str) -> str:
 
 
 def _means(plain: str, part: CatalogPart) -> bool:
-    """Return whether a name means this part. The name must be the family, optionally followed by memory size and form
+    """Return whether a name fits this part. The name must be the family, optionally followed by memory size and form
     (`sxm`).
 
     plain: the name as `_plain` returns it.
@@ -182,8 +182,8 @@ def _host_links(part: CatalogPart) -> tuple[Link, ...]:
 
 
 def _device_links(part: CatalogPart) -> tuple[Link, ...]:
-    """Return the link that holds for any two devices of a host. It is the part's link between devices, or else its link
-    to the host."""
+    """Return a link that stands for all pairs of devices of a host. It is the part's link between devices, or else its
+    link to the host."""
     if part.kind == "cpu":
         return (Link(DEVICE, DEVICE, "process"),)
     link: PartLink | None = part.link or part.host_link

@@ -38,7 +38,7 @@ FEWEST = 10
 MOST_READ, BLOCKS = 5, 40
 """At most this many earlier runs are read, and of each only the last blocks of spans. One block is about a second."""
 SAME_BATCH = 0.1
-"""Two runs count as runs of equal batch size if their mean samples a step differ by at most this share."""
+"""Batch sizes count as equal if the mean samples a step differ by at most this share. A log may end inside a step."""
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,8 @@ def _xgmi_links(link: Mapping[str, int]) -> int | None:
 
 
 def _crosses(sys: Path, one: Accelerator, other: Accelerator) -> str:
-    """Return what copies between two devices cross. This is `socket` if their NUMA nodes differ, `bridge` if they share
-    no PCI bridge below the root complex, and "" otherwise."""
+    """Return what lies on the path of a copy between two devices: `socket` if their NUMA nodes differ, `bridge` if they
+    share no PCI bridge below the root complex, and "" otherwise."""
     if one.numa is not None and other.numa is not None and one.numa != other.numa:
         return "socket"
     paths = [pci_facts(sys, device.pci).path for device in (one, other)]

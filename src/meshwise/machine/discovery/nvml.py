@@ -27,7 +27,7 @@ NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
 """NVLink generations by nvmlNvlinkVersion_t. Its values are the versions 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0."""
 HOST_BRIDGE, OTHER_NODE = 30, 50
-"""Levels of nvmlGpuTopologyLevel_t from which on the path of a pair crosses the host bridge, and NUMA nodes."""
+"""From these levels of nvmlGpuTopologyLevel_t on, the path of a pair crosses the host bridge or another NUMA node."""
 
 
 def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
@@ -36,8 +36,8 @@ def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
     Without NVML, the driver's files in /proc are read, and a warning says what to install.
 
     nvml: the module to ask. The default is pynvml, if it is installed.
-    sockets: the socket of each NUMA node. Between two nodes of the same socket, NVML's level `SYS` means that a pair
-        crosses only a bridge.
+    sockets: the socket of each NUMA node. NVML's level `SYS` means that two devices are on different NUMA nodes. If
+        both nodes belong to one socket, a copy crosses only a bridge.
     """
     present = displays(sys, VENDOR) or _listed(proc)
     if nvml is None:
@@ -85,8 +85,8 @@ def _installed() -> Any:
 
 
 class _Nvml:
-    """A wrapper of NVML. A call returns None if the NVML function is missing or fails, as any function may for some
-    device, driver or version of the library."""
+    """A wrapper of NVML. A call returns None if the NVML function is missing or fails. This can happen with any
+    function, depending on the device, the driver and the version of the library."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -151,10 +151,11 @@ def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
 
 
 def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
-    """Count the NVLinks of a device that are up, by the index of the device at the other end.
+    """Count the NVLinks of a device that are up.
 
-    The key is `switch` for links to a switch, and `elsewhere` for links to devices that are not in `places`. The key
-    `generation` has the NVLink generation instead of a count.
+    Returns the counts by the index of the device at the other end of the links. The key `switch` has the count of links
+    to a switch, and `elsewhere` that of links to devices that are not in `places`. The key `generation` has the NVLink
+    generation and not a count.
     """
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
@@ -176,8 +177,8 @@ def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, i
 def _links_between(
     nvml: _Nvml, pair: tuple[Any, Any], nvlinks: tuple[dict[Any, int], dict[Any, int]], second: int
 ) -> int:
-    """Count the NVLinks between two devices. These are the direct links, or else the links that both devices have to a
-    switch.
+    """Count the NVLinks between two devices. If they have no direct links, return the number of links that each of them
+    has to a switch.
 
     second: the index of the second device.
     """

@@ -123,7 +123,8 @@ def _pcie_pair(ends: tuple[Named, Named], between: Between) -> Link:
 
 
 def _common(links: Sequence[PartLink | None], kind: str) -> PartLink | None:
-    """Return the slower of two parts' links of this kind. Returns None if a part is unknown or has no such link."""
+    """Compare the links of this kind of two parts, and return the slower one. Returns None if a part is unknown or has
+    no such link."""
     known = [link for link in links if link is not None and link.kind == kind]
     return min(known, key=lambda link: link.pair) if len(known) == len(links) else None
 
@@ -158,7 +159,10 @@ def _pcie_warning(link: Link, device: Accelerator) -> tuple[str, str] | None:
 
 
 def _gathered(found: Sequence[tuple[str, str] | None]) -> list[str]:
-    """Return each different sentence once, beginning with the devices that it is about."""
+    """Merge equal warnings on several devices, such as `cuda:0 and 3 more devices: ...`.
+
+    found: pairs of a device and a sentence, or None for no warning.
+    """
     by_sentence: dict[str, list[str]] = {}
     for device, sentence in filter(None, found):
         by_sentence.setdefault(sentence, []).append(device)

@@ -81,8 +81,8 @@ def read_torch() -> TorchFacts:
 
 
 def joined(machine: Machine, facts: TorchFacts) -> Machine:
-    """Return the machine as torch sees it. It has torch's devices in torch's order, each with what was discovered of
-    it."""
+    """Return a machine with the devices that torch sees, in torch's order and with torch's names. What was discovered
+    about a device is kept."""
     versions = {**machine.versions, **facts.versions}
     if capabilities := sorted({device.capability for device in facts.devices if device.capability}):
         versions["compute capability"] = ", ".join(capabilities)

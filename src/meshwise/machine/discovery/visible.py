@@ -16,7 +16,7 @@ VARIABLES = {
     "nvidia": (("CUDA_VISIBLE_DEVICES",),),
     "amd": (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
 }
-"""Each vendor's environment variables, applied in order. Of variables in one tuple, the first that is set counts."""
+"""Each vendor's environment variables, in the order in which they apply. In a tuple, the first that is set is used."""
 
 
 def visible(found: Found, environ: Mapping[str, str]) -> Found:

@@ -81,7 +81,7 @@ def _toml(text: str, where: str) -> dict[str, Any]:
 
 
 def _each(tables: Sequence[Table], key: str, where: str) -> list[tuple[Table, str]]:
-    """Pair each table with its place in the file, such as `m.toml, [[device]] 2`, for errors."""
+    """Return each table with a text on its place in the file, such as `m.toml, [[device]] 2`, for error messages."""
     return [(table, f"{where}, [[{key}]] {at}") for at, table in enumerate(tables, 1)]
 
 
@@ -142,8 +142,8 @@ def _index(name: str) -> int | None:
 
 
 def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: str) -> Device:
-    """Make a device with the figures of the catalog. The file's table [part.NAME] overrides them, and then the device's
-    own table."""
+    """Make a device. Its figures come from its own table in the file, or else from the file's table [part.NAME], or
+    else from the catalog."""
     name = values["part"]
     known = part(name)
     if known is None and name not in own_parts and not set(FIGURES) & set(values):
@@ -159,8 +159,8 @@ def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: st
 
 
 def _with_figures(device: Device, values: Mapping[str, Any]) -> Device:
-    """Return the device with the figures of a table. If the table names no origins, the origin of these figures is the
-    file."""
+    """Replace the figures of a device by the figures in a table. If the table names no origins, the origin of these
+    figures is the file."""
     written = {name: values[name] for name in FIGURES if name in values}
     if "origins" not in written:
         kept = {name: origin for name, origin in device.origins.items() if name.split(".")[0] not in written}

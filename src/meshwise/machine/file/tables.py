@@ -45,7 +45,7 @@ FIGURES: Fields = {
     "achievable": fields.table_of(fields.number(0, 2)),
     "origins": TEXTS,
 }
-"""The figures of a device that the catalog also has for its part."""
+"""The figures of a device that the catalog may know for its part. A machine file may override them."""
 MATMUL: Fields = {
     "dtype": fields.TEXT,
     **dict.fromkeys(("m", "n", "k"), fields.whole(1)),

@@ -77,8 +77,8 @@ def _wrapped(found: re.Match[str]) -> str:
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """Return the figures of a device as a table. Unknown figures are included, since for a missing figure the catalog's
-    would be used."""
+    """Return the figures of a device as a table. Unknown figures are written too, since a reader of the file would take
+    a missing figure from the catalog."""
     return {name: field.write(getattr(device, name)) for name, field in FIGURES.items()}
 
 

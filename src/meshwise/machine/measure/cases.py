@@ -27,11 +27,11 @@ _ACK = 8  # bytes of the answer to a copy
 class Case:
     """What one rank runs to measure a path at one size.
 
-    size: the number of bytes that count for the rate.
+    size: the number of bytes by which the rate is computed.
     fill: `fill(round)` writes this rank's data.
     call: communicates.
     wrong: `wrong(round)` returns where the received data is wrong, or None.
-    counts: whether the time of this rank counts.
+    counts: whether the time that this rank takes is used. The measured time is the longest time of all such ranks.
     """
 
     size: int
@@ -55,8 +55,8 @@ class Member:
         return torch.empty(*shape, dtype=torch.uint8, device=self.device)
 
     def key(self, number: int, one: int, other: int) -> int:
-        """Return the key of the data of a round for a pair of ranks, or for a rank and a part. Different data have
-        different keys."""
+        """Return a key from which the data to send are generated. It differs between rounds, and between pairs of ranks
+        (or between the parts of a rank), so that data in the wrong place are noticed."""
         return (number * self.ranks + one) * self.ranks + other
 
 
@@ -238,10 +238,12 @@ def one_to_all(source: int, back: bool) -> Maker:
 
 
 def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted: int) -> Case:
-    """Make a case with several transfers at the same time: to each rank of `to`, and from each rank of `by`.
+    """Make a case with several transfers at the same time.
 
     size: the bytes of one transfer.
-    counted: the bytes that count for the rate.
+    to: the ranks to which this rank sends.
+    by: the ranks from which this rank receives.
+    counted: the number of bytes by which the rate is computed.
     """
     outgoing = {(member.rank, rank): member.bytes(size) for rank in to}
     incoming = {(rank, member.rank): member.bytes(size) for rank in by}

@@ -151,8 +151,8 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
 
 
 def _staged_alone(target: Tensor, source: Tensor, move: Move) -> None:
-    """Copy through the host's memory. The stream of the source is timed, so it is made to wait for the second half of
-    the copy."""
+    """Copy through the host's memory. The second half of the copy runs in the stream of the target. The stream of the
+    source is timed, so it waits for the other stream."""
     move(target, source, "staged")
     here, there = (torch.get_device_module(end).current_stream(end) for end in (source.device, target.device))
     here.wait_stream(there)

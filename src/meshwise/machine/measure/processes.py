@@ -27,7 +27,7 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 WHAT = ("links", "collectives")
-"""Measured by default. `direct` can be added, for collectives composed of sends and receives instead of gloo's."""
+"""What is measured by default. The word `direct` adds collectives composed of sends and receives, for gloo."""
 MORE = ("direct",)
 DIRECT = " direct"
 """Suffix of the backend's name (`gloo direct`) for collectives that are composed of sends and receives."""
@@ -37,7 +37,7 @@ _COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
     "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
     "all-to-all": (cases.all_to_all, lambda ranks: True),
 }
-"""For each collective, the maker of its cases, and for which numbers of ranks compat/collectives.py composes it."""
+"""For each collective, what makes its cases, and whether compat/collectives.py composes it for a number of ranks."""
 
 
 def measure_processes(

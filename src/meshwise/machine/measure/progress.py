@@ -37,7 +37,8 @@ SILENT = Progress()
 
 
 def sent_over(channel: WorkerChannel | None) -> Progress:
-    """Return callbacks that send the progress of a worker to its launcher, where `listeners` receives it.
+    """Return callbacks for a worker. They send its progress to its launcher, which receives it with the functions of
+    `listeners`.
 
     channel: the connection to the launcher. If it is None, the callbacks do nothing.
     """
@@ -51,7 +52,8 @@ def sent_over(channel: WorkerChannel | None) -> Progress:
 
 
 def listeners(progress: Progress) -> Listeners:
-    """Return listeners for a launcher. They call `progress` with what the workers send."""
+    """Return the functions with which a launcher listens to its workers during a bench. They pass the progress that
+    workers send on to `progress`."""
 
     def received(rank: int, message: Message) -> None:
         if message["kind"] == "measuring":

@@ -38,7 +38,8 @@ class PathSpec:
 class PathResult(PathSpec):
     """The measurements of a path.
 
-    timings: times by size. The size is in bytes, of one direction of a path or of the full tensor of a collective.
+    timings: the times of each size in bytes. For a path, the size counts one direction. For a collective, it is the
+        size of the full tensor.
     wrong: where bytes differed, or None if all bytes were right.
     note: another remark, such as that the time was used up before the largest size.
     """

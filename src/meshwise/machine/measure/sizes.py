@@ -40,8 +40,8 @@ def read_sizes(words: str) -> tuple[int, ...]:
 
 
 def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tuple[int, ...]:
-    """Return the sizes for which `buffers` buffers of that size fit in `free` bytes. The result has at least the first
-    size.
+    """Return the sizes that fit in memory: `buffers` buffers of such a size must fit in a share of the `free` bytes.
+    The smallest size is returned in any case.
 
     asked: whether the user chose the sizes. UsageError is then raised if a size does not fit.
     """

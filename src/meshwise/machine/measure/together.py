@@ -38,8 +38,8 @@ class RanksSpec(PathSpec):
     """A path between ranks.
 
     make: makes the case of a rank.
-    answered: (source, target) of a copy that the target answers, so that copies do not queue. The clock of the source
-        times it. None for any other path.
+    answered: (source, target) for a plain copy, None for any other path. The target answers each copy, so that copies
+        do not queue, and the clock of the source times both.
     """
 
     make: Maker
@@ -85,8 +85,8 @@ def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str 
     """Communicate once with the data of round `number`, and check what arrived. All ranks must call it, and all get the
     same result.
 
-    Returns None if every byte is right on every rank. Otherwise returns the path and the difference that the lowest
-    rank with an error found.
+    Returns None if every byte is right on every rank. Otherwise returns a text on the path and on the first wrong byte
+    of the lowest rank that received wrong bytes.
     """
     found = checked(case, number)
     if not _agree(member, float(found is not None))[0]:
@@ -96,8 +96,8 @@ def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str 
 
 
 def _repeat(case: Case, member: Member, share: float, latency: float, single: bool) -> tuple[Sample, float]:
-    """Time the case. Returns its sample, and the seconds spent after the first LEAST repeats. All ranks must call
-    it."""
+    """Time the calls of a case. All ranks must call it. Returns the percentiles of the times, and the seconds that were
+    spent on more repeats than the LEAST that every size gets."""
     began = time.perf_counter()
     last = 0.0
     for number in range(WARM_UP):
@@ -118,8 +118,8 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
 
 
 def _timed(case: Case, member: Member, batch: int) -> float:
-    """Return the seconds of one call on this rank, measured by events on an accelerator, else by the host's clock. The
-    result is 0 if this rank's time does not count."""
+    """Return the seconds of one call on this rank, as the mean of `batch` calls. They are measured by events on an
+    accelerator, else by the host's clock. The result is 0 if this rank's time does not count."""
     if has_streams(member.device):
         seconds = stream_seconds(case.call, member.device, batch)
     else:
@@ -128,8 +128,8 @@ def _timed(case: Case, member: Member, batch: int) -> float:
 
 
 def _agree(member: Member, *values: float) -> list[float]:
-    """Return the maximum of each value over the ranks. All ranks must call it, so it is also a barrier. It communicates
-    tensors of the host."""
+    """Return the maximum of each value over the ranks. All ranks must call it, so it is also a barrier. The values are
+    sent in a CPU tensor."""
     largest: list[float] = all_reduce(torch.tensor(values, dtype=torch.float64), "max", member.group).tolist()
     return largest
 

@@ -103,8 +103,8 @@ def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: i
 
 
 def _both(back: PathResult, one_way: PathResult) -> str:
-    """Format the rate of a copy both ways, in one direction. If possible, it is the rate at the size of the one-way
-    copy."""
+    """Format the rate in one direction of a copy that runs in both directions at the same time. If possible, it is the
+    rate at the largest size of the one-way copy, so that both can be compared."""
     size = one_way.timings.sizes[-1]
     if size in back.timings.sizes:
         return bandwidth_text(rate_at(back.timings, size))

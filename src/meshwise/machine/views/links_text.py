@@ -50,8 +50,8 @@ def kind_text(link: Link) -> str:
 
 
 def _classes(machine: Machine) -> list[Text]:
-    """Return a line for the link between any two devices. Only a machine that was described has such a link, not a
-    machine that was discovered."""
+    """Return a line for a link that stands for all pairs of devices of a host. Only a machine that the user described
+    has such a link. A discovered machine has a link for each pair."""
     found = [link for link in machine.links if link.source == link.target == DEVICE]
     return [labelled("links", f"any two devices of a host: {_sentence(link)}") for link in found]
 

@@ -23,7 +23,7 @@ Sample = tuple[Labels, float | None]
 UNITS = ("seconds", "bytes", "ratio")
 
 Row = tuple[str, str, str, Sequence[Sample]]
-"""Name, type (counter, gauge or summary), help, and samples. Samples without a finite value are not written."""
+"""Name, type (counter, gauge or summary), help and samples of a metric family. Samples must be finite to be written."""
 Family = tuple[str, str, str, Callable[[Any], float | None]]
 """Name, type and help of a metric family, and a function that reads its value from a rank, a collective or the like."""
 
