@@ -31,7 +31,8 @@ LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
 """The name of the `Verb` by which a loop asks for its next batch."""
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
-NOWHERE, UNKNOWN = (0, 0), (0, None, 0, None)
+NOWHERE = (0, 0)
+UNKNOWN: tuple[int, None, int, list[int]] = 0, None, 0, []
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class VerbLog:
             file.truncate(LINES)
             self._map = mmap.mmap(file.fileno(), LINES)
         self._counts, self._words = memoryview(self._map)[:8].cast("Q"), memoryview(self._map)[:LINES].cast("I")
-        self.newest: dict[str, tuple[int, CodeType | None, int, list[int] | None]] = {}  # by verb: see came_to
+        self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # by verb: see came_to
         self._thread = 0
         self._lines: dict[tuple[str, int, int], list[int]] = {}  # [number of the line, crc32 of the verb, calls]
         self._codes: list[CodeType] = []  # kept, so that no other has the identity of one of them
@@ -127,7 +128,7 @@ class VerbLog:
     def line(self, verb: str, frame: FrameType | None) -> list[int]:
         """Return the entry of the innermost line of user code at or outside `frame`. A new line is appended to the
         file."""
-        depth = 1
+        self._thread, depth = threading.get_ident(), 1
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame, depth = frame.f_back, depth + 1
         at = (verb, 0, 0) if frame is None else (verb, id(frame.f_code), frame.f_lasti)
@@ -169,14 +170,12 @@ def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
     log, here = log or _log, threading.get_ident()
     if log is None or (log._thread or here) != here:
         return
-    log._thread = here
     depth, code, at, line = log.newest.get(verb, UNKNOWN)  # most often the same line again, at the same depth
     try:
         frame = sys._getframe(depth)
-        line = line if frame.f_code is code and frame.f_lasti == at else None
     except ValueError:  # the stack is less deep
-        line = None
-    line = line or log.line(verb, sys._getframe(1))
+        frame = sys._getframe()
+    line = line if frame.f_code is code and frame.f_lasti == at else log.line(verb, sys._getframe(1))
     line[2] += 1
     checksum = log._checksum * FACTOR + line[1]
     for number in which:
@@ -186,9 +185,7 @@ def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
     words[at], words[at + 1], words[at + 2] = line[0], which[-1] if which else line[2], checksum
     words[at + 3], words[at + 4] = log._left
     log._counts[0] = log._count = log._count + 1
-    if log._left is not NOWHERE:
-        log._left = NOWHERE
-        words[2] = words[3] = 0
+    log._left, words[2], words[3] = NOWHERE, 0, 0
 
 
 def left_loop(batches: int) -> None:
