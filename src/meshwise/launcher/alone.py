@@ -21,7 +21,7 @@ from meshwise.workers.halt import Halt
 
 @dataclass
 class Alone:
-    """The machine of a run that uses no other machine. It has the same interface as `Several`.
+    """Stands for the only machine of a run on a single machine. It has the same interface as `Several`.
 
     size: the number of workers.
     lock: the lock on the run's folder.
@@ -38,7 +38,7 @@ class Alone:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """An empty mapping. Only a run on several machines can be under way when a machine joins it."""
+        """An empty mapping, since no machine can join a run on a single machine while it is under way."""
         return {}
 
     def folder_told(self) -> Mapping[str, Any]:
@@ -55,8 +55,8 @@ class Alone:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt of the run. Return the error of the last attempt, and a sentence on where the next one
-        begins.
+        """Begin the next attempt of the run. Return the error of the previous attempt, and a sentence on the step from
+        which the run continues.
 
         size: the number of devices that are left. The plan may use fewer of them.
 

@@ -22,8 +22,8 @@ EARLY_DEATHS, NEVER = 2, 1 << 30
 
 
 class DevicesLeft:
-    """The worker slots of this machine, and which of them are left out. `used` holds the slots of the running
-    attempt."""
+    """The worker slots of this machine, and whether each may still be used. A slot stands for a worker and its device.
+    `used` holds the slots of the running attempt."""
 
     def __init__(self, slots: Sequence[WorkerSlot], sys: Path = Path("/sys")) -> None:
         self._slots, self._sys = list(slots), sys
@@ -58,11 +58,12 @@ class DevicesLeft:
                 self._back[slot] = NEVER
 
     def left(self, attempt: int) -> int:
-        """Return how many devices attempt number `attempt` may use. Remember which these are, for `use`."""
+        """Return how many devices attempt number `attempt` may use. The next call of `use` chooses among these
+        devices."""
         pairs = enumerate(self._addresses)
         self._left = [at for at, pci in pairs if self._back.get(at, 0) <= attempt and is_there(self._sys, pci)]
         return len(self._left)
 
     def use(self, count: int) -> None:
-        """Let the next attempt use the first `count` of the devices that the last call of `left` found."""
+        """Choose the first `count` devices that the last call of `left` found. The next attempt uses them."""
         self._used = self._left[:count]

@@ -28,7 +28,7 @@ from meshwise.workers.join import rank_context
 
 @dataclass(frozen=True)
 class Joined:
-    """What each rank knows about a run whose processes another launcher started.
+    """What each rank knows about a run whose processes were started by another launcher, such as torchrun.
 
     restarts: the attempts of the run, and the path of its folder.
     slots: one worker slot per rank, each with one device.

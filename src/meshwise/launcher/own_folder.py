@@ -29,9 +29,8 @@ ASKED = "asked"
 def continued(options: RunOptions) -> RunOptions:
     """Return the options with which to start the run in the folder `options.folder`.
 
-    If the folder holds no run, `options` is returned. Otherwise, the options that the run was recorded with are
-    returned. A given option replaces a recorded one only if it differs from the option with which the run was first
-    started.
+    If the folder holds no run, these are the given options. Otherwise, they are the options that were recorded for the
+    run. An option that was changed since the first start of the run replaces the recorded option.
 
     Raises UsageError if the run in the folder belongs to another job, or if the program has changed since the run was
     submitted.
@@ -54,10 +53,10 @@ def continued(options: RunOptions) -> RunOptions:
 
 
 def refuse_running(options: RunOptions) -> None:
-    """Raise UsageError if a process of this machine holds the folder of the run that is to be continued.
+    """Raise UsageError if a process of this machine has locked the folder of the run that is to be continued.
 
-    A start by a scheduler or on several machines is not checked here, since it may hold the folder already. It is
-    checked later, when the folder is locked.
+    A start by a scheduler or on several machines is not checked here, since it may have locked the folder itself. It is
+    checked later, when it locks the folder.
     """
     given = options.folder if options.resume is None else options.resume
     several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher

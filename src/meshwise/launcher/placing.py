@@ -26,7 +26,8 @@ from meshwise.workers.rendezvous import meet
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Decide whether this process, if another launcher started it, is a rank or starts workers itself.
+    """Decide what this process does if another launcher, such as srun, started it: it may be a rank itself, or start
+    workers.
 
     Returns the options for this process, and whether it is a rank. If it starts workers, the options are completed by
     the number of machines, the index of this machine, and the address of the first machine. To learn this address, the
@@ -76,7 +77,8 @@ def check_kind(devices: str | None, world: World) -> None:
 
 
 def _devices_here(options: RunOptions, place: Place) -> int:
-    """Return the number of devices for this task: all devices of the machine if no other task runs there, else one."""
+    """Return how many devices this process uses. These are all devices of the machine if the launcher started no other
+    process there, else one."""
     if place.one_a_node:
         return len(find_devices(parse_devices(options.devices or "all")))
     refuse_devices(options.devices, place, " or one for each machine (--ntasks-per-node=1)")
@@ -84,9 +86,9 @@ def _devices_here(options: RunOptions, place: Place) -> int:
 
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
-    """Raise UsageError if `--devices` asks for another number of devices than there are tasks on this machine.
-
-    Each task uses one device, so `--devices` may also ask for one.
+    """Raise UsageError if `--devices` asks for more or fewer devices than the launcher started processes on this
+    machine. Each process uses one device. `--devices` may also ask for one device, since a process may be started for
+    each device.
 
     otherwise: a text for the error message on what else may be started.
     """

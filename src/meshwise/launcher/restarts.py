@@ -43,12 +43,12 @@ COMMAND_TIMEOUT = 30.0  # seconds for what is left of --on-failure at the end
 
 @dataclass
 class Restarts:
-    """The attempts of one command to run a program. An attempt is one start of the workers.
+    """The attempts of one command to run a program. Each start of the workers is an attempt.
 
     most: the largest number of restarts.
     exceptions: whether to restart after an exception of the program, too.
-    resumable: whether the program can resume from a saved state. A job can. A script can once it has reported that it
-        saves its state.
+    resumable: whether the program can resume from a saved state. This is always True for a job. For a script, it is
+        True once the script has reported that it saves its state.
     min_nodes: the smallest number of machines with which the run continues.
     command: the shell command of --on-failure.
     faults: the faults to inject.
@@ -75,7 +75,7 @@ class Restarts:
     """The last step that all ranks are known to have finished."""
     began_at: int = 0
     failed: float | None = None
-    """When the previous attempt was given up (monotonic). None once the workers have made a step again."""
+    """When the previous attempt failed (time.monotonic). None once the workers have made a step again."""
     kept: KeptMemory | None = None
     """Memory that outlives the workers, in which they keep their last state."""
     plan: str = ""
@@ -138,7 +138,8 @@ class Restarts:
         return None
 
     def keep_left(self, error: WorkerFailed) -> str:
-        """Save the state that the workers of this attempt left in memory. Return a sentence if that fails, else ""."""
+        """Save the state that the workers of this attempt left in memory. Return a sentence on the error if that fails,
+        else ""."""
         return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
 
     def _is_asked_for(self, failure: Any) -> bool:
@@ -164,13 +165,13 @@ class Restarts:
         return devices
 
     def could_use(self, devices: int) -> int:
-        """Return how many of `devices` devices the plan would use."""
+        """Return how many devices the plan would use if there were `devices` devices."""
         plan = plan_from_toml(self.smaller) if self.smaller else self.asked
         return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
-        """Record that the next attempt uses other devices. The sentence of `next` names them. where: a text on these
-        devices."""
+        """Record that the next attempt uses other devices, so that the sentence which `next` returns mentions them.
+        where: a text on these devices."""
         under = "" if self.plan_now is None else f" under {self.plan_now}"
         self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
 
@@ -199,14 +200,14 @@ class Restarts:
             names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})
 
     def told(self) -> dict[str, Any]:
-        """Return the values, for JSON, with which the launcher of another machine continues the run. `take` reads
+        """Return the values that the launcher of another machine needs to continue the run, for JSON. `take` reads
         them."""
         told = {name: getattr(self, name) for name in _TOLD}
         return told | {"states": None if self.states is None else str(self.states)}
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """Take over the values that the launcher of the leading machine returned from its `told`. They define the next
-        attempt."""
+        """Define the next attempt by the values that the launcher of the leading machine sent. told: the result of its
+        `told`."""
         for name in _TOLD:
             setattr(self, name, told[name])
         self._last = None if told["_last"] is None else tuple(told["_last"])
@@ -234,7 +235,7 @@ class Restarts:
 
     def stepped(self) -> dict[str, Any]:
         """Note that the workers have made a step. If this is the first step after a failure, return the seconds since
-        the failure, as facts to record."""
+        the failure as facts to record. Otherwise, return no facts."""
         since, self.failed = self.failed, None
         return {} if since is None else {"seconds_to_step": time.monotonic() - since}
 
@@ -310,11 +311,9 @@ def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
 
 
 def keep_left(folder: Path, kept: KeptMemory, attempt: int, failure: Failure | None) -> str:
-    """Save the newest complete state that the ranks of an attempt left in memory.
-
-    Returns a sentence if that fails, else an empty string. Nothing is saved if the failure is unknown, or if the state
-    may hold wrong values.
-    """
+    """Save the newest complete state that the ranks of an attempt left in memory. Returns a sentence on the error if
+    that fails, else an empty string. Nothing is saved if the failure is unknown, or if the state may hold wrong
+    values."""
     if failure is None or failure.has_spoiled or (failure.kind == "raised" and failure.plain):
         return ""  # a value is wrong, and would be so there too
     left = [part for rank in range(kept.ranks) for part in read_parts(kept.path(rank), rank)]

@@ -55,8 +55,8 @@ class Several:
 
     @property
     def keeps(self) -> bool:
-        """Whether this machine writes the run's record. The leader does, and so does a machine with a folder of its
-        own."""
+        """Whether this machine writes the run's record. This is True for the leader, and for a machine that does not
+        share the run's folder."""
         return self.nodes.leads or not self.shares
 
     @property
@@ -75,8 +75,8 @@ class Several:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """What the leader has announced about a run that this machine joins while it is under way. Empty at a run's
-        beginning."""
+        """The facts that the leader announced with the current attempt. They are empty in the first attempt of a
+        run."""
         return self.nodes.begins.facts
 
     def folder_told(self) -> Mapping[str, Any]:
@@ -115,8 +115,8 @@ class Several:
 
         size: the number of workers that this machine can run.
 
-        Returns the error of the last attempt, and a sentence on where the next one begins. If the run ends, raises the
-        error that ends it, the same on all machines.
+        Returns the error of the previous attempt, and a sentence on the step from which the run continues. If the run
+        ends, raises the same error on all machines.
         """
         before, look = self.nodes, partial(_look, halt)
         self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
@@ -131,7 +131,8 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """Decide on the leader whether the run continues, with which machines and plan, or how it ends.
+        """Decide whether the run continues, with which machines and plan, or how it ends. Only the leader calls this
+        method.
 
         Returns the machines of the next attempt, or the facts of the error that ends the run.
         """
@@ -157,8 +158,8 @@ class Several:
         return self._begin(restarts, error, members)
 
     def _fitting(self, restarts: Restarts, reports: Reports) -> list[Member]:
-        """Return the machines of the next attempt, each with its number of workers. Raises PlanError if the plan fits
-        none."""
+        """Return the machines of the next attempt, each with its number of workers. Raises PlanError if the plan cannot
+        run on them, or if there are fewer machines than --min-nodes."""
         members = [replace(member, size=report["size"]) for member, report in reports.items()]
         members += self.machines.joiners()
         if len(members) < restarts.min_nodes:
@@ -178,7 +179,8 @@ class Several:
         return members
 
     def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
-        """Claim the next attempt for this machine. Raises _NotHere if another machine must begin the attempt."""
+        """Claim the next attempt for this machine. Raises _NotHere if another machine has claimed it, or if this
+        machine has no access to the saved states."""
         first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
         if not (first or self.shares):
             raise _NotHere("Machine 0, which has the saved states, is lost: start the run again on all machines.")
@@ -213,13 +215,13 @@ class _NotHere(Exception):
 
 
 def _facts(error: WorkerFailed) -> dict[str, Any]:
-    """Return the facts about a failure that one machine reports to the others, as values for JSON."""
+    """Return a failure as values for JSON, so that one machine can report it to the others."""
     failure = None if error.failure is None else asdict(error.failure)
     return {"text": str(error).removeprefix(ELSEWHERE), "code": error.exit_code, "failure": failure}
 
 
 def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
-    """Return a reported failure as the error that this machine shows.
+    """Convert a failure that a machine reported to the error that this machine shows.
 
     If the failure happened on another machine, the text begins with ELSEWHERE.
     """
@@ -231,8 +233,8 @@ def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
 
 
 def _error_of(reports: Reports) -> WorkerFailed:
-    """Return the error that ended the attempt. Of the failures that machines reported, it is the cause of the
-    others."""
+    """Return the error that ended the attempt. If several machines reported a failure, this is the failure that caused
+    the other failures."""
     known = [(Failure(**told["failure"]), told) for told in reports.values() if told["failure"] is not None]
     if not known:
         told = next(iter(reports.values()))

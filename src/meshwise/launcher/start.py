@@ -54,8 +54,9 @@ class LaunchedProgram:
     call: the function that each worker calls with the run folder.
     record: facts for run.json.
     sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun.
-    again: the function that each worker calls after a restart, with `plan` (TOML, "" for the first plan) and `resumes`
-        (whether from a saved state). With None, `call` is called again, and the program restores its state itself.
+    again: the function that each worker calls after a restart. Its arguments are `plan` (TOML, "" for the first plan)
+        and `resumes` (True if it continues from a saved state). If it is None, `call` is called again, and the program
+        restores its state itself.
     """
 
     name: str
@@ -95,7 +96,8 @@ class Started:
 
 
 def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: float) -> Started:
-    """Meet the other machines, make the program for the devices of all machines, and open its run folder.
+    """Connect to the launchers of the other machines, make the program for the devices of all machines, and open its
+    run folder.
 
     make: a function that makes the program for a number of ranks.
     began: when the command began, in seconds since 1970.
@@ -165,11 +167,8 @@ def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) 
 def opened(
     program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], machines: Alone | Several, began: float
 ) -> Started:
-    """Open the run folder of a program, new or resumed, and record there what runs.
-
-    The folder has the same name on every machine. Machines that share a disk share the folder, and only the leader
-    writes its run.json.
-    """
+    """Open the run folder of a program, new or resumed, and record in it what is run. The folder has the same name on
+    every machine. Machines with a common disk share the folder, and only the leader writes run.json in it."""
     faults = faults_of(options.fault, machines.world)
     late, told = machines.late, machines.folder_told()
     folder = _folder_of(program, options, told.get("name"))
@@ -229,11 +228,8 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
 
 
 def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
-    """Return whether the run's last attempt belongs to an earlier start of this scheduler job.
-
-    If so, a process of that start may still hold the folder, on a machine that was cut off. The lock is then taken
-    over.
-    """
+    """Return whether the run's last attempt belongs to an earlier start of this scheduler job. If so, a process of that
+    start may still have the lock on the folder, on a machine that was cut off. The caller then takes the lock over."""
     here = place_in(os.environ).record()
     sessions = run.get("sessions") if here else None
     last = sessions[-1] if sessions else {}

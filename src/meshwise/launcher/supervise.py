@@ -121,7 +121,7 @@ class Viewer:
                 self._view.print(f"{folder} was removed or moved. The run continues, but writes no records or states.")
 
     def stops(self, where: str = "", saves: bool = False) -> None:
-        """Tell the user, only once, that the run is stopped and by which signal.
+        """Tell the user that the run is stopped, and by which signal. Later calls do nothing.
 
         where: a text on the step after which the run stops.
         saves: whether the run saves its state.
@@ -281,8 +281,8 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
     """Inside the `with` block, let each signal of STOPS stop all ranks after the same step. A second Ctrl-C ends them
     at once.
 
-    A signal that a rank has passed on does not count as the first Ctrl-C, since `scancel -s INT` reaches every process.
-    Outside the main thread, no signal is handled.
+    A signal that a rank has passed on does not count as the first Ctrl-C, since `scancel -s INT` sends the signal to
+    the ranks, too. Outside the main thread, no signal is handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -307,7 +307,7 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 
 def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
-    """Return a summary of what a run did since it was started or resumed.
+    """Return a summary of what a run did since it was last started.
 
     results: the facts that the worker of each rank returned.
     folder: the run folder, whose records are read.

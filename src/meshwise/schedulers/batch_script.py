@@ -25,14 +25,14 @@ _NODES = re.compile(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?")
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A job for a scheduler, which runs `meshwise run WORDS` in the folder `workdir`.
+    """A job for a scheduler. It runs `meshwise run WORDS` in the folder `workdir`.
 
     run: the folder for the records of the run.
     words: the words after `meshwise run`.
     nodes: the number of nodes, such as `4` or `2-8`.
-    seconds: the time limit. None for the time limit of the partition.
-    gpus: the number of GPUs per node, 0 for none.
-    command: the words that call meshwise.
+    seconds: the time limit. With None, the time limit of the partition applies.
+    gpus: the number of GPUs per node, or 0 for none.
+    command: the command that calls meshwise, as words.
     options: options for sbatch.
     """
 

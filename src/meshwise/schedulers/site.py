@@ -33,15 +33,15 @@ class Site:
 
     machine: the hardware of one node, such as `8xH100`.
     network: the bandwidth at which a node can send.
-    devices: the devices of a node, as for `--devices`.
+    devices: the devices of a node to use, as for the option `--devices`.
     gpus: how GPUs are requested from Slurm, one of GPU_FORMS.
     gpu_type: the type of the GPUs, such as `h100`.
-    gpus_per_node: 0 for the number in `machine`.
+    gpus_per_node: the number of GPUs of a node. 0 stands for the number in `machine`.
     cpus, memory: the CPU cores and the memory to request on a node.
-    command: the words that call meshwise on the cluster.
+    command: the command that calls meshwise on the cluster.
     setup: shell lines to run before the job.
-    container: the image in which `runtime` runs the job, with `mounts`.
-    runs: a folder that all nodes share.
+    container: the container image of the job. `runtime` is the program that runs it, with the folders in `mounts`.
+    runs: a folder that all nodes share, for the records of runs.
     options: options for sbatch.
     secrets: the names of environment variables that the job needs.
     file: the path of the site file.

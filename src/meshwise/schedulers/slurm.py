@@ -55,11 +55,9 @@ def send(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
-    """Return the queue entries of these jobs by job number. Only jobs that wait or run have an entry.
-
-    For a job array, the entry of a running task is preferred to the entry of waiting tasks. If squeue fails, the dict
-    is empty.
-    """
+    """Return the queue entries of these jobs by job number. Only jobs that wait or run have an entry. For a job array,
+    this is the entry of a running task if there is one, else the entry of the waiting tasks. If squeue fails, the dict
+    is empty."""
     wanted = set(jobs)
     rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []
     there = [Queued(*row) for row in rows if row[1] not in OVER]
@@ -72,9 +70,9 @@ def _waits(one: Queued) -> bool:
 
 
 def _is_of(row: str, job: str) -> bool:
-    """Return whether a job number of squeue belongs to `job`, which is the number of a job or of a task of a job array.
+    """Return whether a row of squeue belongs to `job`, the number of a job or of a task of a job array.
 
-    row: a number such as `7`, `7_3`, or `7_[0-2,5%4]` for waiting tasks.
+    row: the number in the row, such as `7` or `7_3`. Waiting tasks share a row, such as `7_[0-2,5%4]`.
     """
     array, _, tasks = row.partition("_")
     if job in (row, array):
@@ -97,7 +95,7 @@ def queued(job: str) -> Queued | None:
 
 
 def answers() -> bool:
-    """Return whether squeue works on this machine."""
+    """Return True if squeue can be called on this machine and answers."""
     return bool(_queue())
 
 
@@ -112,7 +110,8 @@ def _queue() -> str:
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:
-    """Return the queue entry of the last of a run's jobs. None if there is no job, or if it has left the queue."""
+    """Return the queue entry of a run's newest job. Returns None if the run has no job, or if the job has left the
+    queue."""
     return queued(jobs[-1]) if jobs else None
 
 

@@ -53,9 +53,9 @@ def mark_of(kind: str, ascii_only: bool) -> str:
 
 
 def style_of(kind: str, filled: bool = True) -> str:
-    """Return rich's style for the mark of a kind. The kind's colour is used for the background.
+    """Return the style in which rich draws the mark of a kind: normally, black text on the kind's colour.
 
-    For waiting and idle time, and for thin rows (`filled` is False), it is used for the text.
+    For waiting and idle time, and for thin rows (`filled` is False), only the text has the colour.
     """
     colour = MARKS[kind].colour
     return f"black on {colour}" if filled and kind not in NOT_FILLED else colour

@@ -22,8 +22,8 @@ _watched: list[_Watched] = []
 class _Watched:
     """A text file that remembers whether its last line has ended.
 
-    lost: the class of errors which mean that nobody reads the file any more. That is no error of the command. After
-        such an error, `over` is set, and nothing more is written.
+    lost: the class of the errors that are raised if nobody reads the file any more, such as BrokenPipeError. The
+        command does not fail by such an error. It sets `over`, and nothing more is written.
     """
 
     def __init__(self, file: Any, lost: type[OSError]) -> None:

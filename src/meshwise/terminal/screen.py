@@ -60,8 +60,8 @@ class Screen:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Lines that `draw` makes only when they are printed. Only then is it known how wide the console is and which
-    characters it can show.
+    """Lines to print. `draw` makes them only when they are printed, because the width and the characters of the console
+    are known only then.
 
     width: the largest width of a line in characters. None for the width of the console.
     """
@@ -82,7 +82,8 @@ class Drawn:
 def spaced(parts: Iterable[list[Text]], height: int | None) -> list[Text]:
     """Join the parts into one list of lines, with an empty line between two parts.
 
-    height: the number of lines that fit. Empty lines for which there is no room are left out. None for no limit.
+    height: the number of lines that fit on the screen, or None for no limit. If there are more lines, empty lines are
+        left out.
     """
     filled = [part for part in parts if part]
     room = len(filled) if height is None else height - sum(map(len, filled))

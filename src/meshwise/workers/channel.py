@@ -54,7 +54,8 @@ class WorkerChannel:
 
 
 def end_own_process_group() -> None:
-    """End this worker at once, with every process that it started (loader workers). Called if the launcher is gone."""
+    """Kill this worker and every process that it started, such as loader workers. This function is called if the
+    launcher is gone."""
     if os.getpgid(0) == os.getpid():  # a worker leads its own group; never reach beyond it
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -109,7 +110,7 @@ class LauncherChannel:
 
 
 LISTENING_PORTS = range(20_000, 32_768)
-"""Ports to listen at. Linux takes the ports of outgoing connections from 32768 to 60999 (ip_local_port_range)."""
+"""Ports to listen at. Ports of outgoing connections are higher on Linux: 32768 to 60999 (ip_local_port_range)."""
 
 
 def listening(host: str = "", port: int = 0) -> socket.socket:

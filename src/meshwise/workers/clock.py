@@ -27,10 +27,8 @@ Sample = tuple[int, int, int]
 
 
 class ClockServer:
-    """A server that tells other processes the clock of this process, at `host` and `port`.
-
-    A client must first prove that it knows `secret`. Each request is one byte.
-    """
+    """A server that tells other processes the time on the clock of this process. It listens at `host` and `port`. A
+    client must first prove that it knows `secret`. Each request is one byte."""
 
     def __init__(self, host: str, clock: Callable[[], int]) -> None:
         self._clock = clock
@@ -73,8 +71,8 @@ class ClockServer:
 
 
 class ClockProbe:
-    """A client that asks a `ClockServer` for the time. If the server is gone, `sample` returns fewer samples, and no
-    error."""
+    """A client that asks a `ClockServer` for the time. If the server is gone, `sample` raises no error, but returns
+    fewer samples."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, clock: Callable[[], int]) -> None:
         self._address, self._secret, self._clock = address, secret, clock

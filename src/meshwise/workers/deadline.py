@@ -55,11 +55,11 @@ def watch(
     environment: Mapping[str, str] = os.environ,
     left_of: Callable[[str], float | None] | None = None,
 ) -> None:
-    """Wait until the time left is just enough for a stop. Then call `ask` and return.
+    """Wait until the time left for the run is just enough for a stop. Then call `ask` and return.
 
     If `over` is set before that, return without calling `ask`.
 
-    gate: knows how long steps and saves take.
+    gate: tells how long steps and saves take.
     ask: asks all ranks to stop.
     left_of: takes the id of a Slurm job, and returns the seconds left for it, or None if unknown. By default, squeue is
         called.
@@ -86,13 +86,17 @@ def watch(
 
 
 def least_limit(step: float, limit: float) -> float:
-    """Return the seconds that a step of `step` seconds and the stop after it need. limit: the run's time limit in
-    seconds."""
+    """Return the shortest time limit in which one step and the stop after it fit, in seconds.
+
+    step: the seconds of a step.
+    limit: the time limit of the run in seconds.
+    """
     return step + SAVES * _guessed(limit) + _leaving(limit)
 
 
 def _guessed(left: float) -> float:
-    """Return the seconds assumed for one save as long as none was measured. left: the seconds left for the run."""
+    """Return how many seconds one save is assumed to take as long as no save was measured. left: the seconds left for
+    the run."""
     return min(UNKNOWN, SHARE / SAVES * left)
 
 
@@ -107,9 +111,9 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
 
 
 def seconds_needed(gate: StepGate, guess: float) -> float:
-    """Return the seconds needed to finish the current step and to save the state, if a stop saves one.
+    """Return the seconds needed to finish the current step and, if a stop saves the state, to save it.
 
-    guess: the seconds assumed for a save as long as none was measured.
+    guess: the seconds that a save is assumed to take as long as no save was measured.
     """
     return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
 

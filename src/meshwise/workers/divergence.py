@@ -30,7 +30,7 @@ def trail_path(folder: Path, rank: int) -> Path:
 
 
 class DivergenceWatch:
-    """The check that the ranks of this machine make the same calls in the same order, from the logs of their calls."""
+    """Checks that the ranks of this machine make the same calls in the same order. It reads the logs of their calls."""
 
     def __init__(self, folder: Path, ranks: Collection[int]) -> None:
         self._folder, self._ranks = folder, ranks
@@ -82,7 +82,8 @@ def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
 
 
 def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> int | None:
-    """Return the number of the first call in which ranks differ, or which is missing only on ranks that have ended."""
+    """Return the number of the first call that is not the same on all ranks. A call that some ranks have not made yet
+    does not count, unless their programs have ended."""
     counts = {rank: trail.count if trail else 0 for rank, trail in trails.items()}
     common, known = min(counts.values()), [trail for trail in trails.values() if trail]
     first = max((trail.oldest for trail in known), default=1)

@@ -25,11 +25,11 @@ PAUSE = 0.01  # seconds to the next look, where no more can be let in now
 
 
 class Doorkeeper:
-    """A listening socket that lets in only clients that know the secret.
+    """A listening socket that accepts only clients which know the secret.
 
     server: the socket, which listens already.
-    serve: called with each connection that has proven the secret, in a thread of its own. The connection is closed when
-        `serve` returns. Once `serve` returns True, no further connection is accepted.
+    serve: called with each authenticated connection, in a thread of its own. The connection is closed when `serve`
+        returns. Once `serve` returns True, no further connection is accepted.
     """
 
     def __init__(self, server: socket.socket, secret: bytes, purpose: str, serve: Callable[[Line], object]) -> None:
@@ -89,7 +89,8 @@ class Doorkeeper:
         self._selector.register(connection, selectors.EVENT_READ, guest)
 
     def _part(self, guest: Guest) -> None:
-        """Close the connection of a client that has not proven the secret. Note its address if it used our protocol."""
+        """Close the connection of a client that is not authenticated. If it used our protocol, keep its address as
+        `stranger`."""
         if guest.proofs is not None:
             with contextlib.suppress(OSError):
                 self.stranger = str(guest.connection.getpeername()[0])

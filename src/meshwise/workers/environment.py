@@ -24,7 +24,7 @@ if sys.platform != "win32":
     import resource
 
 FILES, FILES_OF_WORKER = 44, 2
-"""The open files that a small job was measured to need, and how many more per worker. User libraries add more."""
+"""How many open files a small job was measured to need, and how many more per worker. User libraries open more."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"
@@ -112,5 +112,5 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def loaded_with(slot: WorkerSlot) -> dict[str, str]:
-    """Return those environment variables of a worker that Python and libraries read when they are loaded."""
+    """Return the environment variables of a worker that must be set before Python and libraries are loaded."""
     return {"PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(slot.threads)} if slot.threads else {})}

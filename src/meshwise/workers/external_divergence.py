@@ -45,10 +45,10 @@ def begin(world: World) -> None:
 
 
 def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error: Any) -> None:
-    """Show an uncaught exception by `before`. For a communication error, also print how the calls of the ranks
-    diverged.
+    """Show an uncaught exception with the previous exception hook. For a communication error, also print in which calls
+    the ranks diverged.
 
-    before: the exception hook that was set before.
+    before: the previous exception hook.
     error: the arguments of the exception hook.
     """
     before(*error)

@@ -69,7 +69,8 @@ class Failure:
 
     @property
     def of_machine(self) -> bool:
-        """Whether the user's program is not to blame, so that the run may be restarted."""
+        """Whether the failure was caused by the machine and not by the user's program. The run may then be
+        restarted."""
         return self.kind in ("killed", "loader", "left", "hung", "lost", "server", "link") or self.has_spoiled
 
     @property
@@ -122,7 +123,8 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _is_of_system(error: BaseException) -> bool:
-    """Check whether this is an OSError without user code in its traceback, so that its message is enough."""
+    """Check whether an error is an OSError that was not raised in user code. Its message is then shown without a
+    traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, OSError) and not any(is_users(frame.filename) for frame in frames)
 
@@ -197,7 +199,7 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
 
 
 def with_server(died: Failure, server: int | None) -> Failure:
-    """Return the failure of the fork server, which ended all ranks when it ended.
+    """Return the failure of the fork server. When it ended, all ranks ended too.
 
     died: the failure of one of the ranks.
     server: the process id of the fork server.

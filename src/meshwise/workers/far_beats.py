@@ -26,8 +26,9 @@ class Far:
     """The state of a rank on another machine.
 
     beat: what the rank last reported.
-    silence: the seconds without progress. While it is 0, the rank makes progress, and nothing else is known about it.
-    stopped: whether its process is stopped.
+    silence: the seconds without progress. It is 0 while the rank makes progress. `beat` and `stopped` are then not
+        known.
+    stopped: whether the rank's process is stopped.
     """
 
     beat: Beat = field(default_factory=Beat)
@@ -36,7 +37,7 @@ class Far:
 
 
 class FarBeats:
-    """The exchange of news about silent ranks with the other machines of an attempt."""
+    """Exchanges the states of ranks with the other machines of an attempt, so that a hang can be explained."""
 
     def __init__(self, nodes: Nodes | None) -> None:
         """nodes: the machines of the attempt. None on one machine, where nothing needs to be exchanged."""
@@ -82,9 +83,10 @@ class FarBeats:
 
 
 def _plain(far: Far) -> dict[str, Any]:
-    """Convert the state of a rank to values for JSON.
+    """Convert the state of a rank to values for JSON. It is empty for a rank that makes progress.
 
-    Of the recent collectives only the last one is kept. The times of calls become the ns that have passed since then.
+    Of the collectives in `recent`, only the last one is kept. The time of a call is replaced by the ns since the call,
+    because the clocks of machines differ.
     """
     if not far.silence:
         return {}

@@ -88,7 +88,8 @@ class ForkServer:
         return ForkedWorker(self, number)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in a new process, which prints where this process does. Return its result, a value for JSON.
+        """Call a function in a new process, with this process's stdout and stderr. Return the function's result, which
+        must be a value for JSON.
 
         Raises the MeshwiseError that the function raises. Raises WorkerFailed if the process ends without an answer.
         """
@@ -144,8 +145,8 @@ class ForkServer:
 
 
 class Forks:
-    """The fork server of one launch, or of several launches in turn. Only the first launch waits until torch is
-    imported."""
+    """Starts the fork server when it is first needed, for one launch or for several launches in turn. Only the first
+    launch waits until torch is imported."""
 
     def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
         """stays: whether the server serves several launches, until it is closed."""

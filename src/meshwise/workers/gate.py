@@ -21,8 +21,8 @@ WARM = 3  # the first steps of a process compile, and make the optimizer's state
 
 
 class StepGate:
-    """The gate that each rank passes before every step, by calling `begin`. It lets all ranks stop after the same
-    step."""
+    """Counts the steps that this rank begins, and can stop all ranks after the same step. The loop calls `begin` before
+    every step."""
 
     def __init__(self, channel: WorkerChannel | None = None) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class StepGate:
         self.interrupts = False
         """Whether to interrupt the program when no rank has begun a step."""
         self.interrupting = False
-        """Whether the SIGINT that interrupts the program was sent by this gate, and not from outside."""
+        """Whether this gate, and no other process, has sent the SIGINT that interrupts the program."""
         self.signal = signal.SIGINT.value
         """The signal that asked for a stop, under another launcher than ours."""
         self.stopped_after: tuple[int, int | None] | None = None
@@ -93,15 +93,15 @@ class StepGate:
         return True
 
     def freeze(self) -> int:
-        """Let this rank begin no further step until the last step is known. Return the number of steps that it has
+        """Let this rank wait before its next step until the last step is known. Return the number of steps that it has
         begun."""
         with self._changed:
             self._frozen = True
             return self._begun
 
     def set_last(self, step: int) -> None:
-        """Set the number of the step after which all ranks stop. If it is 0, interrupt the program, if that is
-        allowed."""
+        """Set the number of the step after which all ranks stop. If it is 0 and `interrupts` is True, interrupt the
+        program."""
         with self._changed:
             self._last = step
             self._changed.notify_all()

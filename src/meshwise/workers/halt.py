@@ -16,8 +16,8 @@ class Halt:
     """The request to stop all ranks of a running launch after the same step. A signal handler or another thread makes
     it.
 
-    The attributes are plain values that the launcher polls. A signal handler that takes a lock, as Event.set does,
-    would deadlock with its own thread if the next signal came while that thread holds the lock.
+    The attributes are plain values, which the launcher polls, and not an Event. A signal handler that calls Event.set
+    would deadlock if it interrupted a thread that holds the lock of the Event.
     """
 
     def __init__(self) -> None:
@@ -27,8 +27,8 @@ class Halt:
         """The signal that asked for the stop, or TIME_LIMIT, or JOINS if a machine waits to join the run."""
 
     def ask(self, number: int) -> None:
-        """Ask for a stop, unless there is such a request already. A stop that ends the run replaces one for a joining
-        machine.
+        """Ask for a stop. If there is a request already, it is kept, except that a request to end the run replaces a
+        request to let a machine join.
 
         number: the signal, TIME_LIMIT or JOINS.
         """

@@ -61,7 +61,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Stall:
-    """The ranks that make no progress, and the ranks that wait for them.
+    """A group of ranks that make no progress, and the ranks that wait for them.
 
     ranks: the ranks that make no progress.
     waiting: the ranks that wait, each with the collective in which it waits.
@@ -80,13 +80,15 @@ class Stall:
 def patience(
     beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False, message: bool = False
 ) -> tuple[float, float]:
-    """Return the seconds of silence after which a rank is reported, and the seconds after which the run is ended.
+    """Return the seconds of silence after which a rank is reported, and the seconds after which the run is ended. A
+    rank is silent while it reports no progress.
 
     beat: what the rank last reported.
-    longest: for each phase, the longest silence so far after which a rank went on, in seconds.
+    longest: for each phase, the longest silence so far after which a rank continued, in seconds.
     limit: the hang limit in seconds.
     stopped: whether the rank's process is stopped by SIGSTOP.
-    message: whether the rank waits for a pipeline message, in whatever phase.
+    message: whether the rank waits for a message of another pipeline stage. The times of steps then apply in every
+        phase.
     """
     if stopped:
         ask = min(OF_STOPPED, patience(beat, longest, limit)[0])
@@ -103,11 +105,11 @@ def patience(
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Find the ranks that make no progress, from the reports of the ranks on all machines. None if no such rank is
-    known.
+    """Find the ranks that cause a hang, from the reports of the ranks on all machines. Returns None if no rank is known
+    to cause one.
 
     beats: the last report of each rank that has not ended.
-    silent: the ranks that report no more progress.
+    silent: the ranks that have stopped reporting progress.
     """
     waits = {rank: _wait(beats[rank], all_silent=len(silent) == len(beats)) for rank in silent}
     waiting = {rank: wait for rank, wait in waits.items() if wait is not None}
@@ -135,7 +137,8 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
 def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[int]]) -> list[int]:
     """Return two ranks between which a message must be lost. Return an empty list if there are none.
 
-    One of them waits for a message of the other. The other does not send it, but waits in a message or collective, too.
+    The first rank waits for a message of the second rank. The second rank cannot be sending it, since it waits in
+    another message or collective itself.
     """
     for rank, wait in waiting.items():
         for other in late[rank] if _is_message(wait) else ():
@@ -145,16 +148,16 @@ def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[
 
 
 def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
-    """Return the call in which a silent rank waits. On an accelerator, if all ranks are silent, return its last
-    call."""
+    """Return the collective in which a silent rank waits, or None. If an accelerator is used and all ranks are silent,
+    return the last collective that the rank has entered."""
     if beat.waits_in is None and beat.overlaps and all_silent:
         return max(beat.recent, key=lambda c: c.at, default=None)
     return beat.waits_in
 
 
 def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
-    """Return the ranks of a collective's group that have not entered it. For a send or receive, return the whole
-    group."""
+    """Return the ranks of a collective's group that have not entered the collective. For a send or a receive, return
+    the whole group."""
     members = _members(wait) & beats.keys()
     if _is_message(wait):
         return members
@@ -171,14 +174,14 @@ def _members(collective: CollectiveCall) -> set[int]:
 
 
 class HangWatch:
-    """The detector of hangs among the ranks of this machine, from the progress that they report."""
+    """Detects hangs among the ranks of this machine, from the progress that they report."""
 
     def __init__(self, folder: Path, limit: float | None, *, idle: bool = False) -> None:
         """Begin to watch the ranks that report to the files in `folder`.
 
         limit: the seconds of silence after which the run is ended. None never ends it.
-        idle: whether to judge a rank by whether its process computes. A silence of all ranks at once is then a hang,
-            too.
+        idle: whether a rank also counts as making progress while its process computes. If all ranks are silent at once,
+            this is then reported as a hang, too.
         """
         self._folder, self._limit = folder, limit
         self._idleness = Idleness() if idle else None
@@ -303,7 +306,7 @@ class HangWatch:
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
-        """Return the state of this machine's ranks for the other machines. It has details of silent ranks only."""
+        """Return the state of this machine's ranks, to be sent to other machines. Only silent ranks have details."""
         silent = {rank: seconds for rank in pids if (seconds := self._silence[rank]) >= LEAST}
         beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in silent}
         stopped = set(self._stopped(pids, {})) if silent else set()
@@ -330,7 +333,8 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
-    """Blame only ranks whose process is stopped, if there are such ranks and all ranks wait in collectives."""
+    """Narrow a hang down to the ranks whose process is stopped, if all ranks wait in collectives and there are such
+    ranks. The other ranks then count as waiting for them."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 

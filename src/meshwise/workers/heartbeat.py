@@ -60,9 +60,10 @@ class Beat:
     """What a rank last reported about its progress.
 
     beats: a number that changes with each report.
-    ours: whether the rank is in the loop of a job.
-    compiles: whether the first steps may take long.
-    overlaps: whether the rank runs ahead of its accelerator. A collective then ends for it as soon as it is entered.
+    ours: whether the rank is in the training loop of a job, and not in a loop of the user's own.
+    compiles: whether the first steps may take long, since the model is compiled.
+    overlaps: whether the rank runs ahead of its accelerator. A call of a collective then returns before the collective
+        ends.
     steps: the seconds that the newest steps took.
     begun: for each group, how many collectives the rank has entered.
     waits_in: the oldest collective that has not ended.
@@ -92,7 +93,7 @@ def stack_path(folder: Path, rank: int) -> Path:
 
 
 def read_beats(path: Path) -> int:
-    """Return a number that changes with each report of a rank. 0 before the first report."""
+    """Return a number that changes with each report of a rank. It is 0 before the first report."""
     try:
         with path.open("rb") as file:
             return int.from_bytes(file.read(8), "little")
@@ -253,7 +254,8 @@ def leave(at: int) -> None:
 
 
 def _forked() -> None:
-    """Stop the reports in a process that a rank forks, such as a loader worker, since that process is no rank."""
+    """Stop the reports in a process that a rank has forked, such as a loader worker, so that it does not report as this
+    rank."""
     global beat
     if beat is not None:
         beat.let_go()

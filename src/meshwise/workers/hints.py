@@ -87,10 +87,10 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _is_swapped(error: BaseException, text: str) -> bool:
-    """Check whether the results of mw.distribute were assigned in the wrong order.
+    """Check whether the results of mw.distribute were assigned to variables in the wrong order.
 
-    The error message then names the class of a model, optimizer, scheduler or loader, and a function that calls
-    mw.distribute holds an object of this class in a variable.
+    This is assumed if the error message names the class of a model, optimizer, scheduler or loader, and a variable of a
+    function that calls mw.distribute is an object of this class.
     """
     match = _OTHER_KIND.search(text) or _UNPACKED.search(text)
     held = [

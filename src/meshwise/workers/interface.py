@@ -16,7 +16,7 @@ import socket
 import psutil
 
 ANYWHERE = "192.0.2.1"
-"""An address reserved for documentation. The route to it starts at the interface that leads out of this machine."""
+"""An address that is reserved for documentation. A packet to it would leave this machine by its outward interface."""
 
 
 def interface_towards(host: str) -> str | None:

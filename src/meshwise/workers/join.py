@@ -45,9 +45,9 @@ _store: object = None  # held as long as this process lives
 
 
 def rank_context() -> RankContext:
-    """Return what this process knows about its run. It joins no process group.
+    """Return what this process knows about its run, without joining the process group.
 
-    The first call takes the device and opens the side channel to the launcher.
+    The first call chooses the device and opens the side channel to the launcher.
     """
     global _session
     if _session is None:
@@ -76,7 +76,8 @@ def _world_at(place: Place) -> World:
 
 @contextlib.contextmanager
 def standing_for(context: RankContext) -> Iterator[None]:
-    """Inside the `with` block, let this process act as the rank of `context`, for a rehearsal."""
+    """Inside the `with` block, let this process act as the rank of `context`. A rehearsal uses this to act as one rank
+    of a larger run."""
     global _session, _stands
     before, (_session, _stands) = (_session, _stands), (context, True)
     try:

@@ -18,7 +18,8 @@ from meshwise.workers.scratch import scratch_folder
 
 
 class KeptMemory:
-    """Memory for each rank of one machine, which all attempts use in turn. It is empty until a rank writes to it."""
+    """Memory for each rank of one machine. It outlives the rank's process, and each attempt of the run uses it again.
+    It is empty until a rank writes to it."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

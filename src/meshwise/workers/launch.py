@@ -184,7 +184,8 @@ class _Launcher:
             time.sleep(0.02)
 
     def _over(self) -> bool:
-        """Check that no worker runs or has failed. A rank that exits early is no failure if all ranks exit."""
+        """Return True if no worker runs any more and none has failed. A rank that exits early is no failure if all
+        ranks exit."""
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
@@ -195,8 +196,8 @@ class _Launcher:
             self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
-        """Report a rank that hangs, and fail at the limit. Do nothing while the run is being stopped, when all ranks
-        wait."""
+        """Report a rank that hangs. At the hang limit, fail. Do nothing while the run is being stopped, since all ranks
+        wait then."""
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
@@ -281,8 +282,8 @@ class _Launcher:
                 entry.died(status)
 
     def _failures(self) -> list[Failure]:
-        """Return the failures so far. An exit with code 0 counts only if other ranks need the rank, or another rank
-        failed."""
+        """Return the failures so far. A rank that exited early with code 0 counts as a failure only if it was in the
+        middle of its work, such as an epoch, or if another rank has failed."""
         if self._over():
             return []
         failed = any(w.state is State.FAILED for w in self.workers)
@@ -291,7 +292,8 @@ class _Launcher:
         ]
 
     def _settled(self, failures: Sequence[Failure]) -> bool:
-        """Check whether the cause is certain: all ranks have reported, or the time in which they may do so is over."""
+        """Check whether the cause of the failure is certain. It is if all ranks have reported, or if the time in which
+        they may report is over."""
         waited = max(w.seconds for w in self.workers if w.failure)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT

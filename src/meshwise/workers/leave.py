@@ -22,7 +22,8 @@ _codes: list[int] = []
 
 
 def prepare() -> None:
-    """Make `leave` end this process without clearing its modules.
+    """Make `leave` end this process without clearing the modules of Python and of libraries. Only the user's modules
+    are cleared.
 
     Call this before anything registers an exit function, so that the function registered here runs last.
     """

@@ -17,10 +17,10 @@ MOST_SAID = 8
 
 
 def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> str:
-    """Return a sentence on the living processes of this user that were started with this environment variable.
+    """Return a sentence on the processes of this user that were started with this environment variable and still run.
 
-    An empty string if there are none, as Linux's /proc shows. The call waits up to half a second for processes to end
-    that were just killed.
+    Returns an empty string if there are none. They are read from Linux's /proc. Processes that were just killed get up
+    to half a second to end.
 
     server: the fork server, which is not counted.
     """

@@ -36,10 +36,8 @@ Look = Callable[[], object]
 
 
 class Machines:
-    """This machine and the others on which the run was started. One of them, the leader, decides about each attempt.
-
-    `nodes` holds the machines of the current attempt.
-    """
+    """The machines on which the run was started, as this machine sees them. One of them, the leader, decides about each
+    attempt. `nodes` holds the machines of the current attempt."""
 
     nodes: Nodes
 
@@ -65,11 +63,11 @@ class Machines:
         self._report: dict[str, Any] | None = None
         self._ended = False
         self._gone: set[str] = set()
-        """The machines that could not be reached when the others moved to a new leader."""
+        """The names of machines that could not be reached when a new leader was chosen."""
 
     @property
     def leads(self) -> bool:
-        """Whether this machine leads. The machines then meet at its store."""
+        """Whether this machine is the leader. If so, all machines communicate through its store."""
         return self._leader == self.me.node
 
     def _present(self) -> None:
@@ -128,8 +126,8 @@ class Machines:
         return self._begin(begins)
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Join a run that continues at the store of another machine. moved: the address which that machine has told
-        machine 0."""
+        """Join a run that another machine leads now, after machine 0 was lost and started again. moved: the address of
+        the leader's store, which the leader has told machine 0."""
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
         try:
@@ -156,7 +154,8 @@ class Machines:
         self._present()
 
     def joiners(self) -> list[Member]:
-        """On the leader, return the machines that wait to join the next attempt and have devices for it."""
+        """Return the machines that wait to join the next attempt and have devices for it. Only the leader calls this
+        method."""
         return [member for member in self._waiting() if member.size]
 
     def _waiting(self) -> list[Member]:
@@ -166,7 +165,8 @@ class Machines:
         return [m for m in found if self._meeting.has_seen(m.name) and self._meeting.silence_of(m.name) is None]
 
     def _call_back(self) -> None:
-        """While this machine leads, tell machine 0, if it is started again, where the machines meet."""
+        """While this machine leads, tell machine 0 the address of this machine's store, again and again. If machine 0
+        was lost and is started again, it can join there."""
         moved = {"node": self.me.node, "host": self.me.host, "port": self.me.port}
         while self.leads and self._rdzv is not None and not self._meeting.is_over:
             with (
@@ -187,8 +187,8 @@ class Machines:
         self.nodes.set(f"ended/{self.me.node}", self._report)
 
     def reports(self, look: Look) -> dict[Member, dict[str, Any]]:
-        """On the leader, wait for the reports of the attempt's machines, and return them. Lost machines are left
-        out."""
+        """Wait for the reports of the attempt's machines, and return them. Lost machines are left out. Only the leader
+        calls this method."""
         until = time.monotonic() + MOVE_TIMEOUT
 
         def lost(member: Member) -> bool:
@@ -208,7 +208,8 @@ class Machines:
             time.sleep(0.02)
 
     def announce(self, number: int, members: Sequence[Member], facts: Mapping[str, Any]) -> Nodes:
-        """On the leader, begin attempt number `number` with these machines. The leader's ranks come first."""
+        """Begin attempt number `number` with these machines. The leader has the first ranks. Only the leader calls this
+        method."""
         others = sorted((m for m in members if m.node != self.me.node), key=lambda m: m.node)
         own = next(m for m in members if m.node == self.me.node)
         listener = listening(listens_at(alone=self._rdzv is not None and is_here(self._rdzv[0])))
@@ -218,8 +219,8 @@ class Machines:
         return self.nodes
 
     def announced(self, after: int) -> Beginning | None:
-        """Return the announced attempt. None if its number is not above `after`, or if this machine takes no part in
-        it."""
+        """Return the attempt that the leader has announced. None if its number is not above `after`, or if this machine
+        takes no part in it."""
         told = self._meeting.try_get("begins")
         begins = None if told is None else Beginning.of(told)
         if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):
@@ -227,7 +228,7 @@ class Machines:
         return begins
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """On the leader, announce that the run ends, and how."""
+        """Announce that the run ends, and how. Only the leader calls this method."""
         if not self._ended:
             self._ended = True
             self._meeting.set("ends", json.dumps(facts))
@@ -246,8 +247,8 @@ class Machines:
     def next(self, look: Look) -> Nodes | dict[str, Any]:
         """Wait for the leader's decision. Return the machines of the next attempt, or a dict on how the run ends.
 
-        If the leader is lost, the next machine leads. If that is this machine, the machines of the last attempt are
-        returned, and this machine must decide.
+        If the leader is lost, another machine becomes the leader. If this machine becomes the leader, it must decide
+        itself: the machines of the last attempt are then returned.
         """
         until = time.monotonic() + LEAD_TIMEOUT
         while not self.leads:
@@ -267,7 +268,8 @@ class Machines:
         return self.nodes
 
     def _move(self) -> None:
-        """Meet at the store of the next machine that can be reached. This may be this machine's own store."""
+        """Connect to the store of the machine that leads next. This is the next machine that can be reached, and may be
+        this machine itself."""
         self._meeting.close()
         self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
         others = (m for m in self.nodes.members if m.node != self._leader)

@@ -73,9 +73,10 @@ class Meeting:
 
     @property
     def silence(self) -> float | None:
-        """The seconds since the store last answered, if there are more than SILENCE of them or the store is gone.
+        """The seconds since the store last answered, if that is longer ago than SILENCE seconds or if the store is
+        gone.
 
-        None if the store has answered recently, and after `close`.
+        None if the store has answered recently, has never answered, or after `close`.
         """
         now = time.monotonic()
         if not self.heard or self._over.is_set():
@@ -83,8 +84,8 @@ class Meeting:
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """Return the seconds since the store last received something from a machine, if there are more than SILENCE.
-        Else None."""
+        """Return the seconds since the store last received something from a machine. None if that is at most SILENCE
+        seconds ago."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 

@@ -134,7 +134,7 @@ class Nodes:
         return None
 
     def _why_lost(self, member: Member) -> str:
-        """Return why a machine is lost, as the end of a sentence. An empty string if it is not lost."""
+        """Return why a machine is lost, as a text that ends a sentence. An empty string if the machine is not lost."""
         leader = member is self.members[0]
         seconds = self._meeting.silence if leader else self._meeting.silence_of(member.name)
         if seconds is not None:
@@ -165,7 +165,8 @@ class Nodes:
         return None
 
     def all_done(self) -> bool:
-        """Tell the other machines that the workers of this one are done. Return whether all machines are done."""
+        """Tell the other machines that the workers of this machine are done. Return whether the workers of all machines
+        are done."""
         self.set(f"done/{self.node_rank}", True)
         return all(self.try_get(f"done/{member.node}") for member in self.others)
 
@@ -179,7 +180,8 @@ class Nodes:
         self._meeting.close()
 
     def _until_all(self, what: str, until: float | None) -> None:
-        """Wait until each other machine has set the key `what`, has left, is lost, or never came to this store."""
+        """Wait, at most until the time `until`, for all other machines. A machine is no longer waited for if it has set
+        the key `what`, has left, is lost, or never connected to this store."""
 
         def gone(member: Member) -> bool:
             return bool(self._why_lost(member)) or not self._meeting.has_seen(member.name)

@@ -41,11 +41,11 @@ def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> 
 def evidence(
     pid: int | None, before: Kills, log: Path = LOG, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS
 ) -> str | None:
-    """Return what shows that the out-of-memory killer ended process `pid`, as a part of a sentence.
+    """Return the evidence that the out-of-memory killer ended process `pid`, as a part of a sentence.
 
     Returns None if nothing is known, and an empty string if the killer certainly did not end the process.
 
-    before: how many processes it had ended when the process began.
+    before: the numbers of processes that the killer had ended when process `pid` began.
     """
     if found := re.search(rf"Killed process {pid} \(.*", _log(log)):
         held = re.search(r"anon-rss:(\d+)kB", found[0])

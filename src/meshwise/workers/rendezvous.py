@@ -47,7 +47,7 @@ PURPOSE = "rendezvous"
 def meet(place: Place, folder: Path | None = None) -> tuple[str, int]:
     """Return the host and the port of the store that all processes of this start use.
 
-    On rank 0, the port stays reserved until the caller takes its socket with `taken`.
+    On rank 0, a socket of this process keeps the port reserved. `taken` hands over the socket.
 
     folder: a folder that all ranks can read. By default, the current folder.
 
@@ -106,9 +106,10 @@ def listens_at(*, alone: bool) -> str:
 
 
 def _folder(*, alone: bool) -> Path:
-    """Return the folder that all processes of a start can read: the current folder.
+    """Return a folder that all processes of a start can read. This is the current folder.
 
-    alone: whether all processes are on this machine. A folder for temporary files then replaces one that is read-only.
+    alone: whether all processes are on this machine. If so, and if the current folder is read-only, the folder for
+        temporary files is returned.
     """
     here = Path.cwd()
     return Path(tempfile.gettempdir()) if alone and not os.access(here, os.W_OK) else here
@@ -121,7 +122,7 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def open_door(place: Place, port: int, folder: Path) -> Secret:
-    """On rank 0, tell every other rank that the store listens at `port` of this machine, until all ranks have asked.
+    """On rank 0, answer the other ranks, which ask for the port of the store, until all of them have asked.
 
     The ranks are answered in threads. Returns the secret that a rank must know.
     """
@@ -203,8 +204,8 @@ def _listening(place: Place) -> socket.socket:
 
 
 def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, Any]:
-    """Return the answer of the process at this address, or {} if none answers. Raises Unproven if it lacks the
-    secret."""
+    """Ask the process at this address, and return its answer, or {} if there is none. Raises Unproven if the process
+    does not know the secret."""
     try:
         with socket.create_connection((address, port), timeout=REACH) as connection:
             line = enter(connection, secret, PURPOSE, ANSWER)
@@ -220,8 +221,8 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
 
 
 def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
-    """Yield the addresses at which to ask for rank 0: first the addresses in the secret's file, then ports from the
-    key."""
+    """Yield the addresses at which rank 0 may answer: first the addresses in the secret's file, then the ports that are
+    derived from the key."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         yield from [(str(address), int(secret.told["port"])) for address in secret.told["addresses"]]
     if place.hosts or place.nodes == 1:
@@ -237,8 +238,8 @@ def _ports(key: str) -> list[int]:
 
 
 def _addresses(place: Place) -> list[str]:
-    """Return the names and addresses at which other machines may reach this one. For one machine, the loopback
-    address."""
+    """Return the names and addresses at which other machines may reach this machine. If the run uses no other machine,
+    return the loopback address."""
     if place.nodes == 1:
         return ["127.0.0.1"]
     known = [each for addresses in psutil.net_if_addrs().values() for each in addresses]

@@ -17,7 +17,7 @@ HEARD, WRITTEN = 1.0, 60.0  # seconds in which a rank that was asked says that i
 
 
 class Rescue:
-    """The request to the surviving ranks of a launch to save their state before they are ended."""
+    """Asks the surviving ranks of a launch to save their state before they are ended, and records their answers."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
         self._ask = ask
@@ -34,9 +34,10 @@ class Rescue:
             (self._heard if kind == "rescuing" else self._over).add(rank)
 
     def is_over(self, failure: Failure, running: Sequence[int]) -> bool:
-        """Check whether no rank is saving its state any more. The first call asks the ranks to save their state.
+        """Return True if there is no rank to wait for any longer: each has saved its state, cannot save it, or takes
+        too long. The first call asks the ranks to save their state.
 
-        running: the surviving ranks. They are not asked if the failure has spoiled the state.
+        running: the surviving ranks. They are not asked if the state in memory has wrong values after this failure.
         """
         wanted = (failure.of_machine and not failure.has_spoiled) or bool(failure.smaller)
         if not (self._possible and wanted):

@@ -90,8 +90,8 @@ def sweep(parent: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Check whether a folder had owners and has none now. Raises OSError for a folder without a lock file, which is not
-    ours."""
+    """Check whether all owners of a folder have ended. Raises OSError for a folder without a lock file, since such a
+    folder is not ours."""
     with (folder / OWNED).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

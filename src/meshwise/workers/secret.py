@@ -28,7 +28,7 @@ from typing import Any
 from meshwise.spec.errors import UsageError
 
 VARIABLE = "MESHWISE_SECRET"
-"""The environment variable in which the user gives all processes of a start one secret, if they share no folder."""
+"""The environment variable in which the user sets a secret for all processes of a start, if they share no folder."""
 LEAST = 32  # characters of it
 MAKING_TIMEOUT = 5.0  # seconds for another process to write what it has made
 PREFIX = ".meshwise-rendezvous-"

@@ -40,9 +40,9 @@ _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
-    """In a worker of our launcher, report the first signal to the launcher. Call this in the main thread.
+    """In a worker that our launcher started, report the first signal to the launcher. Call this in the main thread.
 
-    leads: whether this is rank 0, which also reports the end of the time limit.
+    leads: whether this is rank 0, which also reports when the time limit is reached.
     """
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
@@ -51,12 +51,14 @@ def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
 
 
 def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> None:
-    """Let a signal stop all ranks after the same step, in a run without our launcher. Call this in the main thread.
+    """Let a signal stop all ranks after the same step, in a process that our launcher did not start. Call this in the
+    main thread.
 
-    The process was started by another launcher, or runs alone. Signals that the program handles itself are left to the
-    program.
+    The process was started by another launcher, or runs alone. A signal for which the program has its own handler is
+    left to the program.
 
-    interrupts: whether Ctrl-C stops the ranks in this way, too. This also holds in a process that runs alone.
+    interrupts: whether Ctrl-C also stops all ranks after the same step. If it is True, this includes a process that
+        runs alone.
     """
     first = not _threads
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
@@ -151,7 +153,8 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
 def _found(store: Any, keys: list[str], seconds: float) -> bool:
     """Wait until the store has the keys, for at most `seconds`. Return False if time is over or this program has ended.
 
-    The store's own wait would go on after the program, and Python ends a process with such a thread by SIGABRT.
+    The method `wait` of the store is not used, since it would go on after the end of the program. Python ends a process
+    by SIGABRT if a thread is in such a call.
     """
     until = time.monotonic() + seconds
     while not store.check(keys):
@@ -161,8 +164,7 @@ def _found(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _outlive(store: Any, keys: list[str]) -> None:
-    """Keep this rank alive, and with it the store, until all ranks have read the last step. Wait at most LINGER
-    seconds."""
+    """Keep this rank and its store alive until all ranks have read the last step. Wait at most LINGER seconds."""
     until = time.monotonic() + LINGER
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(ROUND / 10)

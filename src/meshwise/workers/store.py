@@ -32,9 +32,9 @@ PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secre
 class Answer:
     """The answer of a store to one exchange.
 
-    version: the value of `since` for the next exchange.
+    version: the number to pass as `since` in the next exchange.
     new: the values that have changed.
-    silent: the seconds since each machine last sent something. Infinity if its process is gone.
+    silent: for each machine, the seconds since it last sent something. Infinity if its process is gone.
     """
 
     version: int
@@ -80,7 +80,8 @@ class Store:
             return Answer(self._version, new, {other: now - at for other, at in self._heard.items()})
 
     def forget_gone(self) -> None:
-        """Forget the machines that have hung up. They may have gone to another store, and may come back."""
+        """Forget the machines that have closed their connection. They may have moved to another store, and may come
+        back."""
         with self._lock:
             self._heard = {name: at for name, at in self._heard.items() if at > -math.inf}
 

@@ -66,10 +66,8 @@ def standing(pid: int, stack: Path) -> Standing:
 
 
 def stuck_child(pid: int, stack: Path) -> Standing | None:
-    """Return a child process, such as a loader worker, that visibly makes no progress. None if there is none.
-
-    The kernel holds such a process, or it is inside the user's code.
-    """
+    """Return a child process, such as a loader worker, that visibly makes no progress. None if there is none. A child
+    counts if the kernel does not let it run, or if it is inside the user's code."""
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
     if held is not None:

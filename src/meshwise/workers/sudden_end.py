@@ -26,10 +26,11 @@ OF_RANK = "{call} ended the process before its work was done. Return, or raise a
 
 @contextmanager
 def told(tell: Callable[[str], object]) -> Iterator[None]:
-    """Inside the `with` block, report a call that ends this process at once before it takes effect.
+    """Inside the `with` block, report each call that would end this process at once, such as `os._exit`, before it
+    takes effect.
 
-    For the call, `tell("train.py:3: os._exit(0)")` is called. Forked processes are left out, where such calls are
-    normal, and so are the calls of meshwise itself, which reports the reason.
+    For such a call, `tell("train.py:3: os._exit(0)")` is called. Calls in forked processes are not reported, since they
+    are normal there. Calls by meshwise itself are not reported either, since it reports the reason.
     """
     process, before = os.getpid(), (os._exit, os.abort)
     modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too

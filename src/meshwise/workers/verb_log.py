@@ -29,7 +29,7 @@ HEADER, ENTRY = struct.Struct("<QII"), struct.Struct("<IIIII")
 SLOTS = 4096
 LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
-"""The name of the `Verb` by which a loop asks for its next batch."""
+"""The name of the call by which a loop asks for its next batch (see `Verb`)."""
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
 NOWHERE = (0, 0)
 UNKNOWN: tuple[int, None, int, list[int]] = 0, None, 0, []
@@ -37,7 +37,7 @@ UNKNOWN: tuple[int, None, int, list[int]] = 0, None, 0, []
 
 @dataclass(frozen=True)
 class Verb:
-    """A call that a rank has made and that all ranks must make, in the same order. Such a call is named a verb.
+    """A call that a rank has made and that all ranks must make in the same order, such as a request for the next batch.
 
     place: the source line of the call.
     times: how often that line has made the call. For a batch, the number of the batch.
@@ -65,8 +65,8 @@ class VerbTrail:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest call that is certainly intact. Older entries may be overwritten while they are
-        read."""
+        """The number of the oldest call that can be read safely. Entries of older calls may be overwritten during
+        reading."""
         return max(1, self.count - SLOTS // 2)
 
     def checksum(self, number: int) -> int:
@@ -160,9 +160,8 @@ def end() -> None:
 
 
 def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
-    """Log that this process makes the call `verb`, as every rank must. Does nothing if no log was begun.
-
-    All of it is in one function for speed, since every such call of every step uses it.
+    """Log that this process makes the call `verb`, as every rank must. Does nothing if no log was begun. Everything is
+    in one function for speed, since each of these calls in each step uses it.
 
     which: values that must be equal on all ranks, too. The last one is the number of the call.
     log: the log to write to. By default, the log of this process.

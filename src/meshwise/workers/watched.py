@@ -19,7 +19,8 @@ from meshwise.workers.oom_killer import Kills
 
 
 class State(Enum):
-    """The state of a worker. EXITED: it exited with code 0 before its task was done, without reporting a failure."""
+    """The state of a worker. EXITED means that it exited with code 0 before its task was done, and reported no
+    failure."""
 
     RUNNING = auto()
     DONE = auto()
@@ -71,9 +72,9 @@ class WatchedWorker:
 
 
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:
-    """Start a thread that writes each line of a worker's output to its log and shows it, until the log is closed.
+    """Start a thread that writes each line of a worker's output to the worker's log and shows it to the user.
 
-    Output of processes that outlive the launch is therefore not shown.
+    The thread ends when the log is closed. Output of processes that outlive the launch is therefore not shown.
     """
 
     def forward() -> None:

@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
 
 in_progress: set[str] = set()
-"""What a rank is in the middle of, such as an epoch. An exit would then leave the other ranks waiting."""
+"""What this rank is in the middle of, such as an epoch. If it exited now, the other ranks would wait for it."""
 
 
 def main() -> int:
@@ -144,7 +144,8 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """Prepare a worker for its task: its files in the launch's folder, the store, and its answers to the launcher."""
+    """Prepare a worker for its task: place its files in the launch's folder, take over the store's socket, and begin to
+    report to the launcher."""
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()
