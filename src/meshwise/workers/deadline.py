@@ -28,7 +28,7 @@ LOOK, ASK = 0.5, 60.0  # seconds between two looks at the clock, and two calls o
 ANSWER = 20.0  # seconds in which squeue answers, or is not asked for this time
 SAVES = 3  # a save may meet one that is still being written, on a disk on which all ranks and jobs write at the end
 UNKNOWN, SHARE = 20.0, 0.1
-"""The seconds assumed for a save until one is measured, and the largest part of the time left assumed for all saves."""
+"""While no save is measured: the seconds assumed for a save, and the most that all take of the time left."""
 LEAVES = 5.0  # seconds for the processes of a job to end once all is saved: last lines, the interpreter
 
 

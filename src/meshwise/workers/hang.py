@@ -105,8 +105,7 @@ def patience(
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Find the ranks that cause a hang, from the reports of the ranks on all machines. Returns None if no rank is known
-    to cause one.
+    """Find the ranks that cause a hang, by the reports of ranks on all machines. Returns None if none is known.
 
     beats: the last report of each rank that has not ended.
     silent: the ranks that have stopped reporting progress.
@@ -247,8 +246,7 @@ class HangWatch:
         return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
-        """Add `passed` seconds to the silence of each silent rank. Return a message if a reported rank makes progress
-        again."""
+        """Add `passed` seconds to the silence of each silent rank. Return a message if a reported rank continues."""
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))

@@ -184,8 +184,7 @@ class _Launcher:
             time.sleep(0.02)
 
     def _over(self) -> bool:
-        """Return True if no worker runs any more and none has failed. A rank that exits early is no failure if all
-        ranks exit."""
+        """Return True if no worker runs or has failed. A rank that exits early is no failure if all ranks exit."""
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
@@ -292,8 +291,7 @@ class _Launcher:
         ]
 
     def _settled(self, failures: Sequence[Failure]) -> bool:
-        """Check whether the cause of the failure is certain. It is if all ranks have reported, or if the time in which
-        they may report is over."""
+        """Return True if the cause is certain: all ranks have reported, or have had enough time to report."""
         waited = max(w.seconds for w in self.workers if w.failure)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
