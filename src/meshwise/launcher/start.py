@@ -275,7 +275,7 @@ def supervised(
 
 
 def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function that the workers of the next attempt call, and its arguments."""
+    """Return the function that the workers of the next attempt call, and the arguments of the call."""
     program, restarts = started.program, started.restarts
     call: Callable[..., Any] = program.call
     if restarts.attempt > 1 and program.again is not None:

@@ -53,7 +53,7 @@ STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []),
 
 
 class Viewer:
-    """The output of a run for the user, made from the messages of its workers."""
+    """Shows a run to the user. It prints what the messages of the run's workers report."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Viewer:
             names.add_to_session(folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Handle a message of this process itself, in a run that another launcher started."""
+        """Handle a message of this process as if a worker had sent it. Used in a run that another launcher started."""
         self.message(0, {"kind": kind, **facts})
 
     def output(self, stream: str, text: str) -> None:

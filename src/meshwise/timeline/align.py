@@ -25,7 +25,7 @@ CLEAR = 3.0
 """A burst counts as congested if its shortest round trip takes this many times as long as the shortest of all bursts.
 The line is first fitted without congested bursts, since congestion delays one direction, which looks like drift."""
 DRIFT = 1e-4
-"""Assumed upper bound of the drift between two clocks: 100 µs per second, as of a bad quartz oscillator."""
+"""Assumed upper bound of the drift between two clocks: 100 µs per second. A bad quartz oscillator drifts that much."""
 BURST = 1_000_000_000  # ns: samples closer than this belong to one burst
 
 

@@ -99,7 +99,7 @@ class Attribution:
 
 
 def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession, ...] = ()) -> Attribution:
-    """Attribute the time of one rank, from the start of its first span to the end of its last span."""
+    """Divide the time of one rank into kinds of time, from the start of its first span to the end of its last span."""
     start, end, owner = _claims(spans, arrivals)
     gaps = _gaps(spans, sessions)
     outside = np.full(len(gaps), Owner.OUTSIDE)
@@ -112,8 +112,10 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
     """Split overlapping intervals into disjoint intervals. Where intervals overlap, the owner of highest priority wins.
 
-    Returns the edges of the disjoint intervals (one more than there are intervals), the owner of each interval, and
-    whether an overlapped collective is hidden in each interval.
+    owner: the `Owner` of each interval.
+
+    Returns the edges of the disjoint intervals (one more than there are intervals), the owner of each disjoint
+    interval, and a mask of the disjoint intervals in which an overlapped collective is hidden by computing.
     """
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
@@ -170,8 +172,8 @@ def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
 
 
 def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
-    """Return a rank's gaps between sessions, of shape (gaps, 2). Each gap lasts from the end of the last span before it
-    to the start of the first span after it."""
+    """Return the gaps between a rank's sessions, of shape (gaps, 2). A gap lasts from the end of the last span of a
+    session to the start of the first span of the next session."""
     if len(sessions) < 2 or not len(spans):
         return np.empty((0, 2), np.int64)
     session = session_of(spans["start"], sessions)

@@ -31,7 +31,7 @@ SLOWER, SLOWER_MEASURED = 0.9, 0.95
 FEWEST = 10
 """A run with fewer steps is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
-"""Unequal shares are suggested if the fastest rank computes at least this many times as fast as the slowest."""
+"""Unequal shares of a batch are suggested if the fastest rank computes this many times as fast as the slowest."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
 """Memory is reported as growing if its median grows by more than this share twice: the last three quarters of a run are
 cut into three parts, which must have this many steps and samples. Allocators warm up in the first quarter."""

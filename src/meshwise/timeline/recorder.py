@@ -31,8 +31,8 @@ CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 4
 
 
 class Pulse(Protocol):
-    """The heartbeat of a worker, which is told immediately when the rank enters a phase or a step (see
-    workers/heartbeat.py).
+    """Reports the progress of a worker to its launcher. The recorder calls it whenever the rank enters a phase or a
+    step (see workers/heartbeat.py).
 
     words: shared memory with the number of beats, the phase, and more.
     """
@@ -91,7 +91,7 @@ class Recorder:
             self.dropped += half
 
     def come_to(self, phase: str) -> None:
-        """Enter a phase without opening a span."""
+        """Set the phase in which the rank is now, without recording a span."""
         if self.pulse is not None:
             self.pulse.phase(phase)
         self.phase = phase

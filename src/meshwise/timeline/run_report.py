@@ -23,7 +23,7 @@ from meshwise.timeline.attempt_report import AttemptReport
 MEMORY = ("allocated", "resident")
 """Counters of the memory that a rank itself uses. If a rank has both counters, the first of them is reported."""
 NOT_MEMORY = ("samples", "loss")
-"""Counters that are not in bytes. All other counters are."""
+"""Counters whose values are not in bytes. The values of all other counters are in bytes."""
 COMPUTING = ("forward", "backward", "optimizer")
 OUTSIDE_STEPS = ("evaluate", "checkpoint")
 """Kinds of time that are not part of a step."""
@@ -100,7 +100,7 @@ class ClockReport:
 
 @dataclass(frozen=True)
 class GoodputPart:
-    """A part of a run's wall time, averaged over the run's devices."""
+    """A part of a run's wall time, such as saving, as the mean over the run's devices."""
 
     name: str
     seconds: Seconds

@@ -25,7 +25,7 @@ PER_SESSION = 1 << 40
 
 @dataclass(frozen=True)
 class Counter:
-    """One counter of one rank. The arrays have the same length.
+    """The values of one counter of one rank. The arrays have the same length.
 
     time: in ns on the timeline's clock, ascending.
     step: the step of each value.

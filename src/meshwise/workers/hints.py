@@ -31,13 +31,13 @@ _OF_SYSTEM = {
 }
 _NO_SUCH_INDEX = "invalid device ordinal"
 explainers: list[Callable[[BaseException], None]] = []
-"""Functions of higher layers. Each may add a note to an error that it recognises."""
+"""Functions that other parts of the package add to this list. Each may add a note to an error that it recognises."""
 _OTHER_KIND = re.compile(r"'?(\w+)'? object (?:is not callable|is not iterable|has no attribute '(?:step|zero_grad)')")
 _UNPACKED = re.compile(r"cannot unpack non-iterable (\w+) object")
 
 
 def add_hint(error: BaseException) -> None:
-    """Let each function in `explainers` add a note to an error, and add the text of `hint` if there is any."""
+    """Add notes to an error: the notes of the functions in `explainers`, and the text of `hint` if there is any."""
     for explain in explainers:
         with contextlib.suppress(Exception):  # the error that is there already is the one to tell
             explain(error)

@@ -104,7 +104,7 @@ def join() -> RankContext:
 
 
 def rejoin() -> None:
-    """Replace a process group that the program itself made by one of ours. Do nothing if it is ours. Collective.
+    """Replace the process group by one that meshwise makes, if the program made it itself. Collective.
 
     The program's process group may have no CPU backend.
     """
@@ -152,7 +152,8 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 def enter_process_group(world: World, store: Any = None) -> None:
-    """Make the process group with gloo for CPU tensors and, with CUDA, nccl for CUDA tensors. Leave it at exit.
+    """Make the process group, with gloo for CPU tensors and, if there is CUDA, nccl for CUDA tensors. The process
+    leaves it at its exit.
 
     store: the store in which the ranks meet. By default, it is reached at MASTER_ADDR and MASTER_PORT.
     """
@@ -201,10 +202,8 @@ def store_of_ranks() -> Any:
 
 
 def keep_store() -> None:
-    """On rank 0, serve the process group's store on a socket that the launcher opened, so that its port is not taken.
-
-    A process group that is made with MASTER_ADDR and MASTER_PORT uses this store.
-    """
+    """On rank 0, serve the process group's store on a socket that the launcher opened, so that no other program takes
+    the port. A process group that is made with MASTER_ADDR and MASTER_PORT uses this store."""
     global _store
     listener = os.environ.pop(LISTENER, None)
     if listener is not None:

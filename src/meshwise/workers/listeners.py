@@ -16,7 +16,7 @@ from meshwise.workers.channel import Message
 
 @dataclass(frozen=True)
 class Listeners:
-    """Functions of the launcher's caller, which the launcher calls while the workers run.
+    """Functions that the launcher calls while the workers run, to tell its caller what happens.
 
     message: called with a rank and each message of its worker that the launcher does not use itself.
     output: called with a stream, `stdout` or `stderr`, and each line that rank 0 prints to it.

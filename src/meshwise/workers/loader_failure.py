@@ -71,7 +71,7 @@ def await_end(error: BaseException) -> None:
 
 
 def caught(error: BaseException) -> Caught | None:
-    """Return the error of a loader worker that `error` carries as text. None if it carries none."""
+    """Return the error of a loader worker that the text of `error` describes. None if it describes none."""
     found = _CAUGHT.match(text_of(error))
     traces = list(_FRAMES.finditer(found[2])) if found else []
     if found is None or not traces:

@@ -66,8 +66,8 @@ class Beginning:
 
 
 class Nodes:
-    """The machines of one attempt, as seen from this one: its first rank, the number of all ranks, where rank 0
-    listens."""
+    """The machines of one attempt of the run. It also tells the first rank of this machine, the number of all ranks,
+    and where rank 0 listens."""
 
     def __init__(
         self, meeting: Meeting, node_rank: int, nnodes: int, begins: Beginning, listener: socket.socket | None = None
@@ -85,7 +85,7 @@ class Nodes:
 
     @property
     def leads(self) -> bool:
-        """Whether this machine leads. The other machines then meet at its store."""
+        """Whether this machine is the leader. If so, the other machines communicate through its store."""
         return self.me is self.members[0]
 
     def set(self, key: str, value: object) -> None:
@@ -107,8 +107,8 @@ class Nodes:
         return told
 
     def compare(self, facts: Mapping[str, object]) -> None:
-        """Check, before workers meet, that these facts are equal on all machines. Raise UsageError on each if they
-        differ."""
+        """Check that these facts are equal on all machines, before workers are started. If they differ, raises
+        UsageError on every machine."""
         self.set(f"program/{self.node_rank}", facts)
         first, *others = [self.get(f"program/{member.node}") for member in self.members]
         for member, other in zip(self.members[1:], others, strict=True):

@@ -126,8 +126,8 @@ class VerbLog:
             HEADER.pack_into(self._map, 0, self._count, *self._left)
 
     def line(self, verb: str, frame: FrameType | None) -> list[int]:
-        """Return the entry of the innermost line of user code at or outside `frame`. A new line is appended to the
-        file."""
+        """Return the entry for a call of `verb`. It tells the source line: the innermost line of user code, searched
+        from `frame` outward. A new line is appended to the file."""
         self._thread, depth = threading.get_ident(), 1
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame, depth = frame.f_back, depth + 1

@@ -129,8 +129,8 @@ def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
 
 
 def _tick(seconds: float, columns: int) -> float:
-    """Return the distance of two ticks in seconds. It is the smallest of 1, 2 or 5 times a power of ten that leaves
-    room for the numbers."""
+    """Return the distance between two ticks of the time axis in seconds. It is the smallest of 1, 2 or 5 times a power
+    of ten that leaves room for the numbers."""
     least = seconds * 12 / columns
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * step for step in TICK_STEPS if power * step >= least * (1 - 1e-9))

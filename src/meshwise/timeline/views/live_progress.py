@@ -84,8 +84,8 @@ class LiveView:
 
     console: the default is stdout.
 
-    Each method may be called from any thread, and none raises an exception. The console also stays protected after the
-    view is closed, so that printing on it cannot fail after the run.
+    Any thread may call any method, and no method raises an exception. Even after the view is closed, printing on the
+    console raises no exception.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -136,7 +136,7 @@ class LiveView:
                 self._console.file.flush()
 
     def close(self) -> None:
-        """End the drawing: remove the live area and show the cursor again. May be called twice."""
+        """Remove the live area and show the cursor again. May be called twice."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

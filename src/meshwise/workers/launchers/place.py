@@ -62,7 +62,8 @@ class Place:
         return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
 
     def work(self) -> Work:
-        """Return the owner to name in the lock of a run folder: the launcher's job. It is unknown without a job."""
+        """Return the launcher's job, as the owner to be named in the lock of a run folder. Without a job, the owner is
+        unknown."""
         return Work(f"{self.launcher} job {self.job}", self.attempt) if self.job else Work()
 
     def told(self, devices: int, nodes: int | None = None) -> str:
