@@ -87,8 +87,10 @@ def _devices_here(options: RunOptions, place: Place) -> int:
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
     """Raise UsageError if `--devices` asks for more or fewer devices than the launcher started processes on this
-    machine. Each process uses one device. `--devices` may also ask for one device, since a process may be started for
-    each device.
+    machine.
+
+    Each process uses one device. `--devices` may also ask for one device, which then stands for the device of each
+    process.
 
     otherwise: a text for the error message on what else may be started.
     """

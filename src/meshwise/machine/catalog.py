@@ -27,7 +27,7 @@ ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
 )
-"""Generations of each vendor, the oldest first. For a missing share of the peak, the nearest generation is searched."""
+"""Generations of each vendor, the oldest first. A missing share of the peak is taken from the nearest generation."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class DeviceMark:
 
 
 def is_captured() -> bool:
-    """Return whether a graph of the accelerator's current stream is being captured, as for a CUDA graph. Captured work
+    """Return whether the work of the accelerator's current stream is being captured, as for a CUDA graph. Captured work
     runs later, perhaps several times. Its results must not be read, waited for or timed during the capture."""
     if torch.accelerator.current_accelerator() is None:
         return False

@@ -33,8 +33,8 @@ FEWEST = 10
 LEAST_UNEQUAL = 1.1
 """Unequal shares of a batch are suggested if the fastest rank computes this many times as fast as the slowest."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
-"""Memory is reported as growing if its median grows by more than this share twice: the last three quarters of a run are
-cut into three parts, which must have this many steps and samples. Allocators warm up in the first quarter."""
+"""Memory is reported as growing if its median grows by more than this share from each third of a run to the next,
+without the first quarter, in which allocators warm up. The rest must have this many steps and samples."""
 
 LATENCY_BOUND = 16 * 1024
 """A collective of at most this many bytes takes about as long as one of 1 byte, on links of 1 GB/s and 10 µs."""
@@ -178,8 +178,8 @@ def _mostly(often: float, ranks: int) -> bool:
 def _slower_than_one(
     table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
 ) -> Iterator[Finding]:
-    """Report that one device would be faster than all ranks. The step time on one device is taken from an earlier run
-    if possible. Otherwise it is estimated, and the upper estimate must be clearly below the run's step time."""
+    """Report that one device would be faster than all ranks. Its step must be clearly shorter than the run's step. The
+    time of its step is taken from an earlier run if there is one. Otherwise, it is the upper one of two estimates."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return

@@ -22,7 +22,7 @@ from meshwise.timeline.timeline import Spans
 
 Table = NDArray[np.int64]
 Place = tuple[bool, int, int]
-"""Identifies an action: whether it is a forward or (False) a backward pass, its stage, and its microbatch."""
+"""Identifies an action by its direction (True for forward, False for backward), its stage, and its microbatch."""
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ class RankReport:
     """One rank and its device. `seconds` has the rank's seconds in all steps by kind, with evaluation and saving.
     `step_shares` has the share of each kind in the time of steps, without evaluation and saving. It is empty if there
     was no such time. `hidden_seconds` is communication that overlaps with computing, which `seconds` does not include.
-    `step_seconds` is the median time of a step. The run had `sync_points` points at which ranks waited for each other.
-    The rank was last at `last_arrivals` of them. In `last_steps` of the steps, it was last at the most expensive of
-    them. The delays of this rank cost `straggler_seconds` in total. `peak_memory` is for the device, or for the process
-    if only that is known. `memory` has the peak bytes by counter name, and `memory_by_phase` the peak bytes at the end
-    of each kind of phase."""
+    `step_seconds` is the median time of a step. The ranks waited for each other at `sync_points` points of the run, and
+    this rank was last at `last_arrivals` of these points. In `last_steps` steps, it was last at the most expensive
+    point of the step. Its delays cost the run `straggler_seconds` in total. `peak_memory` is for the device, or for the
+    process if only that is known. `memory` has the peak bytes by counter name, and `memory_by_phase` the peak bytes at
+    the end of each kind of phase."""
 
     rank: int
     device: str
@@ -110,9 +110,9 @@ class GoodputPart:
 @dataclass(frozen=True)
 class CollectiveReport:
     """The collectives of one name and size. `of` is what they send, such as `gradients`, or "" if the log does not say.
-    `seconds` is the median time from the arrival of the last rank to the end on the last rank, which is pure
-    communication. `skew_seconds` is the median time between the arrivals of the first and the last rank, for which the
-    first rank waits. `share` is the share of the time of all collectives. `bus_bandwidth` is in bytes per second as
+    `seconds` is the median time from the arrival of the last rank until the collective has ended on all ranks, which is
+    pure communication. `skew_seconds` is the median time between the arrivals of the first and the last rank, for which
+    the first rank waits. `share` is the share of the time of all collectives. `bus_bandwidth` is in bytes per second as
     nccl-tests define it, or None if they do not define it for this collective. `dtype` is the dtype of the data, or ""
     if unknown."""
 

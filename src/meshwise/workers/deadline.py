@@ -28,7 +28,7 @@ LOOK, ASK = 0.5, 60.0  # seconds between two looks at the clock, and two calls o
 ANSWER = 20.0  # seconds in which squeue answers, or is not asked for this time
 SAVES = 3  # a save may meet one that is still being written, on a disk on which all ranks and jobs write at the end
 UNKNOWN, SHARE = 20.0, 0.1
-"""While no save is measured: the seconds assumed for a save, and the most that all take of the time left."""
+"""The seconds that an unmeasured save is assumed to take, and the largest share of the time left for all saves."""
 LEAVES = 5.0  # seconds for the processes of a job to end once all is saved: last lines, the interpreter
 
 
@@ -86,10 +86,10 @@ def watch(
 
 
 def least_limit(step: float, limit: float) -> float:
-    """Return the shortest time limit in which one step and the stop after it fit, in seconds.
+    """Return the shortest time limit, in seconds, in which one step and the stop after it fit.
 
     step: the seconds of a step.
-    limit: the time limit of the run in seconds.
+    limit: the given time limit of the run in seconds. The assumed time of a save is a share of it.
     """
     return step + SAVES * _guessed(limit) + _leaving(limit)
 

@@ -37,7 +37,7 @@ class Far:
 
 
 class FarBeats:
-    """Exchanges the states of ranks with the other machines of an attempt, so that a hang can be explained."""
+    """Exchanges the states of ranks with the other machines of an attempt, to find the ranks that cause a hang."""
 
     def __init__(self, nodes: Nodes | None) -> None:
         """nodes: the machines of the attempt. None on one machine, where nothing needs to be exchanged."""

@@ -66,8 +66,8 @@ class Beginning:
 
 
 class Nodes:
-    """The machines of one attempt of the run. It also tells the first rank of this machine, the number of all ranks,
-    and where rank 0 listens."""
+    """The machines of one attempt of the run, with the first rank of this machine, the number of all ranks, and the
+    address at which rank 0 listens."""
 
     def __init__(
         self, meeting: Meeting, node_rank: int, nnodes: int, begins: Beginning, listener: socket.socket | None = None

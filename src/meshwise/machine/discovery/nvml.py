@@ -154,8 +154,8 @@ def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, i
     """Count the NVLinks of a device that are up.
 
     Returns the counts by the index of the device at the other end of the links. The key `switch` has the count of links
-    to a switch, and `elsewhere` that of links to devices that are not in `places`. The key `generation` has the NVLink
-    generation and not a count.
+    to a switch, and `elsewhere` the count of links to devices that are not in `places`. The key `generation` has the
+    NVLink generation and not a count.
     """
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):

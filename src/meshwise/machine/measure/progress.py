@@ -52,8 +52,8 @@ def sent_over(channel: WorkerChannel | None) -> Progress:
 
 
 def listeners(progress: Progress) -> Listeners:
-    """Return the functions with which a launcher listens to its workers during a bench. They pass the progress that
-    workers send on to `progress`."""
+    """Return the functions with which a launcher listens to its workers during a bench. They call the functions of
+    `progress` with what the workers send."""
 
     def received(rank: int, message: Message) -> None:
         if message["kind"] == "measuring":

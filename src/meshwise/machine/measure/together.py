@@ -39,7 +39,7 @@ class RanksSpec(PathSpec):
 
     make: makes the case of a rank.
     answered: (source, target) for a plain copy, None for any other path. The target answers each copy, so that copies
-        do not queue, and the clock of the source times both.
+        do not queue. The clock of the source times the copy together with the answer.
     """
 
     make: Maker

@@ -121,8 +121,8 @@ def _goodput(report: Report) -> list[Text]:
 
 
 def _percents(parts: Sequence[GoodputPart]) -> list[tuple[str, int]]:
-    """Return the name and the share in whole percent of each part of the wall time. The first of `parts` stays first,
-    and the others are sorted from large to small. Parts of 0 % are left out."""
+    """Return the name of each part and its share in whole percent. The first of `parts` stays first, and the others are
+    sorted from large to small. Parts of 0 % are left out."""
     rest = sorted(parts[1:], key=lambda part: -round(100 * part.share))
     return [(part.name, share) for part in [*parts[:1], *rest] if (share := round(100 * part.share))]
 
