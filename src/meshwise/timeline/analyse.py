@@ -49,12 +49,9 @@ POINTS = 300
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """Build the report of a timeline.
-
-    folder: the folder of the run. Earlier runs of the same program are looked for beside it.
-    steps: the first and the last step to show in detail. Raises UsageError if the run does not have these steps.
-    table: the step table of the timeline, if the caller has already built it.
-    """
+    """Build the report of a timeline. `folder` is the folder of the run. Earlier runs of the same program are looked
+    for beside it. `steps` are the first and the last step to show in detail. Raises UsageError if the run does not have
+    these steps. `table` is the step table of the timeline, if the caller has already built it."""
     table = table or step_table_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, table)
     collectives = _collectives(timeline, table.arrivals)
@@ -200,11 +197,8 @@ def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, 
 
 
 def _collectives(timeline: Timeline, arrivals: Arrivals) -> list[CollectiveReport]:
-    """Report the most expensive collectives, grouped by name and size.
-
-    The duration of a collective is measured from the arrival of its last rank, or from the end of the previous
-    collective, whichever is later.
-    """
+    """Report the most expensive collectives, grouped by name and size. A collective's duration begins with the arrival
+    of its last rank, or with the end of the previous collective if that is later."""
     use = arrivals.complete
     if not use.any() or len(arrivals.ranks) < 2:
         return []

@@ -111,10 +111,11 @@ def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:
 
 
 def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, list[str]]:
-    """Return the spans of all ranks on one clock, and the texts that the spans' column `name` refers to.
+    """Return the spans of all ranks on one clock, and the texts that the column `name` of the spans refers to. The
+    spans are sorted by rank, then by start.
 
-    The spans are sorted by rank, then by start. Spans that a rank records after the next attempt has begun are left
-    out, since the machine of such a rank was cut off from the others.
+    If a machine was cut off, its ranks may go on while the next attempt runs. What they record after the next attempt
+    has begun is left out.
     """
     found: dict[str, int] = {"": 0}
     spans = np.empty(sum(a.log.spans for a in aligned), SPAN)

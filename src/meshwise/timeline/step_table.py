@@ -65,13 +65,13 @@ class StepTable:
         return rest if rest.sum() >= 5 else self.trained
 
     def step_seconds(self) -> Seconds:
-        """Return the time of each step without evaluation and saving, as the mean over the ranks that did the step. The
-        shape is (steps,)."""
+        """Return the seconds of each step, without evaluation and saving. Each is the mean over the ranks that did the
+        step. The shape is (steps,)."""
         return _mean_over_ranks(self.seconds[:, :, OF_STEP].sum(axis=2), self.present)
 
     def kind_seconds(self) -> Seconds:
-        """Return the seconds of each step by kind, as the mean over the ranks that did the step. The shape is (steps,
-        kinds)."""
+        """Return the seconds of each step by kind. Each is the mean over the ranks that did the step. The shape is
+        (steps, kinds)."""
         return _mean_over_ranks(self.seconds[:, :, : len(KINDS)], self.present[:, :, None])
 
 

@@ -73,10 +73,8 @@ class StepGate:
         return SystemExit(code_of_stop(self.signal))
 
     def begin(self) -> bool:
-        """Begin the next step. If the agreed last step is over, return False instead.
-
-        If the run was asked to stop, wait until the ranks have agreed on the last step.
-        """
+        """Begin the next step and return True. If the agreed last step is over, return False. If the run was asked to
+        stop, first wait until the ranks have agreed on the last step."""
         with self._lock:  # that of `_changed`, without a call in Python
             while self._frozen and self._last is None:
                 self._changed.wait()

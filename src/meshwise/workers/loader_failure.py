@@ -43,7 +43,8 @@ class Caught:
 
 
 def ended(error: BaseException) -> tuple[str, str] | None:
-    """Return how a loader worker ended, and a remedy. None if neither `error` nor its causes report such an end."""
+    """Return how a loader worker ended, and a remedy. None if neither `error` nor an error that caused it reports such
+    an end."""
     found: list[re.Match[str]] = []
     seen: BaseException | None = error
     while seen is not None:

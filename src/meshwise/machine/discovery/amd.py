@@ -106,11 +106,9 @@ def _between(sys: Path, devices: Mapping[int, Accelerator]) -> dict[tuple[int, i
 
 
 def _xgmi_links(link: Mapping[str, int]) -> int | None:
-    """Return how many xGMI links connect two devices, or None if the devices are more than one hop apart.
-
-    The number is the kernel's bandwidth of all links divided by its bandwidth of one link. It is 1 if these are
-    missing.
-    """
+    """Return how many xGMI links connect two devices, or None if the devices are more than one hop apart. The kernel
+    tells the bandwidth of all links and of one link, and the result is their ratio. It is 1 if the kernel does not tell
+    them."""
     if link.get("weight", DIRECT) > DIRECT:
         return None
     one, all_of_them = link.get("min_bandwidth", 0), link.get("max_bandwidth", 0)

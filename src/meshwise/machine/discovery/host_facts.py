@@ -62,8 +62,8 @@ def host_facts(
 
 
 def core_packages(proc: Path) -> Mapping[int, int | None]:
-    """Return the processor socket of each core according to /proc/cpuinfo. It is None if the file does not say, as on
-    Arm."""
+    """Return the processor socket of each core according to /proc/cpuinfo. The socket is None if the file does not say
+    it, as on Arm."""
     found: dict[int, int | None] = {}
     core = -1
     for line in read_text(proc / "cpuinfo").splitlines():

@@ -77,8 +77,8 @@ def _host_link(one: Named, crosses: str = "") -> Link:
 
 
 def _as_reported(kind: str, generation: int | None, width: int | None) -> dict[str, Any]:
-    """Return the full rate that a device reports for its link, as keyword arguments of a `Link`. Used for parts that
-    are not in the catalog."""
+    """Compute the full rate of a link from the generation and width that the device reports. Return them as keyword
+    arguments of a `Link`. Used for parts that are not in the catalog."""
     rate = nominal_rate(kind, generation, width)
     origin = AS_REPORTED if rate else ""
     return {"bandwidth": rate, "full_generation": generation, "full_width": width, "origin": origin}

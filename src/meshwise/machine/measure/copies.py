@@ -26,7 +26,7 @@ from meshwise.transfer.pattern import fill, first_difference
 Move = Callable[[Tensor, Tensor, str], None]
 """`move(target, source, path)` copies in the current stream. `path` is `pinned`, `pageable`, `peer` or `staged`."""
 Leg = tuple[str, str]
-"""One copy, as the names of its source and its target."""
+"""A copy, as the names of its source and its target."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def measure_copy(
 
 
 def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: Move) -> str | None:
-    """Copy once, and return where bytes did not arrive as they were sent, or None if all did."""
+    """Copy once, and compare the bytes. Return a text on the first bytes that did not arrive as they were sent, or None
+    if all did."""
     for key, (source, target) in enumerate(tensors):
         fill(source, key + 1)
         fill(target, -key - 1)  # what an earlier copy left must not pass for this one's

@@ -121,8 +121,11 @@ def _copies(spans: Spans) -> Whole:
 
 
 def _has_room(stack: list[tuple[int, bool]], start: int, end: int) -> bool:
-    """Return whether a new span fits on this copy of a lane. It does if no span is open, or if the innermost open span
-    encloses the new span and is not a collective. Ended spans are removed from `stack`."""
+    """Return whether a new span fits on this copy of a lane. It fits if no span is open. It also fits inside the
+    innermost open span, if that span encloses it and is not a collective.
+
+    stack: the open spans. Spans that have ended are removed from it.
+    """
     while stack and stack[-1][0] <= start:
         stack.pop()
     return not stack or (end <= stack[-1][0] and not stack[-1][1])

@@ -64,7 +64,7 @@ def follow(
     stop: Callable[[], bool] | None = None,
     also: Callable[[], object] | None = None,
 ) -> None:
-    """Show a run until it ends, Ctrl-C is pressed, or `stop` returns True. When the run ends, its report is printed.
+    """Show a run until it ends, Ctrl-C is pressed, or `stop` returns True. When the run ends, print its report.
 
     On a terminal, the screen is redrawn every `every` seconds. Elsewhere, a line is printed every LINE_EVERY seconds.
     Raises UsageError if `folder` does not contain a run.

@@ -68,8 +68,8 @@ def job_id(environment: Mapping[str, str]) -> str:
 
 
 def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
-    """Check whether this process is a task of the step that the variables name, and did not only inherit the
-    variables."""
+    """Check whether this process is a task of the job step that the variables name. Otherwise, it has only inherited
+    the variables."""
     real = step_of_process(environment, proc)
     return _agree(environment) if real is None else real == environment.get("SLURM_STEP_ID", real)
 
