@@ -259,7 +259,7 @@ def test_an_optimizer_made_afterwards_or_given_in_a_call_of_its_own_works(plan: 
 
 
 def test_an_optimizer_of_parameters_that_were_replaced_is_refused(pool: Any) -> None:
-    said = refused(pool, made_when, PLANS["shard"], "never distributed")
+    said = refused(pool, made_when, PLANS["shard"], "never given")
     assert said.startswith("UsageError: ") and "Its parameters are those from before sharding" in said
 
 
