@@ -123,7 +123,8 @@ class _Heap:
         self._cache(block)
 
     def _best(self, size: int, small: bool, stream: str) -> _Block | None:
-        """Remove the smallest block that is large enough from the cache of this pool and stream. Return it, or None."""
+        """Remove the smallest free block of at least `size` bytes from the cache, and return it. Return None if there
+        is none. Small and large blocks have separate caches, and so has each stream."""
         cached = self.cached[small, stream]
         place = bisect_left(cached, (size, -1))
         if place == len(cached):
@@ -159,9 +160,9 @@ class _Heap:
 
 
 def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] = ()) -> Replayed:
-    """Replay the allocations of some steps of one rank, such as the first and a later one, and return the peaks.
+    """Replay the allocations of some steps of one rank, such as its first and a later step, and return the peaks.
 
-    works: the steps, in order. A storage has the same number in all of them.
+    works: the steps, in order. A tensor storage that exists in several steps has the same number in all of them.
     cap: the most bytes that all segments together may take, as `torch.cuda.set_per_process_memory_fraction` sets it.
     first: sizes of allocations that are made before the steps and never freed, such as a workspace.
     """
@@ -216,11 +217,11 @@ class Total:
 
 
 def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -> int:
-    """Return the peak of the bytes that the caching allocator reserves in these steps.
+    """Return the peak of the bytes that the caching allocator reserves in the steps `works`.
 
     name: the name of the GPU model in the catalog.
     capacity: the bytes of the device's memory. Close to this limit, the allocator returns cached memory to the device
-    before an allocation fails, so less is reserved.
+    before an allocation fails. The peak is then lower.
     """
     known = part(name)
     first = [workspace(known.architecture if known else "")]

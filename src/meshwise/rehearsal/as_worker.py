@@ -115,7 +115,8 @@ def _starts_processes(*args: Any, **kwargs: Any) -> Any:
 
 
 def _without_workers(plain: Any) -> Any:
-    """Wrap `DataLoader.__init__` so that the loader starts no worker processes. Those would not be rehearsed."""
+    """Wrap `DataLoader.__init__` so that the loader starts no worker processes. A rehearsal can only follow this
+    process."""
 
     names = list(inspect.signature(plain).parameters)
 

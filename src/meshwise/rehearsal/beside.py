@@ -45,8 +45,8 @@ class Beside:
             self._works[id(work)] = work, place
 
     def wait(self, work: Any, stream: str, storages: Iterable[int]) -> None:
-        """Make the next launch on `stream` wait for the collective with the handle `work` and for collectives on these
-        storages."""
+        """Make the next launch on `stream` wait for the collective with the handle `work`, and for each running
+        collective that uses one of `storages`."""
         _, place = self._works.pop(id(work), (None, -1))
         self.wait_for(place, stream)
         for storage in storages:
@@ -59,7 +59,8 @@ class Beside:
             self.running = {storage: other for storage, other in self.running.items() if other != place}
 
     def after(self, stream: str, storages: Iterable[int]) -> set[int]:
-        """Return the indices of the launches that a new launch on `stream` that uses these storages must wait for."""
+        """Return the indices of the earlier launches that a new launch must wait for. The new launch is on `stream` and
+        uses the tensor storages with the numbers `storages`."""
         for storage in storages:
             self.wait_for(self.running.get(storage, -1), stream)
         return self._pending.pop(stream, set())

@@ -38,7 +38,7 @@ class Bounds:
         self._flops = 0.0
 
     def learn(self, found: Rehearsed) -> None:
-        """Take the size of the optimizer's state and the FLOPs of a step from a simulated plan.
+        """Learn the size of the optimizer's state and the FLOPs of a step from a simulated plan.
 
         Only the first suitable plan is used. A suitable plan has no mesh axes except `data` and `shard`, and no ZeRO-1,
         offload or unequal shares of the batch. The size of the state is stored as bytes per byte of parameters.

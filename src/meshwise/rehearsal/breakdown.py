@@ -71,13 +71,16 @@ def breakdown(step: Step, rank: int) -> RankStep:
 
 
 def slowest_rank(step: Step) -> RankStep:
-    """Return the time by kind and phase of the rank that computes for the longest time."""
+    """Return the `RankStep` of the rank that spends the most time on computing."""
     return max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
 
 
 def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
-    """Return the beginning and end of every activity as (time, whether it begins, index of its kind in KINDS, phase),
-    sorted by time. At equal times, ends come first."""
+    """Return two entries for each activity, one for its beginning and one for its end, sorted by time.
+
+    Each entry is (time, whether the activity begins, index in KINDS of its kind, phase). At equal times, ends come
+    first.
+    """
     edges: list[tuple[float, bool, int, str]] = []
     for one in done:
         what = one.launch.what

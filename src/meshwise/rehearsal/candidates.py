@@ -60,11 +60,12 @@ class Space:
 
 
 def candidates(space: Space) -> list[Plan]:
-    """Return the plans to search: every mesh that divides the global batch equally, combined with each kind of
-    recompute, ZeRO-1, sequence parallelism and numbers of microbatches.
+    """Return the plans to search, in the order in which to try them.
 
-    Plans on the most devices come first. Among plans on equally many devices, those that split the model least come
-    first, then those that shard it most, then those with fewer microbatches, then those with full recompute.
+    Every mesh that divides the global batch equally is combined with each kind of recompute, ZeRO-1, sequence
+    parallelism and numbers of microbatches. Plans on the most devices come first. Among plans on equally many devices,
+    plans that split the model least come first, then plans that shard it most, then plans with fewer microbatches, then
+    plans with full recompute.
     """
     found: dict[Plan, None] = {}
     for count in space.devices:
@@ -83,8 +84,8 @@ def candidates(space: Space) -> list[Plan]:
 
 
 def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield the options to combine with a mesh: each kind of recompute, with and without options that divide more of a
-    rank's memory."""
+    """Yield the plan options to try with a mesh: each kind of recompute, with and without the memory savers that this
+    mesh allows: `sequence`, `zero1` and `reduce_each`."""
     more: list[dict[str, Any]] = [{}]
     if mesh["tensor"] > 1:
         more.append({"sequence": True})
@@ -125,8 +126,11 @@ def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Pl
 
 
 def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
-    """Yield meshes of `count` devices, each as a dictionary of sizes by axis. The size of `shard` is 1, all remaining
-    devices, or the remaining devices within a host."""
+    """Yield all meshes to try for `count` devices, each as a dictionary of sizes by axis.
+
+    After `tensor` and `pipeline` have been chosen, the remaining devices are divided between `data` and `shard`. Either
+    `shard` has size 1, or it takes all of these devices, or as many of them as are on one host.
+    """
     for tensor, pipeline in itertools.product(_powers(min(count, per_host, MOST_TENSOR)), _powers(count)):
         rest, over = divmod(count, tensor * pipeline)
         if over:
@@ -137,11 +141,11 @@ def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
 
 
 def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
-    """Return the numbers of microbatches to try on a mesh: the powers of two that divide a replica's batch and are at
-    least the number of stages.
+    """Return the numbers of microbatches to try on a mesh. These are the powers of two that divide a replica's batch
+    and are at least the number of pipeline stages.
 
-    If the space does not allow more microbatches than stages need, return a single number: the largest one with at most
-    four microbatches per stage, or 1 without stages.
+    If the space allows no more microbatches than the stages need, only one number is returned. It is the largest number
+    with at most four microbatches per stage, or 1 without stages.
     """
     local, stages = max(1, space.batch // (mesh["data"] * mesh["shard"])), mesh["pipeline"]
     possible = [power for power in _powers(local) if local % power == 0 and power >= stages]

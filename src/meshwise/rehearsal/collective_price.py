@@ -82,8 +82,11 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Estimate the time of a collective from measurements with as many ranks. On a single host, measurements with
-    another number of ranks are scaled instead. Return None if there are no such measurements."""
+    """Estimate the time of a collective from measurements of the same kind of collective on the same number of ranks.
+
+    On a single host, measurements on another number of ranks are scaled if there are no such measurements. Return None
+    if no measurement can be used.
+    """
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
         return None
@@ -99,8 +102,8 @@ def _measured(collective: CollectiveOperation, machine: Machine, group: Group, b
 
 
 def _of_table(table: Timings, size: int) -> Priced:
-    """Estimate the time of a message of `size` bytes from a table of measurements. The interval is wider far beyond the
-    table's largest size."""
+    """Estimate the time of a message of `size` bytes from a table of measurements. For sizes far above the largest size
+    in the table, the returned interval is wider."""
     inside = size <= BEYOND * table.sizes[-1]
     spread = FIGURES["measured.collective" if inside else "measured.scaled"].spread
     return priced(seconds_at(table, size), spread, MEASURED, COMMUNICATION)
@@ -283,7 +286,7 @@ _STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
     "all-to-all": lambda n: (n - 1, (n - 1) / n),
     "broadcast": lambda n: (math.ceil(math.log2(n)), math.ceil(math.log2(n))),
 }
-"""For each gloo collective over n ranks: the number of successive messages, and their total size in tensors."""
+"""For each gloo collective over n ranks: the number of successive messages, and the bytes sent per byte of tensor."""
 
 
 def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:

@@ -78,7 +78,8 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
 def items(costs: Sequence[Cost], ends: Mapping[str, str], merged: bool = False) -> list[Item]:
     """Return the items to simulate for a rank's launches.
 
-    ends: for each factor in this mapping, times are taken at that end (`low` or `high`) of their interval.
+    ends: maps the name of a factor to `low` or `high`. Times that depend on this factor are taken at that end of their
+    interval.
     merged: whether to join consecutive operators into one item that takes the same time on the stream and on the host.
     """
     if not merged:
@@ -100,8 +101,11 @@ def _rows(costs: Sequence[Cost]) -> Iterator[Sequence[Cost]]:
 
 
 def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
-    """Join consecutive operators into one item. Its `late` is the earliest possible end of the last operator, since
-    each operator waits for its launch and for the operator before it."""
+    """Join consecutive operators into one item.
+
+    The field `late` of the item is the time at which the last operator can end at the earliest. Each operator waits for
+    its own launch and for the operator before it.
+    """
     host = late = seconds = 0.0
     for cost in row:
         own = _at(cost.price, ends)

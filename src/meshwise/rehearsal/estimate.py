@@ -72,8 +72,8 @@ class Estimate:
     unknown: the reason why `seconds` is unknown.
     notes: remarks on the program under this plan.
     samples: the size of the global batch.
-    dtype: the dtype in which most FLOPs are computed. Empty if there are none.
-    balanced: shares of the batch with which unequal devices would compute for equally long. Empty if all devices are
+    dtype: the dtype in which most FLOPs are computed. An empty string if the step has no FLOPs.
+    balanced: the shares of the batch at which all replicas would compute for the same time. Empty if all devices are
     equal.
     """
 

@@ -87,8 +87,12 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
 
 
 def _cells(work: Work) -> tuple[str, ...]:
-    """Return a note if recurrent layers on a GPU were traced cell by cell, as fake tensors compute them. Otherwise
-    return an empty tuple."""
+    """Return a note for the user if the step has recurrent layers that cuDNN would run faster on a GPU than they were
+    traced.
+
+    Fake tensors run such a layer cell by cell, cuDNN runs the whole layer at once. Return an empty tuple if no note is
+    needed.
+    """
     cells = sum("_thnn_fused" in launch.what.name for launch in work.launches if isinstance(launch.what, Operation))
     if work.kind == "cpu" or not cells:
         return ()
@@ -99,10 +103,10 @@ def _cells(work: Work) -> tuple[str, ...]:
 
 
 def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...]:
-    """Return shares of the batch with which all replicas would compute for equally long. Return an empty tuple if all
-    devices are equal.
+    """Return the shares of the batch at which all replicas would compute for the same time. Return an empty tuple if
+    all devices are equal.
 
-    A replica that was not simulated gets the rate of a simulated replica with equal devices.
+    A replica that was not simulated is assumed to be as fast as a simulated replica with the same devices.
     """
     if len(set(speeds[: plan.devices])) < 2 or plan.replicas == 1:
         return ()
@@ -119,10 +123,10 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
 
 
 def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
-    """Return the host memory in bytes that `--redundancy 1` uses for a rank that holds this memory on its device.
+    """Return the bytes of host memory that `--redundancy 1` uses for one rank. held: the memory of the rank's device.
 
-    State that replicas hold in common is divided among them. Several copies count, since a new one is written while an
-    old one is kept.
+    Replicas with equal state divide the copy of this state among them. There are several copies at a time, because a
+    new copy is written while an old one is still kept.
     """
     groups = (("parameters", "buffers"), ("optimizer",))
     parts, state = (sum(each.size for each in held if each.category in names) for names in groups)

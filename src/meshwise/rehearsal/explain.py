@@ -52,10 +52,10 @@ class Explanation:
     """An explanation of where the time of one plan's step goes.
 
     time: the time of the rank that computes for the longest time.
-    limits: that rank's seconds by what limits them (`compute`, `memory`, links, waiting and so on). Their sum is the
-    time of the step.
-    factors: for each factor, such as `compute`, by how many seconds the step is longer if all times that depend on it
-    are at the upper end of their interval.
+    limits: how many seconds of that rank's step each limit accounts for, such as `compute`, `memory`, a link or
+    waiting. Their sum is the time of the step.
+    factors: for each factor, such as `compute`: how many seconds longer the step is if all times that depend on this
+    factor are at the upper end of their interval.
     runner_up: the estimate of the next best plan.
     """
 
@@ -90,7 +90,8 @@ def link_words(machine: Machine, ranks: Sequence[int]) -> str:
 
 
 def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:
-    """Return the rank's seconds by what limits them, in descending order. Overlapped communication is not included."""
+    """Return how many seconds of the rank's step each limit accounts for, such as `{"compute": 0.8, "waiting": 0.1}`,
+    in descending order. Communication that overlaps with computing is not included."""
     computing: dict[str, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     for one in done:

@@ -180,8 +180,8 @@ class Tracer:
 def microbatches_of(plan: Plan) -> int | None:
     """Return how many microbatches to trace. Return None if all of them must be traced.
 
-    All must be traced if a few would save nothing, if a rank's stages alternate (interleaved schedules), or if replicas
-    have unequal shares of the batch.
+    All must be traced if tracing only a few would save nothing, if a rank's stages alternate (interleaved schedules),
+    or if replicas have unequal shares of the batch.
     """
     few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 2)
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
@@ -191,7 +191,8 @@ def microbatches_of(plan: Plan) -> int | None:
 def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
     """Return how many blocks to trace. Return None if all of them must be traced.
 
-    All must be traced if a few would save nothing, or would change which parts of the model are in a stage.
+    All must be traced if tracing only a few would save nothing, or would move parts of the model to another stage or
+    rank.
     """
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
@@ -205,18 +206,18 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
 
 
 def blocks_axis(stretch: Stretch) -> GrowthAxis:
-    """Return the axis along which a trace grows with the number of blocks. Its numbers are the indices of the groups of
-    blocks in `stretch`.
+    """Return the `GrowthAxis` along which a trace grows with the number of blocks. A launch's position on this axis is
+    the index of its group of blocks in `stretch`.
 
-    Every rank also calls the blocks of earlier pipeline stages, which only pass a shape on. These blocks are in
-    `stretch` too.
+    `stretch` also contains the blocks of earlier pipeline stages. Every rank calls these blocks, but only to pass on a
+    shape.
     """
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache
     def known(module: str) -> tuple[int, str]:
-        """Return the index of a module's block in `stretch`, or -1 for other modules, and the module's name within the
-        block."""
+        """Return (index in `stretch` of the block that contains the module, the rest of the module's name). The index
+        is -1 if the module is in none of these blocks."""
         name = module
         while name and name not in places:
             name = name.rpartition(".")[0]

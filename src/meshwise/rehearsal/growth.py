@@ -21,7 +21,7 @@ from typing import Any
 from meshwise.rehearsal.work import CollectiveOperation, Operation
 
 ENOUGH = 64
-"""The largest number of entries to compare when choosing between ways in which two sequences may continue."""
+"""The most entries that are compared to find out which of several possible pieces the longer sequence repeats."""
 
 
 class Unlike(Exception):
@@ -47,7 +47,8 @@ class Insertions:
     """The pieces of a longer sequence that a shorter one lacks, in order."""
 
     def __init__(self, short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]) -> None:
-        """loosely: the two sequences again, with numbers that are also equal for entries that differ only by growth."""
+        """loosely: the same two sequences with other numbers. Two entries that differ only by growth have the same
+        number here, but different numbers in `short` and `long`."""
         self.all = tuple(_widened(_found(short, long, loosely), long))
         self._firsts = [piece.first for piece in self.all]
         self._ats = [piece.at for piece in self.all]
@@ -94,11 +95,11 @@ def _found(
 def _put_in(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> int:
-    """Return the length of the piece that begins at index `other` of the longer sequence. Return 0 if the entry there
-    has only grown.
+    """Return the length of the repeated piece that begins at index `other` of the longer sequence. Return 0 if no piece
+    begins there, and the entry there is entry `one` of the shorter sequence after growth.
 
-    If several lengths are possible, return the one after which the two sequences agree for longest. Raises Unlike if
-    none is.
+    If several lengths are possible, return the length after which the two sequences agree for longest. Raises Unlike if
+    no length is possible.
     """
     left, right = loosely
     most = min(len(long) - other - (len(left) - one), other)
@@ -119,8 +120,11 @@ def _put_in(
 def _alike(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> tuple[int, int]:
-    """Compare at most ENOUGH entries from here on, up to the first that differs. Return how many are equal, and how
-    many are equal up to growth."""
+    """Compare at most ENOUGH entries of `short` from index `one` on with entries of `long` from index `other` on. Stop
+    at the first two that differ by more than growth.
+
+    Return how many entries were exactly equal, and how many were equal except for growth.
+    """
     left, right = loosely
     equal = alike = 0
     for mine, its in zip(range(one, one + ENOUGH), range(other, other + ENOUGH), strict=True):
@@ -135,8 +139,8 @@ def _repeats(long: Sequence[int], place: int, length: int) -> bool:
 
 
 def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Insertion]:
-    """Move each piece towards the end of its repeating range, leaving one more copy behind it, because entries refer to
-    earlier entries."""
+    """Move each piece towards the end of the range in which the sequence repeats itself, so that one more copy follows
+    it. The reason is that entries refer to earlier entries."""
     stretches = []
     for place, length in found:
         first, end = place - length, place + length
@@ -159,8 +163,7 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
 
 
 def grown(short: Any, long: Any, times: int) -> Any:
-    """Return a value after `times` steps of growth, from the values after no step (`short`) and after one step
-    (`long`).
+    """Extrapolate a value that was `short` before and `long` after one step of growth to `times` steps of growth.
 
     A number grows by the same amount in each step, a list by the same pieces. Raises Unlike for any other difference.
     """

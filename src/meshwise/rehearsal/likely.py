@@ -32,7 +32,7 @@ SPLIT = 8
 STATE = 2.0
 """Bytes of optimizer state per byte of trained parameters, as for Adam."""
 ADDED, STEPPED = 3, 7
-"""How often gradients are read or written to accumulate them, and parameters in an optimizer step."""
+"""How often gradients are read or written to accumulate them. How often parameters are, in an optimizer step."""
 AGAIN = 1.25
 """The factor by which recompute increases the communication of split layers: one of four collectives runs twice."""
 HELD = 1.1
@@ -161,8 +161,8 @@ class Likely:
         split = replace(many, sequence=plan.sequence) if plan.tensor > 1 else one
 
         def at(name: str) -> float:
-            """Return a cost as a constant part, such as casts of parameters, plus a part proportional to the number of
-            samples."""
+            """Return one of the costs in `Small` for `rows` samples: a constant part, such as casts of parameters, plus
+            a part that is proportional to the number of samples."""
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
@@ -190,20 +190,24 @@ class Likely:
         return Small(forward + sent / 2, backward + sends, at("outside"), sent, kept)
 
     def _each(self, kind: Kind, name: str) -> float:
-        """Return a cost of a small trace per sample. name: a field of `Small`."""
+        """Return one of the costs in `Small`, divided by the number of samples. name: the field of `Small`, such as
+        `forward`."""
         return float(getattr(self._small(kind), name)) / kind.rows
 
     def _between(self, whole: float, split: float, part: float) -> float:
-        """Interpolate the cost of a fraction `part` of a layer between the cost of the whole layer and that of its
-        smallest part."""
+        """Interpolate the cost of a layer of which a rank computes the fraction `part`.
+
+        whole: the measured cost of the whole layer.
+        split: the measured cost of the smallest part that was traced.
+        """
         if part == 1 or self._parts == 1:
             return whole
         divided = (whole - split) / (1 - 1 / self._parts)
         return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
-        """Estimate a block's cost from a forward pass: its FLOPs at a fraction of the peak rate, and the bytes of its
-        results at the memory rate."""
+        """Estimate a block's cost from the size of a forward pass. FLOPs take time at a fraction of the peak rate. The
+        bytes of results take time at the memory rate."""
         forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
         each = kind.rows / self._batch / max(forward.blocks, 1)
@@ -255,6 +259,7 @@ def _collective(kind: str, size: int, ranks: int, apart: int) -> CollectiveOpera
 
 
 def _likenesses(plan: Plan) -> list[tuple[object, ...]]:
-    """Return keys that a plan shares with similar plans, from the most to the least specific."""
+    """Return keys for finding similar plans, from the most specific key to the least specific. Similar plans have a key
+    in common."""
     mesh = plan.tensor > 1, plan.pipeline > 1, plan.shard > 1, plan.devices > 1
     return [(mesh, plan.recompute, plan.sequence), (mesh,), (plan.recompute,), ()]

@@ -29,7 +29,7 @@ class Peak:
 
     place: the index in `Work.events` of the event that reached the peak. -1: the start of the step.
     split: the bytes by category, without empty categories.
-    phase, module, microbatch: those of the launch that the last allocation was made for.
+    phase, module, microbatch: where the peak is: the phase, module and microbatch of the launch that needed the memory.
     """
 
     bytes: int
@@ -104,10 +104,11 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
 
 
 def with_inside(work: Work, inside: Callable[[Operation], int]) -> Work:
-    """Return a copy of the step with events for the memory that operators allocate internally.
+    """Return a copy of the step with additional events for the memory that operators allocate internally.
 
-    inside: returns the bytes that an operator allocates internally. The result is only for computing memory, since the
-    indices of launches change.
+    inside: returns the bytes that an operator allocates internally.
+
+    The returned step may only be used to compute memory, because the indices of its launches have changed.
     """
     events: list[Event] = []
     for event in work.events:

@@ -31,12 +31,11 @@ class Item:
     host: the seconds that the host takes to launch it.
     share: the resource that it uses, such as COMPUTING.
     blocks: whether the host waits until it has ended.
-    number: for a collective, its index among those of the same kind and group, in the order in which the host launches
-    them.
-
-    If it stands for several operators:
-    lead: the seconds that the host takes to launch the first operator.
-    late: the seconds from when the host begins to launch the operators until the last can have ended at the earliest.
+    number: for a collective, its index among the collectives of the same kind and group, in the order in which the host
+    launches them.
+    lead: for joined operators, the seconds that the host takes to launch the first of them.
+    late: for joined operators, the seconds from the beginning of the first launch until the last operator can have
+    ended at the earliest.
     """
 
     place: int
@@ -141,7 +140,8 @@ class _Play:
                 return
 
     def begin_next(self, rank: int, stream: str, now: float) -> None:
-        """Begin the next item on a stream if it can begin now. Otherwise arrange that this is tried again."""
+        """Begin the next item on a stream if it can begin now. Otherwise make sure that this method is called again
+        later."""
         of = self.ranks[rank]
         queue = of.queues[stream]
         if stream in of.busy or not queue:
@@ -263,10 +263,10 @@ def _first(task: _Task) -> tuple[int, int]:
 
 
 def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -> list[Done]:
-    """Simulate the launches of all ranks on one clock, and return them in the order in which they end.
+    """Simulate the launches of all ranks on one clock, and return the launches in the order in which they end.
 
     items: for each rank, its launches in the order in which its host makes them.
-    overlaps: for each rank, how much computing and communication slow each other.
+    overlaps: for each rank, by which factors computing and communication slow each other.
 
     Ranks that are not simulated are assumed never to be late for a collective. Raises ValueError if ranks wait for each
     other forever.

@@ -29,7 +29,7 @@ from meshwise.spec.timings import seconds_at
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
-"""What a time depends on. Errors of times with the same factor are correlated, those of different factors are not."""
+"""What a time may depend on. Times with the same factor have correlated errors, all other times independent errors."""
 Known = Callable[[Operation], float | None]
 """Returns the measured seconds of an operator at its shapes, or None if it was not measured on this device."""
 

@@ -37,7 +37,8 @@ class GrowthAxis:
     """A dimension along which traces grow: the number of blocks or of microbatches.
 
     read: see `Read`.
-    write: returns the (module, microbatch) of a launch after it is moved to another block or microbatch.
+    write: takes a launch and the index of another block or microbatch. Returns the (module, microbatch) that the launch
+    has there.
     """
 
     read: Read
@@ -52,13 +53,13 @@ MICROBATCHES = GrowthAxis(_by_microbatch, lambda launch, number: (launch.module,
 
 
 def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets: bool = False) -> Trace:
-    """Return a trace with `times` more repetitions than `short`, where `long` has one more. Raises Unlike if this is
-    not possible.
+    """Extrapolate two traces to a longer one. `long` repeats blocks (or microbatches) once more than `short`, and the
+    result repeats them `times` times more than `short`. Raises Unlike if the traces cannot be extrapolated.
 
     Storages are numbered differently than in a trace of the whole model.
 
-    buckets: whether the optimizer splits parameters into buckets of a fixed size. A launch on more parameters in `long`
-    then raises Unlike, because buckets would change at some depth.
+    buckets: whether the optimizer splits parameters into buckets of a fixed size. With more repetitions, the buckets
+    may then change. So Unlike is raised if a launch works on more parameters in `long` than in `short`.
     """
     numbers: dict[Hashable, int] = {}
     one, other = _Row(short, axis.read, numbers), _Row(long, axis.read, numbers)
@@ -72,12 +73,12 @@ def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets:
 
 
 class _Row:
-    """A trace as one sequence of entries, stored in lists of equal length.
+    """A trace as one sequence of entries. Entry i consists of the values at index i of these lists.
 
-    events: the event of each entry.
-    keys: a number that equal entries share.
-    loose: a number that entries also share if they differ only by growth.
-    at: the index of the entry's block or microbatch.
+    events: the event.
+    keys: a number that is the same for equal entries.
+    loose: a number that is the same for entries that are equal except for growth.
+    at: the index of the block or microbatch.
     refers: the indices of earlier entries that the entry refers to.
     """
 
@@ -133,8 +134,8 @@ class _Row:
 
 
 class _Moved(NamedTuple):
-    """How a number changes over the copies of a piece: it is `start` in the first copy, and grows by `slope` with each
-    further copy."""
+    """A number that changes by the same amount from each copy of a piece to the next. `start` is its value in the first
+    copy, and `slope` the change."""
 
     start: int
     slope: int = 0
@@ -152,8 +153,8 @@ class _Longer:
         self.start = self.next = 0
 
     def sections(self) -> list[list[Any]]:
-        """Return four lists: the memory held before the first step, the events of the first step, and both for a later
-        step."""
+        """Return four lists: the memory held before the first step, the events of the first step, the memory held
+        before a later step, and the events of that step."""
         found: list[list[Any]] = []
         for event in self._events():
             if event is None:
@@ -177,7 +178,11 @@ class _Longer:
             begin, shift = end + piece.length, shift + piece.length
 
     def _fixed(self, place: int, before: int) -> Event | None:
-        """Return the event for an entry that both sequences have. before: the entry's index in the shorter sequence."""
+        """Append the event for an entry that is not repeated, and return it.
+
+        place: the index of the entry in the longer sequence.
+        before: the index of the same entry in the shorter sequence.
+        """
         event, times = self.long.events[place], self.times
         if event is None:
             return self._put(place, None, (), None)
@@ -232,8 +237,8 @@ class _Longer:
                 yield self._put(place, event, own, at, outer)
 
     def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
-        """Return how the references of an entry in a piece change from copy to copy, and how its block or microbatch
-        changes."""
+        """Return how an entry of a repeated piece changes from one copy of the piece to the next: first the changes of
+        its references, then the change of its block or microbatch (None if it has none)."""
         if self.long.events[place] is None:
             raise Unlike("a repeated piece contains the start of a section of the trace")
         beside = [
@@ -279,10 +284,9 @@ class _Longer:
     def _put(
         self, place: int, event: Event | None, refers: Sequence[int], number: int | None, check: bool = True
     ) -> Event | None:
-        """Append an event with new references, and return it.
+        """Append an event to the longer trace, with new references to earlier entries, and return it.
 
-        check: whether to raise Unlike if the entries that the new references point to differ from those of the old
-        references.
+        check: whether to raise Unlike if a new reference points to another kind of entry than the old reference did.
         """
         keys, key = self.keys, self.long.keys[place]
         if check and refers:

@@ -114,8 +114,8 @@ def _forward(work: Work) -> Forward:
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
     """Trace the first steps of a script under a plan. Like `trace`, return one trace for each kind of rank.
 
-    Raises PlanError for a plan that scripts cannot have, and UsageError, with the source line, if the script cannot be
-    rehearsed.
+    Raises PlanError if the plan uses an option that is not available for scripts. Raises UsageError, with the source
+    line, if the script cannot be rehearsed.
     """
     check_for_scripts(plan)
     return [_trace_rank(script, plan, kind, rank) for rank in kinds_of_ranks(plan, speeds)]

@@ -30,13 +30,13 @@ UNLIKELY = 1.25
 """A plan is not simulated if its step is expected to take more than this many times as long as the best one."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
-"""Plans with more parts to trace are not simulated first. Plans without pipeline stages never have more."""
+"""Plans with more parts to trace are not the first to be simulated. Only pipeline stages lead to more."""
 SIMPLER = 0.04
-"""By what fraction a plan must be faster for each doubling of microbatches, stages or layer parts, to come first."""
+"""A plan with twice the microbatches, stages or layer parts comes first only if it is faster by this fraction."""
 FIRST = 5
 """The number of likely best plans that are shown before any plan is simulated."""
 NEAREST = 3
-"""If no plan fits, variants that save memory are tried for this many plans, those that need the least memory."""
+"""If no plan fits, the NEAREST plans with the least memory are tried again with changes that save memory."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Search:
 
     estimates: the estimates of simulated plans, best first.
     refused: plans that were rejected, with the reasons.
-    left: plans that were not simulated for lack of time, likely best first.
+    left: plans that were not simulated for lack of time. Plans that are likely good come first.
     seconds: the time that the search took.
     worse: plans that were not simulated because they are likely slower.
-    first: the likely best plans, with the guesses of their costs made before any plan was simulated.
+    first: the plans that looked best before any plan was simulated, with guesses of their costs.
     """
 
     estimates: tuple[Estimate, ...]
@@ -275,7 +275,7 @@ def _parts_traced(plan: Plan) -> int:
 def _cut_alike(plan: Plan, refused: Plan) -> bool:
     """Return whether a plan will be refused for the same reason as the plan `refused`.
 
-    This is so if the two split the model in the same way, and the plan has every option that may be the reason.
+    This is so if both plans split the model in the same way, and `plan` has every option that may be the reason.
     """
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
@@ -288,4 +288,4 @@ def _cut_alike(plan: Plan, refused: Plan) -> bool:
 
 
 ALSO = {"sequence": False, "recompute": "none"}
-"""Options that may be the reason why a plan is refused, with the values that are never the reason."""
+"""Options for which a plan may be refused. The value given for an option is never a reason to refuse the plan."""

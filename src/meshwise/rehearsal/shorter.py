@@ -168,8 +168,8 @@ def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]
 
 
 def _print(block: nn.Module, held: Counter[int], number: int) -> object:
-    """Return a value that is the same for equal blocks. A block that shares parameters with another block is equal to
-    none."""
+    """Return a value that is the same for equal blocks. A block that shares parameters with another block is never
+    equal to any other block."""
     if any(held[id(p)] > 1 for p in block.parameters()):
         return number
     return tuple((name, _print_of_one(module)) for name, module in block.named_modules())

@@ -25,7 +25,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
 OVERLAP, STEP = "overlap", "step"
-"""Two more factors: how much overlapping activities slow each other, and time that no launch explains."""
+"""Two more factors: how much overlapping activities slow each other, and step time that no launch explains."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from meshwise.machine.memory import free_bytes
 from meshwise.rehearsal.calls import bytes_of, made
 
 REPEATS, LONGEST = 7, 0.05
-"""How many calls of an operator are timed: fewer, but at least two, if they take more than LONGEST seconds in all."""
+"""How often an operator is timed. If this takes more than LONGEST seconds, it is timed less often, but at least
+twice."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
 """Operators on more than IN_CACHE bytes: how many calls are also timed after a write of FLUSHED bytes, which empties
 the caches. In a step, some tensors are in a cache and others are not."""

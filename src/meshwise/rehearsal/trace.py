@@ -99,8 +99,8 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
 
 
 def refused(what: str, error: Exception) -> MeshwiseError:
-    """Return the error that says why a program cannot be traced on fake tensors, made from the exception that it
-    raised. A MeshwiseError is returned unchanged.
+    """Return the error to raise for a program that cannot be traced on fake tensors, made from the exception that the
+    program raised. If that exception is a MeshwiseError, return it unchanged.
 
     what: the job or script, as named in the message.
     """

@@ -23,8 +23,8 @@ class Operation:
     """A call of an operator on one device.
 
     name: the name in torch without the overload, such as `aten.mm`.
-    shapes, dtypes: those of the tensor arguments, in order. A dtype is written like `bf16`.
-    flops: the number of floating-point operations. For causal attention, half of those of full attention.
+    shapes, dtypes: the shapes and dtypes of the tensor arguments, in order. A dtype is written like `bf16`.
+    flops: the number of floating-point operations. Causal attention counts half as many as full attention.
     read, written: the bytes that the operator reads and writes.
     call: on a CPU, the call as text (calls.py), so that it can be measured.
     layout: `channels_last` if the images of a convolution have this layout.
@@ -121,9 +121,10 @@ class Work:
 
     rank, ranks: the rank, and the number of ranks.
     kind: the kind of device: `cpu`, or `gpu` for any accelerator.
-    held: the memory that is allocated when the step begins, such as parameters and optimizer state.
+    held: the memory that is already allocated when the step begins, such as parameters and optimizer state.
     notes: remarks on the program under this plan.
-    dtensors: whether the optimizer steps on DTensors. Their operators are slower, since they all go through Python.
+    dtensors: whether the optimizer steps on DTensors. Operators on DTensors are slower, because each call goes through
+    Python.
     """
 
     rank: int

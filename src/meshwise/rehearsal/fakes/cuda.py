@@ -109,8 +109,8 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 def _told(name: str, own: Callable[..., Any]) -> Any:
-    """Return a replacement for the function `name` of `torch.cuda`. It calls the original if the caller is torch or
-    meshwise, else `own`."""
+    """Return a replacement for the function `name` of `torch.cuda`. It calls torch's function if the caller is torch or
+    meshwise. For any other caller, it calls `own`."""
     real = getattr(torch.cuda, name)
     if isinstance(real, type):
         return own
@@ -167,8 +167,8 @@ class _Named(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def inside(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that this mode is also active while it runs, since a backward may recompute code of the
-        script."""
+        """Wrap `real` so that this mode is also active while `real` runs. A backward needs this, because it may run
+        code of the script again (recompute)."""
 
         @functools.wraps(real)
         def named(*args: Any, **kwargs: Any) -> Any:

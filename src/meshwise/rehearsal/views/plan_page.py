@@ -30,7 +30,7 @@ from meshwise.timeline.timeline import Timeline
 from meshwise.timeline.views.html_page import page_of
 
 POINTS = 600
-"""The largest number of points of the memory curve to draw. Each is the highest of its neighbors."""
+"""The largest number of points of the memory curve to draw. Each is the highest in its section of the curve."""
 
 
 def plan_page(plans: Any, first: Rehearsed) -> str:
@@ -100,10 +100,8 @@ def _memory(first: Rehearsed) -> dict[str, Any]:
 
 
 def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
-    """Return the time in ms of each point of a curve: the beginning of the launch that the memory was allocated for.
-
-    If the step's time is unknown, return the index of that launch instead.
-    """
+    """Return the x coordinate of each point of a curve: the time in ms at which the launch begins that the memory was
+    allocated for. If the step's time is unknown, return the index of that launch instead."""
     launched = np.cumsum([isinstance(event, Launch) for event in curve.work.events])
     number = np.where(curve.places < 0, 0, launched[np.maximum(curve.places, 0)])
     if step is None:
@@ -113,8 +111,8 @@ def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
 
 
 def _thinned(curve: Curve) -> list[int]:
-    """Return the indices of a curve's points to draw: the first point, and from each section of the curve the point
-    with the most bytes."""
+    """Return the indices of the points of a curve to draw. The curve is cut into at most POINTS sections. The highest
+    point of each section is drawn, and the first point of the curve."""
     parts = np.array_split(np.arange(1, len(curve.places)), min(POINTS, max(len(curve.places) - 1, 1)))
     total = curve.total
     return [0, *(int(part[total[part].argmax()]) for part in parts if len(part))]
