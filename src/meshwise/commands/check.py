@@ -68,8 +68,8 @@ def check(
 
 @contextmanager
 def _progress_shown(job: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """Yield two functions. The first prints a line. The second shows the progress, on a terminal as a status line below
-    the others."""
+    """Yield two functions for output. The first prints a line. The second shows the present progress: on a terminal as
+    a status line that changes, elsewhere as a line from time to time."""
     job = job if len(job) <= LONGEST_NAME else f"…{job[-LONGEST_NAME:]}"
     console, last = Console(stderr=True), time.monotonic()
 

@@ -87,8 +87,8 @@ def _declared(name: str, option: Option, default: Any, hidden: bool) -> Any:
 
 
 def _typed(annotation: Any) -> Any:
-    """Return the type that typer is given for an option: a list for a tuple, since the option can be repeated, and str
-    if the value may be a str."""
+    """Return the type of an option for typer. A tuple becomes a list, because the option can be repeated. A union that
+    contains str becomes str."""
     kinds = get_args(annotation)
     for kind in (annotation, *kinds):
         if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):

@@ -87,8 +87,8 @@ def _say_starting(options: RunOptions) -> None:
 
 
 def _workers(devices: str | None) -> str:
-    """Return text such as `2 workers` if `--devices` gives the number, else `the workers`. Torch is not yet asked for
-    devices."""
+    """Return text such as `2 workers` if `--devices` gives the number, else `the workers`. This does not ask torch
+    which devices exist."""
     try:
         request = parse_devices(devices or "all")
     except UsageError:

@@ -20,7 +20,7 @@ from meshwise.spec.user_code import name_line
 from meshwise.workers.environment import read_world
 
 VERBS = {"meshwise.api.run", "meshwise.api.check"}
-"""Other modules that may have trained a script's job. Each is imported when it is first used."""
+"""Modules with functions that train a job. Each is imported only when a script uses one of its functions."""
 
 
 def is_plain(script: Path) -> bool:

@@ -97,8 +97,8 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
 
 
 def cut(text: bytes, longest: int) -> Iterator[bytes]:
-    """Split a file into documents of as many whole paragraphs as fit. A paragraph longer than `longest` bytes is
-    split."""
+    """Split a file into documents. Each document has as many whole paragraphs as fit into `longest` bytes. Only a
+    paragraph that is longer is split. Documents of less than SHORTEST bytes are left out."""
     held = b""
     for paragraph in text.split(b"\n\n"):
         paragraph += b"\n\n"

@@ -85,11 +85,11 @@ def apply(
     """Change `model` in place as `plan` requires, on this rank's device and with the start values of rank 0.
     Collective.
 
-    Afterwards call `bind` on an optimizer of the model's parameters. An optimizer that was made before must first be
-    pointed at the new parameters (`rebind.py`).
+    Afterwards call `bind` on each optimizer of the model's parameters. An optimizer that was made before this call
+    still holds the old parameters. Call `rebind` (`rebind.py`) on it first.
 
-    piggyback_loss: whether most calls of `backward` ask for the mean of a value, which should be sent with the
-        gradients.
+    piggyback_loss: whether most calls of `backward` will pass a `value`, so that it should be averaged over ranks
+        together with the gradients.
     samples: returns how many samples this rank works on now: 0 for a padding sample, None outside of a loop over
         batches. If given, batch norms use the statistics of all ranks, and forwards in training are then collective.
     stage_cost: returns the cost of a block, given its name and the block; see `Job`.

@@ -71,10 +71,10 @@ def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _counts_tokens(kind: type) -> bool:
-    """Return whether a router's code counts tokens over all samples to apply a capacity.
+    """Return whether a router's code limits the tokens per expert by a count over all samples.
 
-    The result is False for a router that counts along dim -2 of (samples, positions, experts), as in Switch: such a
-    count stays within each sample.
+    The result is False if the router counts along dim -2 of (samples, positions, experts), as Switch does. Such a count
+    stays within each sample.
     """
     codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
     return any(
@@ -118,8 +118,10 @@ def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
 
 
 def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
-    """Gather the rows of all ranks, in rank order. counts: whether the rows of this rank count; False for a padding
-    sample."""
+    """Gather the rows of all ranks, in rank order.
+
+    counts: whether to include the rows of this rank. False if they belong to a padding sample.
+    """
     own = rows if counts else rows[:0]
     lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()
     return through(_Rows, own, tuple(lengths.tolist()))

@@ -60,8 +60,8 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
 
 
 class _JoinedForward(functools.partial[Any]):
-    """A batch norm's forward over all ranks. A copied module keeps it; a pickled module gets the original forward
-    back."""
+    """A batch norm's forward over all ranks. If the module is copied, the copy keeps this forward. If the module is
+    pickled, the copy gets the original forward back."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _JoinedForward:
         return _JoinedForward(self.func, *copy.deepcopy(self.args, memo))
@@ -114,8 +114,8 @@ def _calls(kind: type[nn.Module]) -> bool:
 
 
 def _mentions(function: Any, seen: set[FunctionType]) -> bool:
-    """Return whether a function refers to torch's batch norm. Functions of the same file that it calls are searched,
-    too."""
+    """Return whether a function refers to torch's batch norm, directly or through a function of the same file that it
+    calls."""
     if not isinstance(function, FunctionType) or function in seen or function.__module__.startswith("torch."):
         return False
     seen.add(function)

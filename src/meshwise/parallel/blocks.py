@@ -75,6 +75,6 @@ def _holds_layers(container: nn.Module) -> bool:
 
 
 def _is_called(container: nn.Module) -> bool:
-    """Return whether the program may call `container`. A module list has no forward, nor has a list of lists (Funnel's
-    stages)."""
+    """Return whether `container` has a forward that the program may call. This is so for `nn.Sequential`. Lists of
+    modules have no forward, even if they contain other lists (Funnel's stages)."""
     return isinstance(container, nn.Sequential)

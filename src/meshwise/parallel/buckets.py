@@ -17,10 +17,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def buckets_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Group adjacent tensors of the same dtype and device into buckets of at most `most` bytes on this rank.
-
-    A tensor that is larger than `most` has a bucket of its own.
-    """
+    """Group adjacent tensors of the same dtype and device into buckets. A bucket has at most `most` bytes on this rank,
+    except that a tensor larger than `most` has a bucket of its own."""
     buckets: list[list[Tensor]] = []
     size = 0
     for t in tensors:

@@ -71,10 +71,10 @@ def _names(forward: Callable[..., Any], count: int) -> list[str]:
 
 
 def _has_positions(name: str, value: Any) -> bool:
-    """Return whether an input has one number or one vector per position.
+    """Return whether an input is to be split along positions: a tensor with one number or one vector per position.
 
-    Masks and labels are not split here. They stay whole on all ranks, because neighboring positions are needed when
-    they meet split tensors later.
+    Masks and labels are not split here. They stay whole on all ranks, because entries of neighboring positions are
+    needed when they are combined with split tensors later.
     """
     if not isinstance(value, Tensor) or "mask" in name or "label" in name or value.dim() < 2:
         return False

@@ -67,8 +67,9 @@ class _Group:
 
 
 class DataParallel:
-    """Averages the gradients of `named` parameters over all ranks.
+    """Averages the gradients of the parameters in `named` over all ranks.
 
+    named: the name and the parameter, for each parameter.
     dtype: the dtype in which gradients are sent and summed; None for the dtype of the parameters. If given, a loss is
         not sent with the gradients.
     """
@@ -107,8 +108,8 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Implement `Reduction.backward`. With `piggyback_loss`, `value` is sent as the gradient of an extra parameter:
-        a separate collective would cost more time than a step of a small model can hide."""
+        """Implement `Reduction.backward`. With `piggyback_loss`, `value` is sent as the gradient of an extra parameter.
+        A separate collective would be too slow for the short steps of a small model."""
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
@@ -188,7 +189,7 @@ class DataParallel:
         self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
     def _watched(self, loss: Tensor) -> list[int]:
-        """Run the backward. Returns the indices of the parameters that it reaches, in the order in which it reaches
+        """Run the backward. Return the indices of the parameters that it reaches, in the order in which it reaches
         them."""
         order: list[int] = []
         handles = []
@@ -209,7 +210,7 @@ class DataParallel:
         return groups
 
     def _on_bucket(self, bucket: GradBucket | PlainBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average a full bucket. The reducer calls this method."""
+        """Begin to average the gradients in a full bucket. The reducer calls this method as a hook."""
         self._calls += 1
         buffer = bucket.buffer()
         if self._factor is not None or self._kept:
@@ -245,7 +246,8 @@ class DataParallel:
     def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
         """Reduce the buckets that no hook has reduced.
 
-        before: for each parameter, by id, its gradient before this backward and the version of that gradient.
+        before: maps the id of each parameter to its gradient before this backward, and to the version counter of that
+            gradient.
         """
         missing = [
             (name, p)
@@ -265,8 +267,9 @@ class DataParallel:
     ) -> Callable[[], None]:
         """Contribute zero for the parameters that this rank's loss did not reach, so that no rank waits for them.
 
-        Each rank first counts its missing parameters in the store. After the reduction, all ranks have counted. The
-        returned function then sets `grad` back to None for the parameters that all ranks missed.
+        Before the reduction, each rank counts its unreached parameters in the process group's store. Return a function
+        to call after the reduction, when all ranks have counted. It sets `grad` back to None for the parameters that no
+        rank has reached.
         """
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
@@ -282,8 +285,8 @@ class DataParallel:
         return missed_by_all
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
-        """Multiply the gradients of all parameters that are not in `armed` by the factor, then add the gradients set
-        aside."""
+        """Finish the gradients of all parameters that are not in the groups `armed`: multiply each gradient by the
+        factor, then add the gradient that was set aside."""
         done = {id(p) for group in armed for p in group.parameters}
         for _, p in self._named:
             if id(p) in done:
@@ -329,8 +332,8 @@ class DataParallel:
                 )
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
-        """Make a reducer for these parameters, in the order in which a backward reaches them, and run its bucket
-        rebuild."""
+        """Make a reducer for the parameters with these indices. The indices are in the order in which a backward
+        reaches the parameters. DDP's rebuild of the buckets is done here, before the first use."""
         names = [self._named[i][0] for i in indices]
         parameters = [self._named[i][1] for i in indices]
         if self._loss_carrier is not None and not self._groups:
@@ -345,7 +348,8 @@ class DataParallel:
         return _Group(parameters, names, made, self._calls)
 
     def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
-        """Reduce `gradients` by an artificial backward: the gradient of sum(p * conj(g)) with respect to p is g."""
+        """Reduce `gradients` with the group's reducer. Hooks of the reducer need a backward, so an artificial one is
+        run: the gradient of sum(p * conj(g)) with respect to p is g."""
         self._factor, self._calls, self._buckets, self._kept = None, 0, 0, {}
         for p in group.parameters:
             p.grad = None
@@ -360,8 +364,8 @@ class DataParallel:
             self._reduce(group.reducer)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
-        """Raise PlanError unless all ranks reach this call with the same names, before any rank enters a collective for
-        them."""
+        """Compare names of parameters between the ranks, before a collective on these parameters. Raise PlanError if
+        another rank has other names, or does not make this call in time."""
         text = ", ".join(names)
         key = f"{self._key}/{what}/{self._backwards}"
         other = agree(key, text, collectives.world_size(), LATE_GRACE)
@@ -375,13 +379,17 @@ class DataParallel:
 
 
 def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
-    """Make a parameter that carries the loss and further values, as its gradient, along with the other gradients."""
+    """Make an extra parameter. Its gradient is used to send the loss and other values together with the real
+    gradients."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
 
 
 def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
-    """Return whether a backward left the gradient of `p` unchanged, or left `p` without a gradient."""
+    """Return whether a backward did not change the gradient of `p`. Also return True if `p` has no gradient.
+
+    gradient, version: the gradient before the backward, and the gradient's version counter.
+    """
     return p.grad is None or (p.grad is gradient and reducer.version(p.grad) == version)
 
 

@@ -67,7 +67,8 @@ def deferred() -> Iterator[None]:
 def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
     """Build a model by calling `make` inside `deferred()`. If this fails, build it without `deferred()`.
 
-    Returns the model and a note on why it was not built deferred. The note is empty if it was, or in a rehearsal.
+    Returns the model and a note that says why the model could not be deferred. The note is empty if the model was
+    deferred. In a rehearsal, models are never deferred, and the note is empty.
     """
     if fake.rehearsing():
         return make(), ""
@@ -188,8 +189,8 @@ class _Skeleton:
 
 
 class _Filling:
-    """The tensors of a deferred model while they are filled: slots and other tensors, by the number of their
-    storage."""
+    """The tensors of a deferred model while they are filled. Parameters and buffers (slots) and all other tensors can
+    be looked up by the number of their storage."""
 
     def __init__(self, model: nn.Module, device: torch.device | str, parts: torch.device | str) -> None:
         self.slots: dict[int, list[_Slot]] = {}
@@ -253,8 +254,8 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _nothing(like: Tensor, device: torch.device | str) -> Tensor:
-    """Return a stand-in for a parameter of another stage: a tensor of NaN with the shape of `like`, in the memory of
-    one number."""
+    """Return a stand-in for a parameter that only another pipeline stage uses. It is a tensor of NaN with the shape of
+    `like` that takes the memory of one number."""
     return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 

@@ -80,7 +80,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _layout(module: nn.Module) -> str:
-    """Return which arguments the forward of a module of stacked experts takes.
+    """Return what kind of arguments the forward of a module of stacked experts takes.
 
     - "weights": hidden states, the experts of each token, and the routing weights.
     - "sizes": rows sorted by expert, and the number of rows of each expert.
@@ -132,8 +132,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
-    """Divide the parameters of an expert over the innermost mesh axis. Returns the number of elements in these
-    parameters."""
+    """Divide the parameters of an expert module over the innermost mesh axis. Returns their number of elements."""
     names = {id(p): name for name, p in setup.model.named_parameters()}
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     divided = 0

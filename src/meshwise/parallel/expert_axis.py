@@ -45,8 +45,8 @@ class ExpertAxis(Protocol):
 class ExpertMeshAxis:
     """The ranks of the mesh axis over which experts are divided.
 
-    group: the process group of the ranks that differ from this rank only on this axis.
-    replicas: the process group of the ranks at the same position in all such groups.
+    group: the process group of all ranks that differ from this rank only on this axis. Together they hold all experts.
+    replicas: the process group of all ranks that hold the same experts as this rank.
     """
 
     device: str
@@ -88,7 +88,8 @@ def exchanged(
 class _Exchange(Function):
     """Sends rows to the ranks of their experts, or sends results back.
 
-    sent, taken: how many rows go to each rank, and come from each rank.
+    sent: the number of rows to send to each rank.
+    taken: the number of rows to receive from each rank.
     scale: a factor that multiplies the gradients in the backward.
     """
 

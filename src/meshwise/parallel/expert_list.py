@@ -52,7 +52,8 @@ class Found:
 
 
 def lists_of(model: nn.Module) -> Iterator[Found]:
-    """Yield the lists of experts in `model`: entries of one class, with "expert" in the name of list or class."""
+    """Yield the lists of experts in `model`. A list of experts has entries of a single class, and "expert" occurs in
+    the name of the list or of the class."""
     modules = dict(model.named_modules())
     for name, container in modules.items():
         entries = tuple(child for child in container.children() if any(True for _ in child.parameters()))
@@ -157,8 +158,11 @@ class ExpertList:
 
 
 def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[list[Tensor], Tensor | None]:
-    """Run the experts of `calls`, each on its rank. Returns the results and a scalar 0 that makes ranks without calls
-    take part in the backward, or None if there is no backward. Collective, and so is the backward."""
+    """Run the experts of `calls`, each on its rank. Collective, and the backward is collective as well.
+
+    Returns the results and a scalar 0. The caller adds the scalar to its output, so that ranks without calls take part
+    in the backward too. The scalar is None if there is no backward.
+    """
     axis, facts = experts.axis, [(number, [_form(t) for t in given]) for number, given in calls]
     of_axis, of_all = axis.gather_objects(facts)
     called = sorted({number for rank in of_all for number, _ in rank})
@@ -225,8 +229,11 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
 
 
 def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-    """Gather the parameters of the experts in `called` that this rank runs, by number and name. Also return an empty
-    tensor that makes every rank take part in the backward."""
+    """Gather the parameters of the experts in `called` that this rank runs. Return them by the number of the expert and
+    the name of the parameter.
+
+    The first returned value is an empty tensor. It makes every rank take part in the backward.
+    """
     named = [(n, name, p) for n in called for name, p in experts.found.experts[n].named_parameters()]
     parts = [p.to_local() if isinstance(p, DTensor) else p for _, _, p in named]
     facts = [_Fact(experts.owner(n), p.shape, p.requires_grad) for n, _, p in named]
@@ -240,14 +247,14 @@ def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class _Fact:
-    """A parameter of an expert. owner: the rank of the axis that gathers it."""
+    """A parameter of an expert. owner: the rank, counted on the axis, that gathers the whole parameter."""
 
     owner: int
     shape: torch.Size
     trained: bool
 
     def bounds(self, axis: ExpertAxis) -> list[tuple[int, int]]:
-        """Return the range of rows that each rank holds. The parameter is divided as by torch.chunk."""
+        """Return the range of rows (begin, end) that each rank holds. Rows are divided as by `torch.chunk`."""
         step = -(-self.shape[0] // axis.size)
         ends = [min(self.shape[0], rank * step) for rank in range(axis.size + 1)]
         return list(itertools.pairwise(ends))

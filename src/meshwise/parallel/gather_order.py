@@ -28,9 +28,10 @@ GRACE = 60.0  # seconds for an order that is new later: a rank with a known orde
 
 
 class GatherOrder:
-    """Checks, by hooks on the forwards of `root` and of `blocks`, that all ranks run these blocks in the same order.
+    """Checks that all ranks run `blocks` in the same order. It does so by hooks on the forwards of `root` and of the
+    blocks.
 
-    key: a prefix for the keys in the process group's store through which the ranks compare.
+    key: a prefix for keys in the process group's store. Through these keys the ranks exchange their order.
     """
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:
@@ -53,8 +54,8 @@ class GatherOrder:
         self._runs, self._met = False, True
 
     def _come(self, number: int, *unused: Any) -> None:
-        """Note that a forward is about to gather a block. A recomputation in a backward is not noted: it is the same on
-        all ranks."""
+        """Note that a forward is about to gather a block. Blocks that a backward recomputes are not noted, because
+        their order is the same on all ranks."""
         if not self._runs:
             return
         self._so_far = hash((self._so_far, number))

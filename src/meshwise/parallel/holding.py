@@ -40,7 +40,8 @@ _absent = WeakIdKeyDictionary()  # parameters whose values are on other stages
 class Holding:
     """The modules of `model` that this rank of a pipeline holds.
 
-    blocks: the blocks of all stages. own: the blocks of the stages on this rank.
+    blocks: the blocks of all stages.
+    own: the blocks of this rank's stages.
     """
 
     def __init__(self, model: nn.Module, pipe: Pipe, blocks: Sequence[nn.Module], own: Sequence[nn.Module]) -> None:
@@ -93,7 +94,10 @@ class Holding:
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
-        """Replace dropped parameters by plain NaN tensors for a forward (`seen`), or put the parameters back."""
+        """Replace dropped parameters by plain NaN tensors for a forward, or put the dropped parameters back.
+
+        seen: True to put in the NaN tensors, False to put the parameters back.
+        """
         for module, name, held, shown in self._seen:
             parameters_in(module)[name] = shown if seen else held
 
@@ -190,7 +194,8 @@ class Holding:
 
 
 class _Notes:
-    """A hook that records the name of a module if it runs inside the layers of this rank."""
+    """A forward hook that adds the name of a module to a set, if the module runs within the layers of this rank's
+    stages."""
 
     def __init__(self, into: set[str], name: str) -> None:
         self._into, self._name = into, name

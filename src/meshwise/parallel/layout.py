@@ -152,8 +152,8 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
 
 
 def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """Return the names of layers before the blocks that seem to feed the blocks, because their output has the same
-    width."""
+    """Return the names of the layers before the first block that seem to feed the blocks. Their output is as wide as
+    the input of the first layer in a block. Embeddings do not count."""
     blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
     begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0
     return {

@@ -38,8 +38,7 @@ WINDOW = 256 << 20  # bytes that are fetched ahead of their use
 
 @dataclass(eq=False)
 class _HostCopy:
-    """A storage that was copied to host memory. number: its position among the storages that the forward has
-    offloaded."""
+    """A storage that was copied to host memory. number: its index among the storages that the forward has offloaded."""
 
     number: int
     copy: Tensor
@@ -55,8 +54,8 @@ class _HostCopy:
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the copied values are still the values of `tensor`.
 
-        Parts of a storage that are not views of one tensor (an LSTM's gates, made by `unsafe_chunk`) have separate
-        version counters. So the result is False for another part of the storage.
+        The result is also False for a tensor that is another part of the storage without being a view of the same base
+        tensor, such as an LSTM's gates, made by `unsafe_chunk`. Such a tensor has a version counter of its own.
         """
         same = self.place == _place(tensor) or self.base() is base_of(tensor)
         return same and self.version == version(tensor)
@@ -192,14 +191,14 @@ def _fetch(waiting: _HostCopy) -> None:
 
 
 def _used_in(tensor: Tensor, stream: Any) -> None:
-    """Keep the memory of a tensor from being reused before `stream` has finished with it."""
+    """Prevent the allocator from reusing the memory of a tensor before `stream` has finished with the tensor."""
     if not rehearsing():
         tensor.record_stream(stream)
 
 
 @functools.cache
 def _copying(device: torch.device) -> Any:
-    """Return the stream for copies between the host and `device`, or None if copies are synchronous."""
+    """Return the stream on which to copy between the host and `device`. Return None if copies are synchronous."""
     beside = has_streams(device) or device.type == fake_device.NAME
     return torch.get_device_module(device).Stream(device) if beside else None
 

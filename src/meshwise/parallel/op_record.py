@@ -137,8 +137,8 @@ class OpRecord:
             self._mark(generator)
 
     def _tick(self, generator: torch.Generator) -> None:
-        """Advance the generator after a random operator, so that its state is unique and is recognized if it is
-        restored."""
+        """Advance the generator after a random operator. Its state is then unique, so that it is recognized if the
+        program restores it later."""
         with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
         self._mark(generator)
@@ -173,8 +173,8 @@ class OpRecord:
         return digest.hexdigest()
 
     def drawn_from(self) -> tuple[Any, ...]:
-        """Return the start state of the default generator and, by position in the record, the states that generators
-        were set to.
+        """Return the state of the default generator at the start, and the states that the program has set generators
+        to. The latter are a dictionary by position in the record.
 
         Generators are identified by numbers, which are the same on all ranks that have recorded the same operators.
         """
@@ -213,7 +213,8 @@ class OpRecord:
         over.
 
         If the program has drawn random numbers since the constructor, that function restores the generators to their
-        states before the replay. If not, the generators are then as after a plain construction.
+        states before the replay. Otherwise it does nothing, so that the generators are as after a constructor that was
+        not deferred.
         """
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)

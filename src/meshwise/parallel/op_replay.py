@@ -105,7 +105,8 @@ Entry = RecordedOp | SetGenerator
 class ReplayStep:
     """A record entry that must run in a replay.
 
-    done: the storages that later entries do not need. They are freed, or have their final values if they are wanted.
+    done: the storages that no later entry needs. Those that are wanted have their final values after this entry, and
+        the others are freed.
     """
 
     index: int

@@ -93,8 +93,9 @@ class Pass:
     def passed_by(self, number: int, *, again: bool = False) -> Any:
         """Return the output of a block of an earlier stage, which does not run on this stage.
 
-        The last of these blocks returns the received hidden state; the others return tensors of NaN. again: whether a
-        checkpoint recomputes the block in the backward.
+        For the last of these blocks, this is the hidden state that was received. For the others, it is tensors of NaN.
+
+        again: whether a checkpoint recomputes the block in the backward.
         """
         if number < self.lo - 1:
             return map_kind(_Form, lambda form: _poison(form, self.device), self.forms[number])
@@ -144,8 +145,11 @@ class Pass:
             )
 
     def end(self, *, check: bool) -> bool:
-        """End the forward, and keep what is to be sent. With `check`, return whether NaN first appeared in this
-        stage."""
+        """End the forward, and keep what is to be sent to the next stage.
+
+        With `check`, return whether this stage's output contains NaN although its input does not. Otherwise return
+        False.
+        """
         sent = list(tensors_in(self.output))
         with on_parts():
             wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
@@ -288,7 +292,7 @@ class Passing:
         return hidden, [collectives.receive(tensor, source, group) for tensor in tensors]
 
     def _of_backward(self, action: Action) -> _Hidden:
-        """Return the hidden state that belongs to the gradients of a backward action: the output of the stage
+        """Return the hidden state whose gradients a backward action sends or receives: the output of the stage
         before."""
         return self._known[action.stage - 1, self._keys[action.microbatch]]
 

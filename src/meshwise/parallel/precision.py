@@ -42,7 +42,7 @@ def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
 
 @contextlib.contextmanager
 def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """Run the forward in the with-body in the compute dtype. Raise PlanError if torch lacks an operator in this
+    """Within the context, forwards compute in the compute dtype. Raises PlanError if torch lacks an operator in this
     dtype."""
     cast = dtypes.computed != dtypes.stored
     narrow = torch.autocast(device.split(":")[0], TORCH[dtypes.computed]) if cast else contextlib.nullcontext()
@@ -68,8 +68,8 @@ def _widened(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """Turn torch's error about an operator that is missing in this dtype into a PlanError with advice, in the
-    with-body."""
+    """Within the context, replace torch's error about an operator that does not exist in this dtype by a PlanError with
+    advice."""
     computed = dtypes.computed
     try:
         yield

@@ -25,11 +25,13 @@ from meshwise.transfer.sharded import shard_like
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of `optimizer` in place by the parameters that the model has now, and shard its state
-    alike.
+    """Replace the parameters of `optimizer` in place by the parameters that the model has now. Shard the optimizer's
+    state like the new parameters.
 
-    names: the name of each parameter that the optimizer holds, by id. now: the model's present parameters, by name.
-        Raises PlanError if a parameter of the optimizer has no name.
+    names: maps the id of each parameter that the optimizer holds to the parameter's name.
+    now: the model's present parameters, by name.
+
+    Raises PlanError if a parameter of the optimizer has no name.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):

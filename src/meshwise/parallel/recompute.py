@@ -116,9 +116,9 @@ def _recomputed(
 
 
 class _Runs:
-    """A forward that takes only tensors as arguments, because only these can be saved by autograd in a checkpoint.
+    """The forward of a block as a function of tensors only, because a checkpoint saves no other arguments.
 
-    Other arguments that the forward may change are restored for each later run.
+    Other arguments that the forward may change are restored before each later run.
     """
 
     def __init__(self, forward: Callable[..., Any], given: list[Any], names: list[str]) -> None:
@@ -186,8 +186,8 @@ def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str
 
 
 class _Anew:
-    """A context manager that makes a new inner one each time it is entered. A double backward recomputes a block
-    twice."""
+    """A context manager that can be entered several times. Each time, it makes and enters a new inner context manager.
+    A double backward needs this, because it recomputes a block twice."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._make, self._open = make, list[contextlib.AbstractContextManager[None]]()

@@ -50,7 +50,8 @@ class Reduction(Protocol):
     unreduced: bool
     """Whether this rank has gradients that have not been reduced yet."""
     shared_terms: bool
-    """Whether a loss had terms of parameter shards. All ranks then have equal weight, as their gradients are means."""
+    """Whether a loss had terms of sharded parameters. The ranks then have equal weight: gradients are means over
+    ranks."""
 
     def backward(
         self,

@@ -55,7 +55,8 @@ def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, 
 def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], list[Action]]:
     """Return the forwards and the backwards of a rank, each in order.
 
-    A group of as many microbatches as there are ranks goes through one stage of the rank, then through its next stage.
+    Microbatches are handled in groups of as many as there are ranks. A group passes through one stage of the rank, then
+    through the rank's next stage.
     """
     every = [(chunk, number) for number in range(microbatches) for chunk in range(chunks)]
     first = sorted(every, key=lambda pair: (pair[1] // ranks, pair[0], pair[1]))

@@ -168,8 +168,10 @@ class Sharded:
     ) -> Tensor | None:
         """Implement `Reduction.backward`: add this rank's part of the mean gradient to `.grad`.
 
-        In a pipeline stage, nothing is reduced here; `reduce_now` reduces the gradients at the end of the step. factor:
-        called when the first block is reduced, or before a backward that must not multiply waiting gradients.
+        In a pipeline stage, nothing is reduced here. `reduce_now` reduces the gradients at the end of the step.
+
+        factor: usually called when the first block is reduced. It is called before the backward if it must multiply the
+            loss, or gradients that are already reduced.
         """
         if self._staged:
             self._backward_of_stage(loss, factor if reduce else None)
@@ -236,8 +238,8 @@ class Sharded:
         return loss if plain is None else plain
 
     def weighed(self, gradient: Tensor) -> Tensor:
-        """Multiply a gradient by the factor of the current backward, if there is one. The gradients of blocks are
-        treated alike."""
+        """Multiply a gradient by the factor of the current backward, and return the product. Return the gradient
+        unchanged if there is no factor."""
         return gradient if self._factor is None else gradient * self._factor().to(gradient.dtype)
 
     def reduce_now(self) -> None:
@@ -279,8 +281,8 @@ class Sharded:
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
-        """Prepare the reduction of a group: check the order of blocks, fill in unreached parameters, and scale
-        gradients."""
+        """Prepare the reduction of a group of parameters. Check that all ranks reduce groups in the same order, fill in
+        zero gradients for parameters that were not reached, and multiply the gradients by the factor."""
         reached = dict(zip(self._names[index], group.reached(), strict=True))
         trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
         if not any(reached.values()) and self._idle is not None and self._idle >= trained:
@@ -310,8 +312,8 @@ class Sharded:
         self._passed += 1
 
     def _agree(self, what: str) -> None:
-        """Raise PlanError unless all ranks reach this point with the same text `what`, before any of them enters a
-        collective."""
+        """Compare the text `what` between the ranks, before a collective. Raise PlanError if another rank has another
+        text, or does not make this call in time."""
         self._asked += 1
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)
@@ -340,9 +342,12 @@ class Sharded:
                 yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
-        """Set `grad` back to None for parameters that no rank reached and that had none before (`fresh`).
+        """Set `grad` back to None for the parameters that no rank reached, unless they had a gradient before the
+        backward.
 
-        The first time, all ranks learn which parameters no rank reaches.
+        fresh: the names of the parameters that had none.
+
+        The first time, the ranks exchange which parameters they did not reach.
         """
         self._agree_on_order(-1)
         self._met = True

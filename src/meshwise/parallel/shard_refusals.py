@@ -90,9 +90,9 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
 
 
 def meet_without_forward(groups: Sequence[Group]) -> None:
-    """If no forward has run since the last backward, wait for the other ranks before a collective for the loss.
+    """Wait for the other ranks before a collective for the loss, if no forward has run since the last backward.
 
-    Raises UsageError if the other ranks wait in a collective of a forward.
+    In this case the other ranks may be in a forward, and wait in one of its collectives. UsageError is then raised.
     """
     if groups and not any(group.ran for group in groups):
         meet("a loss", OF_ANOTHER)

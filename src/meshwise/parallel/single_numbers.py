@@ -74,8 +74,11 @@ class SingleNumbers:
             own.update(held)
 
     def _leaf(self, held: Any, name: str, mesh: DeviceMesh | None) -> Tensor:
-        """Return the leaf tensor that stands for a scalar parameter. mesh: the mesh of tensor parallelism, if there is
-        one."""
+        """Return the leaf tensor to use in place of a scalar parameter.
+
+        held: the parameter as the module holds it.
+        mesh: the mesh of tensor parallelism, if there is one.
+        """
         of, leaf = self._leaves.get(name, (None, None))
         if leaf is not None and (leaf is held or (of is held and of.requires_grad == leaf.requires_grad)):
             return leaf

@@ -32,10 +32,11 @@ SAME_EVERYWHERE = {"jit", "compiler", "is_grad_enabled", "is_autocast_enabled", 
 
 
 def may_be_skipped(root: nn.Module, name: str) -> str | None:
-    """Return why the forward of `root` may skip the module `name` on some ranks only. An empty string if it cannot.
+    """Return why the forward of `root` may skip the module `name` on some ranks only. Return an empty string if the
+    module is never skipped in this way.
 
-    Returns None if this is unknown: the source is missing or does not mention the module, or it belongs to a library,
-    which may skip modules under some settings.
+    Returns None if this is unknown. Then the source is missing or does not mention the module, or it belongs to a
+    library, which may skip modules under some settings.
     """
     owner, path = unwrapped(root), name.split(".")
     why: str | None = ""
@@ -75,7 +76,8 @@ def is_of_a_library(kind: Any) -> bool:
 def skips(kind: type, attribute: str) -> str | None:
     """Return the source line, as `file:line`, at which a class may skip `self.attribute` or one of its entries.
 
-    An empty string if no line may skip it; None if no method of the class mentions it or the source is missing.
+    Returns an empty string if no line may skip it. Returns None if no method of the class mentions the attribute, or if
+    the source is missing.
     """
     seen = False
     for code, calls in _calls(kind, attribute):
@@ -283,6 +285,5 @@ def _first_name(node: ast.expr) -> str:
 
 
 def _leaves(statement: ast.If, by: Any = ast.Continue | ast.Break | ast.Return) -> bool:
-    """Return whether the condition of an `if` decides that code after the `if` is skipped, by a return, break or
-    continue."""
+    """Return whether a return, break or continue in the body of an `if` can skip the code after the `if`."""
     return any(isinstance(n, by) for each in statement.body for n in ast.walk(each))

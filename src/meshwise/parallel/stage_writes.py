@@ -49,7 +49,7 @@ class StageWrites:
 
 
 def refused(error: RuntimeError, ranks: int) -> PlanError | None:
-    """Return a PlanError that explains torch's error about a forward that writes parameters. None for any other
+    """Return a PlanError that explains torch's error about a forward that writes parameters. Return None for any other
     error."""
     text = str(error)
     if "written-to tensor refers to a single memory location" in text:

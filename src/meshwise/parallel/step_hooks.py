@@ -105,8 +105,8 @@ def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _OneOptimizer:
-    """The subscribers to one optimizer, and those already called in the current step. Only its hooks keep this object
-    alive."""
+    """The subscribers to one optimizer. It also remembers which of them have been called in the current step. The
+    optimizer's hooks hold the only reference to this object."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.subscriptions: list[Subscription] = []
@@ -147,8 +147,8 @@ _of_all: list[Subscription] = []
 _inner: set[int] = set()
 """The ids of the frames of steps that run inside another step, from the beginning of each such step to its end."""
 _stepping: set[int] = set()
-"""The ids of optimizers with a step that has begun and not ended, or that has raised an error. Only in these
-optimizers, or when torch creates optimizer state, can a step run inside another."""
+"""The ids of optimizers with a step that has begun and not ended, or that has raised an error. A step can run inside
+another step only for these optimizers, or when torch creates optimizer state."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 _hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; no WeakValueDictionary: its look-up runs Python
 
@@ -200,9 +200,8 @@ def _is_inner(frame: FrameType) -> bool:
 
     There are two cases. The outer step belongs to the same optimizer, because `super().step()` calls torch's hooks
     again. Or torch's `set_optimizer_state_dict` makes the step, with zero gradients and learning rates, to create the
-    state that it loads into.
-
-    Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `profile_hook_step`. Every step is its `wrapper`.
+    state that it loads into. In torch 2.11, 2.13 and 2.15, every step runs in the function `wrapper` of
+    `profile_hook_step` (`optim/optimizer.py`).
     """
     optimizer, outer = frame.f_locals["self"], frame.f_back
     while outer is not None:

@@ -75,7 +75,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Technique:
-    """The functions of a technique. They do nothing under a plan that does not use the technique. None if not needed.
+    """The functions of a technique. They do nothing under a plan that does not use the technique. A function that is
+    not needed is None.
 
     check_model: raises PlanError, before the model is changed, if the model cannot be used with the technique.
     apply: changes the model in place. Collective.

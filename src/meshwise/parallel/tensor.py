@@ -146,10 +146,11 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a module's forward with this rank's parts of the parameters of `owners`, the modules that run in that
-    forward.
+    """Run a module's forward with this rank's parts of parameters in place of the whole parameters.
 
-    Raises PlanError if shard, which also divides parameters, has not gathered the parameters of the module.
+    owners: the modules that run in this forward and have these parameters.
+
+    Raises PlanError if the parameters of the module are also sharded and have not been gathered.
     """
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
@@ -188,8 +189,8 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Replace the gathered parameters of the modules by this rank's parts. Returns the replaced parameters by
-    module."""
+    """Replace the gathered parameters of the modules `owners` by this rank's parts. Returns the replaced parameters of
+    each module, so that they can be put back."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:

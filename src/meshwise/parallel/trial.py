@@ -67,16 +67,14 @@ def _is_by_numbers(step: Any) -> bool:
 
 
 def unlike_by_parameters(optimizer: Optimizer) -> str:
-    """Return why stepping only some of the parameters may differ from stepping all. An empty string if there is no
-    difference."""
+    """Return why the optimizer may compute other values if it steps only some of the parameters. Return an empty string
+    if it computes the same values."""
     return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _by_parameters)
 
 
 def unlike_on_parts(optimizer: Optimizer) -> str:
-    """Return why a step on parameter shards may differ from a step on whole parameters. Collective.
-
-    Returns an empty string if there is no difference.
-    """
+    """Return why the optimizer may compute other values if it steps parameter shards instead of whole parameters.
+    Return an empty string if it computes the same values. Collective."""
     return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _on_rows if rehearsing() else _on_parts)
 
 
@@ -107,7 +105,7 @@ def _on_parts(optimizer: Optimizer, dtype: torch.dtype) -> str:
 
 
 def _on_rows(optimizer: Optimizer, dtype: torch.dtype) -> str:
-    """Return why the step of some rows depends on other rows. The result is an empty string if the rows are
+    """Return why an optimizer's step of some rows depends on other rows. Return an empty string if the rows are
     independent.
 
     Used in a rehearsal, in which the other ranks hold no values.
@@ -139,7 +137,7 @@ def _divided(value: Tensor, stands_for: Any) -> Tensor:
 
 
 def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Reached) -> list[Tensor]:
-    """Step small parameters several times with a copy of `optimizer`, and return these parameters."""
+    """Take several steps on small random parameters with a copy of `optimizer`, and return these parameters."""
     torch.manual_seed(0)
     numbers = torch.Generator().manual_seed(1)
 
@@ -172,10 +170,10 @@ def _steps(optimizer: Optimizer) -> int:
 def _copied(
     optimizer: Optimizer, small_of: Callable[[Tensor], nn.Parameter]
 ) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
-    """Return a copy of the optimizer that has no state and holds small parameters.
+    """Return a copy of the optimizer that has no state and holds small parameters. Also return a list of pairs: a small
+    parameter, and the real parameter that it stands for.
 
-    Also returns these small parameters, each with the parameter that it stands for. There are at most two of each shape
-    in each kind of group.
+    There are at most two small parameters of each shape in each kind of parameter group.
     """
     clone: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone}

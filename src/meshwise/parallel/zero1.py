@@ -98,7 +98,10 @@ class DividedOptimizer:
 
 
 def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
-    """Broadcast a bucket from its owner. This is a function so that the buffer is freed before the next one is made."""
+    """Broadcast the parameters of a bucket from their owner.
+
+    This is a separate function so that the buffer is freed before the next buffer is made.
+    """
     flat = torch.cat([p.detach().reshape(-1) for p in bucket])
     collectives.broadcast(flat, owner, of="parameters")
     if not own:

@@ -33,7 +33,7 @@ from meshwise.records.files import atomic_file, write_text, write_with
 from meshwise.spec.errors import UsageError
 
 Outputs = Mapping[str | int, Any]
-"""The rows of several samples by output: its name, its index in a tuple, or "" for a single output."""
+"""For each output, the rows of some samples. The key is its name, its index in a tuple, or "" for a single output."""
 FACTS = "facts.json"
 
 
@@ -41,8 +41,11 @@ class Store(Protocol):
     """A store for predictions, in memory or in a file."""
 
     def begin(self, multiple: int) -> int:
-        """Return the number of samples that an earlier run has stored. Stored rows beyond a multiple of `multiple` may
-        be dropped."""
+        """Return how many samples an earlier run has stored. Rows of an incomplete batch at the end may be dropped
+        first.
+
+        multiple: the number of samples in a batch.
+        """
 
     def add(self, first: int, pieces: Sequence[Outputs]) -> None:
         """Append rows. first: the index of the sample that the first row belongs to."""

@@ -186,8 +186,8 @@ def _stored(first: bool, out: Path | None) -> Iterator[Store]:
 
 
 def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: int, engine: Engine) -> int:
-    """Open the store, and return how many samples it already has. Every rank raises the error that rank 0 raises.
-    Collective."""
+    """Open the store, and return how many samples it already has. If this fails on rank 0, every rank raises the same
+    error. Collective."""
     done, wrong, note = 0, None, ""
     if isinstance(store, Lines | Pieces):
         try:
@@ -204,8 +204,8 @@ def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: 
 
 
 def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
-    """Return the facts that determine the outputs, except the program. A stopped run can only be continued with equal
-    facts."""
+    """Return everything except the program that determines the outputs. A stopped run can only be continued if these
+    facts are the same."""
     ends = torch.tensor([0, data.samples // 2, data.samples - 1])
     weights = None if options.weights is None else digest_of_file(Path(options.weights))
     return {

@@ -27,9 +27,9 @@ HOW = "Write Job(predict=lambda model, batch: model(...)), or mw.predict(..., pr
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
     """Return a function that calls a model on a batch.
 
-    The entries of a dict are passed as keyword arguments, if the model's forward takes them. Of a tuple, as many of the
-    first entries are passed as the forward requires. Must be called before a plan is applied, because this replaces the
-    forwards of modules.
+    If the batch is a dict, its entries are passed as keyword arguments, if the model's forward takes them. If the batch
+    is a tuple or list, only its first entries are passed, as many as the forward has required arguments. Must be called
+    before a plan is applied, because this replaces the forwards of modules.
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

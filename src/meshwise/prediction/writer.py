@@ -81,7 +81,7 @@ class Writer:
     def flush(self, at: int) -> None:
         """Gather and write the rows that have not been written yet. Collective.
 
-        at: the number of samples that will have been written.
+        at: the total number of samples that are written after this call.
         """
         if not self._waiting.rows:
             return
@@ -100,8 +100,10 @@ class Writer:
         self.written, self._waiting, self._flushed = at, _Waiting(), time.perf_counter()
 
     def _on_first(self, waiting: _Waiting) -> tuple[list[Outputs], list[int]]:
-        """Gather the rows of all ranks on rank 0, and return them there: first within each pipeline, then over all
-        pipelines."""
+        """Gather the rows of all ranks on rank 0, and return them there. Other ranks get empty lists.
+
+        The rows are gathered within each pipeline first, then from the first rank of each pipeline.
+        """
         rows, nan, pipe = waiting.rows, waiting.nan, stages.pipe()
         if self._of_first and pipe is not None:
             rows, nan = gathered(rows, nan, pipe.group)
@@ -116,7 +118,8 @@ class Writer:
 def gathered(
     rows: Sequence[Outputs], nan: Sequence[int], group: collectives.Group = None
 ) -> tuple[list[Outputs], list[int]]:
-    """Gather the rows of all ranks on rank 0 of the group, by batch and then by rank, and all indices in `nan`.
+    """Gather the rows of all ranks on rank 0 of the group. They are sorted by batch, then by rank. The indices in `nan`
+    are gathered, too.
 
     Collective. Other ranks get empty lists. Tensors of any shapes are sent as bytes, lists are pickled.
     """
@@ -143,7 +146,8 @@ def gathered(
 
 
 def _form(value: Any) -> Any:
-    """Return what is sent of rows apart from their bytes: the shape, dtype and size of a tensor, or a list as it is."""
+    """Return what must be known of a value to receive it. For a tensor, this is its shape, dtype and size in bytes,
+    because its content is sent separately. A list is returned unchanged."""
     return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
 
 

@@ -26,8 +26,8 @@ Read = Callable[[Launch], tuple[Hashable, int | None]]
 """Returns a key that corresponding launches of all blocks (or microbatches) share, and the index of the block."""
 
 NUMBERS = 1 << 16
-"""The largest collective in bytes that may grow with depth, such as one with a number for each parameter, or for the
-loss of each microbatch. Larger ones are split into buckets at some depth, so they do not grow linearly."""
+"""A collective of at most this many bytes may grow with depth, such as a collective with one number per parameter. A
+larger collective is split into buckets at some depth, so that its size does not grow linearly."""
 GROWS = ("optimizer", "other")
 """The phases in which collectives may grow."""
 

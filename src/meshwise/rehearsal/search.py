@@ -36,7 +36,7 @@ SIMPLER = 0.04
 FIRST = 5
 """The number of likely best plans that are shown before any plan is simulated."""
 NEAREST = 3
-"""If no plan fits, the NEAREST plans with the least memory are tried again with changes that save memory."""
+"""If no plan fits, changes that save memory are tried on the NEAREST plans that need the least memory."""
 
 
 @dataclass(frozen=True)

@@ -263,8 +263,8 @@ class _Given:
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise Unlike if the model ran an operator or kept a tensor between two skipped blocks. It would do so after
-        every block.
+        """Raise Unlike if the model ran an operator or kept a tensor between two skipped blocks. The full model would
+        then do so after every block, but the shortened model does so only once.
 
         after: how many blocks were skipped directly before.
         """

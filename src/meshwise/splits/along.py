@@ -25,10 +25,13 @@ Kwargs = Mapping[str, Any]
 
 
 def along(at: int, default: Any = None) -> Rule:
-    """Make a rule for operators that work along one or several dims, may remove these dims, and do not mix other dims.
+    """Make a rule for operators that combine the entries along one or several dims and leave all other dims
+    independent, such as a softmax. The operator may remove the dims that it combines.
 
-    The rule applies if none of these dims is split. at: the position of `dim` among the arguments. default: the default
-    value of `dim`.
+    The rule applies if none of the combined dims is split.
+
+    at: the position of `dim` among the arguments.
+    default: the default value of `dim`.
     """
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -55,8 +58,7 @@ def _unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _summed(mean: bool) -> Rule:
-    """Make a rule for a sum or mean over dims. If the split dim is among them, the partial sums are added over the
-    ranks."""
+    """Make a rule for a sum or mean over dims. If the split dim is one of them, the results of the ranks are summed."""
     other = along(1)
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:

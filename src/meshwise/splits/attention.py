@@ -64,8 +64,8 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _within(qkv: Sequence[Tensor], mask: Tensor | None, asked: _Asked, columns: SplitPart) -> Tensor:
-    """Run ring attention on the local values. If heads or samples are also split at an inner level, each rank computes
-    its part of them."""
+    """Run ring attention on this rank's parts of the queries, keys and values. Heads or samples may also be split, at
+    an inner level. Each rank then computes only its own heads or samples."""
     level = level_of(asked.rows)
     inner = [parts_of(each, level) for each in qkv]
     if any(part.dim > 1 or not part.is_even for parts in inner for part in parts) or any(
@@ -88,7 +88,7 @@ def _whole_within(tensor: Tensor, level: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The options of one attention call. rows: how the positions of the queries are split over the ranks."""
+    """The options of one attention call. rows: how the positions of the whole query are split over the ranks."""
 
     rows: SplitPart
     scale: float
@@ -119,8 +119,8 @@ def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: 
 
 
 class _Ring(Function):
-    """Ring attention of this rank's queries (B, H, S, E) to keys and values (B, K, own, E) that are split over all
-    ranks."""
+    """Ring attention of this rank's queries (B, H, S, E) to the keys and values of all ranks. Each rank holds keys and
+    values of shape (B, K, its positions, E)."""
 
     @staticmethod
     def forward(
@@ -185,8 +185,10 @@ def _longest(part: SplitPart) -> int:
 
 
 def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield the keys and values of each rank, with the number of that rank. This rank comes first, then the ranks
-    before it in descending order."""
+    """Pass the keys and values around the ring of ranks. Yield those of each rank, with the number of that rank.
+
+    This rank comes first, then the rank before it, and so on.
+    """
     axis = columns.axis
     both = functional.pad(torch.cat([k, v], -1), (0, 0, 0, _longest(columns) - k.shape[2]))
     for step in range(axis.size):

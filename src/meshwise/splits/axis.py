@@ -113,8 +113,8 @@ Range = tuple[int, int]
 class SplitPart:
     """How a tensor is split along `dim` over the ranks of an axis. In the whole tensor, this dim has length `length`.
 
-    repeats: the number of equal runs that make up the dim, all divided in the same way. Samples with divided positions
-        are such runs after the two dims are merged.
+    repeats: the number of equal runs that make up the dim. Every run is divided over the ranks in the same way. The dim
+        has several runs after a reshape has merged a whole dim, such as samples, with a split dim, such as positions.
     pieces: for each rank, the ranges (begin, end) of a run that it holds, in rising order. None: as `torch.chunk`
         divides.
     """
@@ -149,7 +149,7 @@ class SplitPart:
 
     @property
     def begin(self) -> int:
-        """The index in the whole at which this rank's part begins. Only valid for a plain part."""
+        """The index in the whole dim at which this rank's part begins. Only valid for a plain part."""
         return min(self.length, self.axis.rank * -(-self.length // self.axis.size))
 
     @property
@@ -163,12 +163,13 @@ class SplitPart:
         return self.is_plain and self.length % self.axis.size == 0
 
     def alike(self, other: SplitPart) -> bool:
-        """Return whether `other` divides its dim in the same way. The numbers of the two dims may differ."""
+        """Return whether `other` divides its dim in the same way as this part divides its own. The dims may be
+        different ones."""
         return self == replace(other, dim=self.dim)
 
     def divided(self, pieces: Sequence[Sequence[Range]], length: int) -> SplitPart:
-        """Return how a whole of length `length` is split along the same dim if each rank holds its ranges in
-        `pieces`."""
+        """Return a split along the same dim for a whole tensor of length `length`. pieces: for each rank, the ranges
+        that it holds."""
         new = tuple(tuple(_joined(each)) for each in pieces)
         plain = SplitPart(self.axis, self.dim, length)
         return plain if all(plain.of_rank(r) == new[r] for r in range(self.axis.size)) else replace(plain, pieces=new)
@@ -183,9 +184,10 @@ class SplitPart:
         return self.divided([[(ends[n], ends[n + 1]) for n in pair] for pair in pairs], self.length)
 
     def scaled(self, run: int) -> SplitPart | None:
-        """Return the split after later dims are merged into this dim, so that each run has length `run`.
+        """Return the split after the dims that follow this dim have been merged into it. Each run then has length
+        `run`.
 
-        Returns None if the bounds of the ranks would not be whole numbers.
+        Returns None if a rank's part would not begin or end at a whole number.
         """
         every = [self.of_rank(rank) for rank in range(self.axis.size)]
         if self.run == 0 or any(bound * run % self.run for held in every for each in held for bound in each):
@@ -204,8 +206,8 @@ class SplitPart:
         return part.flatten(self.dim, dim) if self.repeats > 1 else part
 
     def summed(self, value: Tensor) -> Tensor:
-        """Sum a whole tensor over the ranks, and return this rank's part of the sum. Collective. Only valid for a plain
-        part."""
+        """Sum a tensor of the whole shape over the ranks, and return this rank's part of the sum. Collective. Only
+        valid for a plain part."""
         size, dim = self.axis.size, self.dim
         step = -(-self.length // size)
         if self.length < size * step:

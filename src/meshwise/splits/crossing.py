@@ -33,15 +33,15 @@ from meshwise.splits.axis import Axis, SplitPart
 from meshwise.splits.tensor import LEVELS, SplitTensor, at_level, is_split, level_of, parts_of, split, split_again
 
 _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
-"""For each open `entering_once`: the entered tensors, by (id of the whole tensor, axis, version of the tensor)."""
+"""For each open `entering_once`: (tensor, its conversion) by (id of the tensor, axis, version of the tensor)."""
 
 
 @contextlib.contextmanager
 def entering_once() -> Iterator[None]:
-    """Convert a tensor that is used several times in the with-body only once, by `enter` or `spread`.
+    """Within the context, `enter` and `spread` convert a tensor only once, even if it is used several times.
 
-    Its gradients are then summed over the ranks in one collective. A block that is recomputed in the backward does the
-    same in its second run.
+    The gradients of all its uses are then summed over the ranks in one collective. A block that is recomputed in the
+    backward does the same in its second run.
     """
     _entered.append({})
     try:
@@ -58,9 +58,9 @@ def enter(whole: Tensor, axis: Axis) -> Tensor:
 
 
 def spread(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the whole of a tensor for use together with parts of other tensors; gather it if it is split.
+    """Return a tensor as a whole, for use together with parts of other tensors. A split tensor is gathered.
 
-    The backward sums the gradients over the ranks and, for a split tensor, returns this rank's part of the sum.
+    The backward sums the gradients over the ranks. For a split tensor, it returns this rank's part of the sum.
     """
     if not is_split(tensor):
         return enter(tensor, axis)
@@ -113,7 +113,8 @@ def scatter(whole: Tensor, part: SplitPart) -> SplitTensor:
 
 
 def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
-    """Convert a tensor over one axis. Its splits at inner levels stay, unless both axes would split the same dim."""
+    """Convert a tensor over one axis by the conversion `way`. Its splits at inner levels stay. If an inner level splits
+    the dim that this axis would split, the tensor is first gathered there."""
     if not isinstance(tensor, SplitTensor):
         return through(_Crossing, tensor, way, where)
     level = LEVELS.index(where.axis.name if isinstance(where, SplitPart) else where.name)
@@ -124,7 +125,7 @@ def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
 
 
 def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
-    """Return `made` with the splits that `tensor` has at the levels inside `level`.
+    """Split `made` in the same way as `tensor` is split at the levels inside `level`, and return it.
 
     `made` must have been computed from the local values of `tensor`.
     """

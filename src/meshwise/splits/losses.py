@@ -124,7 +124,8 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
 
 
 def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return the number of targets that are not ignored, or the sum of their class weights if there are any."""
+    """Return the number of targets that are not ignored. If class weights are given, return the sum of the weights of
+    these targets instead."""
     counted = target != ignored
     return counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
 

@@ -24,11 +24,12 @@ from meshwise.compat.torch_function import called, on_parts
 
 
 class _Taken(Exception):
-    """Raised when the code cuts the stand-in's output into sections. Its argument is the number of sections."""
+    """Raised by a `_Result` when code cuts it into sections. The argument of the exception is the number of
+    sections."""
 
 
 class _Result(Tensor):
-    """The output of the stand-in, which records how its last dim is sliced."""
+    """The output of a module that stands in for a layer. It records how the calling code slices its last dim."""
 
     slices: list[tuple[int, int]]
 

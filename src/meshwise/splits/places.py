@@ -21,7 +21,8 @@ from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
-    """Cut the entries from `begin` to `end` out of the split dim; return this rank's share and how the result is split.
+    """Cut the entries from `begin` to `end` out of the split dim. Return this rank's part of them, and how the result
+    is split.
 
     If the split dim has several runs, raises NoRule unless whole runs are cut out.
     """
@@ -49,7 +50,8 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """Return the widths of this rank's share of constant padding, and how the padded tensor is split.
+    """Divide constant padding over the ranks. Return the widths with which this rank pads its part, and how the padded
+    tensor is split.
 
     at: the index in `pads` of the widths for the split dim.
     """
@@ -68,7 +70,7 @@ def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitP
 
 
 def joined(tensors: Sequence[Tensor], like: SplitPart) -> tuple[Tensor, SplitPart]:
-    """Concatenate tensors along the split dim of `like`. Of whole tensors among them, each rank takes its part.
+    """Concatenate tensors along the split dim of `like`. If one of them is whole, each rank uses its own part of it.
 
     Returns this rank's part of the result, and how the result is split.
     """

@@ -61,13 +61,15 @@ def by_letters(
 
 
 def _entered(operand: Tensor, axis: Axis) -> Tensor:
-    """Return an operand whole, for use together with parts of other operands."""
+    """Return the whole tensor of an operand, for use together with parts of other operands. A split operand is
+    gathered."""
     plain = is_split(operand) and operand.part.is_plain
     return spread(operand, axis) if plain and torch.is_grad_enabled() else enter(gather(operand), axis)
 
 
 def _chosen(operands: Sequence[Any], letters: Sequence[str], may: str | None) -> tuple[str, SplitTensor]:
-    """Choose the letter to split. Returns it with the operand that decides how it is split and that is not moved.
+    """Choose the letter (the dim) along which a product is divided over the ranks. Return it with the operand that is
+    already split in this way and need not be moved.
 
     This operand is the largest of the split parameters, or the largest split operand if no parameter is split.
     """

@@ -55,7 +55,7 @@ def positive(dim: Any, dims: int) -> int:
 
 
 def moved(part: SplitPart, dim: int, length: int | None = None) -> SplitPart:
-    """Return the same split on another dim. A plain part may also get another length."""
+    """Return the same split for dim number `dim`. A plain part may also get another length."""
     return replace(part, dim=dim, length=part.length if length is None else length)
 
 
@@ -73,10 +73,11 @@ def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> No
 
 
 def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
-    """Prepare an operand of an elementwise operator: return this rank's part of it, or the operand whole if it is
-    broadcast.
+    """Prepare an operand of an elementwise operator. Return this rank's part of the operand, or the whole operand if it
+    is broadcast along the split dim.
 
-    like: how the result of the operator is split. dims: the number of dims of the result.
+    like: how the result of the operator is split.
+    dims: the number of dims of the result.
     """
     if not isinstance(operand, Tensor):
         return operand

@@ -62,10 +62,8 @@ def is_split(thing: Any) -> TypeGuard[SplitTensor]:
 
 
 def split(local: Tensor, part: SplitPart) -> SplitTensor:
-    """Turn `local`, in place, into a split tensor: this rank's part of a whole that is split as `part` says.
-
-    Splits of `local` at other levels stay.
-    """
+    """Turn `local`, in place, into a split tensor, and return it. `local` is this rank's part of a whole tensor, and
+    `part` says how the whole is split. Splits of `local` at other levels stay."""
     level = level_of(part)
     if isinstance(local, SplitTensor):
         local.parts = {**local.parts, level: part}
@@ -88,9 +86,10 @@ def parts_of(thing: Any, above: int = -1) -> tuple[SplitPart, ...]:
 
 
 def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
-    """Turn a plain tensor that autograd saved back into a split tensor. A tensor that is split already stays unchanged.
+    """Turn `tensor` back into a split tensor after autograd has saved it, because autograd saves plain tensors only. A
+    tensor that is still split stays unchanged.
 
-    parts: how the tensor was split before autograd saved it, at each level. Autograd saves plain tensors only.
+    parts: how the tensor was split before, at each level.
     """
     if not isinstance(tensor, SplitTensor):
         for part in parts:
@@ -99,7 +98,8 @@ def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
 
 
 def levels_below(things: Iterable[Any]) -> list[int]:
-    """Return the levels inside the level of the running rule at which any of `things` is split, outermost first."""
+    """Return the levels, outermost first, at which any of `things` is split and which are inside the level of the
+    running rule. Outside of rules, return all levels at which any of them is split."""
     found: set[int] = set()
     _add_levels(things, found)
     return sorted(level for level in found if level > _view.level) if len(found) > 1 or _view.level >= 0 else [*found]
