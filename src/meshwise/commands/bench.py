@@ -54,9 +54,9 @@ class BenchOptions:
 @app.command()
 @from_dataclass
 def bench(options: BenchOptions, nodes: NodeOptions) -> None:
-    """Measure devices, copies and collectives, check every byte, and say whether this hardware is as fast as it should be.
+    """Measure devices, copies and collectives, check every byte, and say whether the speed is normal for this hardware.
 
-    Exit code 1: a path corrupts data. 3: a device or path is much slower than it should be. 0: neither.
+    Exit code 1: a path corrupts data. 3: a device or path is much slower than is normal. 0: neither.
 
     \b
     meshwise bench                               every device, path and collective

@@ -71,4 +71,4 @@ OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "weights": run_folders,
     "log": lambda incomplete: _those(TRACKERS, incomplete),
 }
-"""For each option, by its field: the function that completes its value in a shell."""
+"""The functions that complete the values of options in a shell, by the field that holds the option."""

@@ -57,8 +57,10 @@ LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter th
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that share one reducer, in the order in which a backward reaches them. buckets: the reducer's number
-    of buckets."""
+    """Parameters that share one reducer, in the order in which a backward reaches them.
+
+    buckets: the number of buckets of the reducer.
+    """
 
     parameters: list[nn.Parameter]
     names: list[str]
@@ -161,7 +163,8 @@ class DataParallel:
         return mean if same else mean[: value.numel()].view(value.shape).to(value.dtype)
 
     def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Set aside the gradients of earlier backwards, so that the factor of this backward does not multiply them."""
+        """Move the gradients of earlier backwards from `grad` to `_kept`, so that the factor of this backward does not
+        multiply them."""
         self._kept = {key: gradient for key, (gradient, _) in before.items()}
         for p in self._parameters:
             p.grad = None
@@ -202,8 +205,8 @@ class DataParallel:
         return order
 
     def _reached(self, loss: Tensor) -> list[_Group]:
-        """Return the groups with parameters that this loss reaches. Raise PlanError if other ranks reach other
-        groups."""
+        """Return the groups that contain a parameter which this loss reaches. Raise PlanError if the losses of other
+        ranks reach other groups."""
         reached = reached_parameters(loss)
         groups = [g for g in self._groups if any(id(p) in reached for p in g.parameters)]
         self._agree("loss", [name for g in groups for name in g.names[-1:]])

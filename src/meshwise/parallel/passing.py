@@ -179,8 +179,11 @@ class Passing:
         self.checked = 0
 
     def begin(self, every: Sequence[Sequence[Action]], keys: Sequence[object]) -> None:
-        """Begin a step. every: the actions of each rank, in order. keys: one per microbatch; equal keys mean equal
-        shapes."""
+        """Begin a step.
+
+        every: the actions of each rank, in order.
+        keys: one key for each microbatch. Hidden states of microbatches with equal keys have equal shapes.
+        """
         self._keys = [(key, torch.is_grad_enabled()) for key in keys]
         own = self._pipe.rank
         self._coming = {
@@ -270,7 +273,8 @@ class Passing:
             self._sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
 
     def _receive(self, wanted: Action) -> tuple[_Hidden, list[Tensor]]:
-        """Receive the result of another stage's action. Results that arrive before it are kept for later."""
+        """Receive the result of an action of another stage. Results that arrive earlier than the wanted one are kept
+        for later calls."""
         source = self._rank(wanted.stage)
         while wanted not in self._kept:
             action = self._coming[source].popleft()
@@ -309,7 +313,8 @@ def _enter(now: Pass, place: int, tensor: Tensor) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Makes a copy of a received tensor that blocks may write in place. Stores the copy's gradient in the `Pass`."""
+    """An autograd function that copies a received tensor, so that blocks may write to the copy. Its backward stores the
+    gradient in the `Pass`."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, now: Pass, place: int, tensor: Tensor) -> Tensor:
@@ -323,7 +328,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Begin(torch.autograd.Function):
-    """Makes a scalar. Its backward continues at `tensors`, with the gradients that another stage sent."""
+    """An autograd function that returns a scalar. The backward of the scalar continues at `tensors`, with the gradients
+    that another stage has sent."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:

@@ -71,8 +71,10 @@ class Pipeline:
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
 
     def take_blocks(self, let_go_parts: Callable[[set[str]], list[Any]] | None) -> None:
-        """Replace the forwards of the blocks, so that they run as stages from now on. let_go_parts: see
-        `Setup.let_go`."""
+        """Replace the forwards of the blocks, so that they run as stages from now on.
+
+        let_go_parts: see `Setup.let_go`.
+        """
         for number, (_, block) in enumerate(self._blocks):
             put_forward(block, functools.partial(_run_block, weakref.ref(self), number, block.forward))
         self.holding.let_go_parts = let_go_parts
@@ -103,7 +105,7 @@ class Pipeline:
     def begin(self, keys: Sequence[object]) -> Sequence[Action]:
         """Begin a step. Returns this rank's actions, in order.
 
-        keys: one per microbatch; equal keys mean that hidden states have equal shapes.
+        keys: one key for each microbatch. Hidden states of microbatches with equal keys have equal shapes.
         """
         self.holding.check_same()
         every = orders(self._schedule, self.pipe.size, len(keys))
@@ -205,8 +207,8 @@ class Pipeline:
         self._passing.finish()
 
     def block_call(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block, skip it, or end the forward, depending on whether the block belongs to this, an earlier or a
-        later stage."""
+        """Run a block that belongs to this stage. Skip a block that belongs to an earlier stage. End the forward at a
+        block that belongs to a later stage."""
         now, again = self._now, self._again
         if now is None and again is not None:  # a checkpoint runs it again
             if number < again.hi:

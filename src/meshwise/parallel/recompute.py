@@ -37,8 +37,8 @@ COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution
 """Operators with results that `selective` keeps: matrix products, convolutions, and all kinds of attention."""
 
 HOLDERS = 3
-"""If the repeated single layers are contained in at least this many modules, these modules are recomputed in place of
-the layers. While one module runs again, only the inputs of the other modules are kept."""
+"""If at least this many modules contain the repeated single layers, these modules are recomputed instead of the layers.
+While one module runs again, only the inputs of the other modules are kept."""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -62,10 +62,10 @@ def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[s
 
 
 def _holders(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Replace single layers among the blocks by the modules that contain them.
+    """Replace single layers among the blocks by the modules that contain them, because recomputing a single layer saves
+    no more memory than its input takes.
 
-    To recompute a single layer saves no more memory than its input takes. If too few modules contain all the layers
-    (VGG), the layers are returned unchanged.
+    If there are fewer than HOLDERS such modules (VGG), the layers are returned unchanged.
     """
     found: dict[str, nn.Module] = {}
     for name, block in blocks:

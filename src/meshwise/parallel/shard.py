@@ -270,9 +270,10 @@ class Sharded:
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
 
     def _note_reached(self, name: str, placements: Any, gradient: Tensor) -> Tensor | None:
-        """Note that a parameter got a gradient, and give the gradient the placements of the parameter.
+        """Note that a parameter got a gradient. Return the gradient with the placements of the parameter if they
+        differ. They may differ because DTensor replicates a dim of size 1.
 
-        DTensor replicates a dim of size 1, so the placements of a gradient may differ.
+        For a parameter in `Setup.apart`, return the gradient multiplied by the factor of this backward instead.
         """
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
@@ -368,7 +369,7 @@ class Sharded:
                 p.grad = None
 
     def _multiply_reduced(self, factor: Callable[[], Tensor]) -> None:
-        """Multiply the gradients that are already reduced by the mean over ranks of the factor."""
+        """Multiply the gradients that are already reduced by a factor. The factor is first averaged over the ranks."""
         reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
         if reduced:
             mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")

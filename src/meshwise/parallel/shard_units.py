@@ -189,8 +189,8 @@ def watch_forward(module: Any) -> None:
 
 
 def leave_in_order(root: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`. If an exception leaves it, as after the last block of a pipeline stage, reset the state of
-    FSDP."""
+    """Run `forward`. If it raises an exception, reset the state of FSDP. In a pipeline, the forwards of all stages but
+    the last one end with an exception."""
     try:
         return forward(*args, **kwargs)
     except BaseException:

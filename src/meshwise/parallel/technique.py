@@ -34,7 +34,8 @@ class Setup:
     piggyback_loss: whether the mean of a loss should be sent along with the gradients.
     was_compiled: whether the user had compiled the model or a part of it.
     stage_cost: returns the cost of a block, given its name and the block. None: the number of its parameters.
-    fill: fills a deferred model with values, whole tensors on one device and parts of divided parameters on another.
+    fill: fills a deferred model with values. It takes the device for whole tensors and the device for parts of divided
+        parameters.
     parts_on_host: whether this rank's parts of divided parameters are in host memory.
     gather_dtypes: the dtypes in which shards are gathered and gradients reduced.
     gathered_narrow: the ids of the parameters that are gathered in the narrow compute dtype.
@@ -42,12 +43,12 @@ class Setup:
     plain: turns a loss into a plain tensor, if no reduction does so.
     coupled_gradients: whether a rank's gradients depend on other ranks inside the backward, as with batch norms over
         all ranks. Then each rank's loss must be scaled before the backward, in a unit that all ranks share.
-    let_go: frees this rank's shards of the parameters, given by name, that other stages of a pipeline hold. Returns
-        what `compat.sharding.Group.let_go` returns. None if parameters are not sharded.
+    let_go: takes the names of parameters that other stages of a pipeline hold, and frees this rank's shards of them.
+        Returns what `compat.sharding.Group.let_go` returns. None if parameters are not sharded.
     own_parts: modules with parameters that are already divided, and the mesh over which to reduce and shard these
         parts.
-    apart: parameters that are already divided and have gradients that are means over ranks after the backward. By full
-        name: the module of the parameter and its name in the module.
+    apart: parameters that are already divided, with gradients that are means over ranks after each backward. Maps the
+        full name of such a parameter to its module and its name in the module.
     pipeline: the `Pipeline` that runs the stages of this rank, if the plan has one.
     notes: sentences for the user on what differs from one device.
     """

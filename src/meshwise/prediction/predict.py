@@ -48,13 +48,13 @@ SAID = 5  # samples that are named where more have no number
 def run_predict(
     job: Job, options: PredictOptions, origin: Mapping[str, str], send: Send | None = None
 ) -> dict[str, Any]:
-    """Run the predictions as one of several ranks. Return facts on what was done, with the outputs if they are kept in
-    memory. Collective.
+    """Run the predictions as one of several ranks. Return a summary of what was done. If the outputs are kept in
+    memory, the summary contains them. Collective.
 
     origin: digests of the job's source file or model.
     send: called with notes and progress. By default they are sent to the launcher.
 
-    Raises UsageError for what cannot be predicted.
+    Raises UsageError if the job cannot be predicted.
     """
     session = join()
     plan = options.run_options.plan_on(session.world.size)

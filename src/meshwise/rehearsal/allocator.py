@@ -38,7 +38,7 @@ def rounded(size: int) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Return the size in bytes of the segment that the allocator requests from the device for a block of `size` bytes
+    """Return the bytes of the segment that the allocator requests from the device to make a block of `size` bytes
     (`get_allocation_size`)."""
     if size <= SMALL:
         return SMALL_SEGMENT

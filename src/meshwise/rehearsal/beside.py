@@ -18,7 +18,8 @@ from meshwise.rehearsal.work import CollectiveOperation
 
 
 class Beside:
-    """Tracks the asynchronous collectives of a step, and which later launches must wait for them."""
+    """Keeps track of the asynchronous collectives of a step, to find out which later launches must wait for a
+    collective."""
 
     def __init__(self) -> None:
         self.running: dict[int, int] = {}

@@ -27,7 +27,7 @@ class Bounds:
     """
 
     def __init__(self, model: Facts, machine: Machine, cap: int | None) -> None:
-        """cap: the bytes of each device's memory that a step may take, if that is less than the device has."""
+        """cap: the most bytes of each device's memory that a step may use. None for all of the memory."""
         self._model = model
         sizes = [device.memory for device in machine.devices]
         self.room = None if None in sizes else max(size for size in sizes if size is not None)

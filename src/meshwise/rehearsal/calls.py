@@ -45,10 +45,12 @@ def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def made(call: str) -> Callable[[], object]:
-    """Return a function that repeats an operator call on the CPU. Its tensors are drawn at random once, for all
-    repeats.
+    """Return a function that repeats an operator call on the CPU. The input tensors are drawn at random now, and used
+    in each repetition.
 
-    call: the JSON from `call_of`. Raises AttributeError if this version of torch has no such operator.
+    call: the JSON from `call_of`.
+
+    Raises AttributeError if this version of torch has no such operator.
     """
     name, args, kwargs = json.loads(call)
     operator = torch.ops

@@ -31,7 +31,7 @@ from meshwise.spec.timings import Timings, fitted, seconds_at
 POINT_TO_POINT = ("send", "receive")
 _NO_TIMES = fitted((1,), (1.0,))
 BEYOND = 4
-"""A time counts as measured for sizes up to this many times the largest size in the table of measurements."""
+"""Times of messages up to this many times the largest measured message count as measured."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Group:
     """How the ranks of a collective are spread over hosts.
 
     each: the largest number of ranks on one host.
-    share: the smallest share of a host's devices that are in the group. It is the group's share of the host's network
-    bandwidth.
+    share: the fraction of a host's devices that are in the group, on the host where it is smallest. The group gets this
+    fraction of the host's network bandwidth.
     """
 
     ranks: int
@@ -50,8 +50,7 @@ class Group:
 
 
 def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
-    """Estimate the time of a collective, from when the last rank begins it to its end. Return None if a figure is
-    unknown.
+    """Estimate how long a collective takes after its last rank has begun it. Return None if a figure is unknown.
 
     The collective's ranks are indices of `machine.devices`. Raises ValueError for a rank that the machine does not
     have.

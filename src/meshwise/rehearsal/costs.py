@@ -21,13 +21,13 @@ from meshwise.spec.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A launch and its estimated time (price).
+    """A launch and its estimated times. An estimated time with its interval is called a price.
 
     price: the time on its stream.
-    host: the time of the host to launch it.
+    host: the time that the host takes to launch it.
     share, blocks, number: as in `Item`.
-    joins: whether it can be simulated together with the launch before it. This holds if the two are operators on one
-    stream and no launch waits for the first.
+    joins: whether it can be joined to the launch before it. This is so if both are operators on the same stream, and no
+    launch waits for the first of them.
     """
 
     launch: Launch

@@ -31,8 +31,8 @@ class Edit:
 
 
 def edits(of: Estimate, others: Sequence[Estimate]) -> list[Edit]:
-    """Compare a plan with other plans that differ from it in one or two fields, and return the changes that save memory
-    or time.
+    """Return the small changes of a plan that save memory or time. They are found by comparing its estimate with the
+    estimates of plans that differ in one or two fields.
 
     Only plans on equally many devices are compared. The changes are sorted by their effect on the time. A change is
     left out if a faster one saves at least as much memory.

@@ -52,9 +52,9 @@ def kind_of(machine: Machine) -> str:
 
 def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
     """Return a function that traces and simulates a step of this job under a plan on this machine. The function returns
-    the plan's estimate and the data it was computed from.
+    the plan's estimate and the data from which the estimate was computed.
 
-    cap: the bytes of a device's memory that a step may take, if that is less than the device has.
+    cap: the most bytes of each device's memory that a step may use. None for all of the memory.
     """
     described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)

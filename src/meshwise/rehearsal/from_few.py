@@ -64,12 +64,12 @@ class Depth:
 class Facts:
     """Facts about a model.
 
-    stretch: its equal blocks. None if there are none.
+    stretch: the longest sequence of equal blocks. None if no two neighboring blocks are equal.
     batch_norms: whether it contains batch norms.
     parameters: the bytes of all parameters.
-    trained: the bytes of the parameters that are trained.
+    trained: the bytes of the parameters that require gradients.
     wide: the number of float32 parameters.
-    forward: the size of a forward pass on a global batch.
+    forward: the FLOPs and bytes of a forward pass on a global batch.
     stepped: how many bytes the operators of an optimizer step read and write per byte of parameters. 0 if unknown.
     """
 

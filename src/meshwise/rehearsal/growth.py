@@ -30,9 +30,10 @@ class Unlike(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A piece of the longer sequence that the shorter one lacks: `length` entries from index `at` on.
+    """A piece of the longer sequence that the shorter one lacks: the `length` entries from index `at` on.
 
-    first, end: the range of indices around the piece in which the sequence repeats itself every `length` entries.
+    first, end: a range of indices that contains the piece. Within this range, the sequence repeats itself every
+    `length` entries.
     shift: the total length of the pieces before this one.
     """
 

@@ -41,10 +41,8 @@ def until(moment: float, clock: Callable[[], float]) -> Iterator[None]:
 
 
 class Places(Recorder):
-    """A recorder that stores no spans, but knows which block and microbatch the running operator belongs to.
-
-    Call `follow(model)` before the model runs.
-    """
+    """A recorder that stores no spans, but tells to which block of the model and to which microbatch the running
+    operator belongs. Call `follow(model)` before the model runs."""
 
     def __init__(self) -> None:
         super().__init__(on=False)

@@ -57,7 +57,7 @@ def predicted_timeline(
 def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int]) -> Iterator[Row]:
     """Yield the spans of a rank.
 
-    collectives: maps each collective to its index, which is equal on all ranks. New collectives are added to it.
+    collectives: gives each collective a number that is the same on all ranks. New collectives are added to it.
     """
     done = step.done[rank]
     main = [one for one in done if one.launch.stream == MAIN and not isinstance(one.launch.what, CollectiveOperation)]

@@ -42,8 +42,11 @@ def prediction(whole: Rehearsed, job: str) -> Prediction:
 
 
 def _held(whole: Rehearsed) -> dict[str, int]:
-    """Return the peak bytes of parameters, buffers, gradients and optimizer state, counted like `engine.held_bytes`. On
-    a GPU, also return `activations`: all other bytes at the end of the last forward."""
+    """Return the peak bytes of parameters, buffers, gradients and optimizer state, counted like `engine.held_bytes`.
+
+    On a GPU, the result also has `activations`. These are all other bytes that are allocated at the end of the last
+    forward.
+    """
     work = next(trace.step for trace in whole.traces if trace.step.rank == whole.estimate.memory.rank)
     curve = memory_curve(work)
     columns = dict(zip(CATEGORIES, curve.by_category.T, strict=True))

@@ -34,9 +34,10 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Overlap:
-    """The factors (at least 1) by which computing and communication take longer while they run at the same time.
+    """How much computing and communication slow each other. Each factor (at least 1) says how many times as long
+    computing or communication takes while both run.
 
-    inside: the factors for communication within a host, if they differ.
+    inside: other factors for communication within a host. None if they are the same.
     """
 
     compute: float
@@ -61,7 +62,8 @@ def _overlap(kind: str, end: int) -> Overlap:
 
 
 class Prices:
-    """Estimates the times of launches on the devices of one machine. Equal launches are estimated once."""
+    """Estimates the times of launches on the devices of one machine. If a launch occurs several times, it is estimated
+    once."""
 
     def __init__(
         self,

@@ -117,7 +117,8 @@ class _Row:
                     self._add(event, ("free", self.keys[before]), ("free", self.loose[before]), None, (before,))
 
     def _what(self, what: Any) -> int:
-        """Return a number that equal objects share. It is cached by id, since many launches hold the same object."""
+        """Return a number that is the same for equal operators, collectives or copies. The number is cached by the id
+        of the object, because many launches hold the same object."""
         found = self._whats.get(id(what))
         if found is None:
             found = self._whats[id(what)] = self._numbers.setdefault(what, len(self._numbers))

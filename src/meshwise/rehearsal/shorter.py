@@ -70,7 +70,7 @@ class Forward:
 
     flops, operators, blocks: the number of FLOPs, of operators and of blocks that ran.
     kept: the results of operators inside blocks.
-    products: the part of `kept` that is results of matrix products and attention.
+    products: the results of matrix products and attention inside blocks, which are a part of `kept`.
     largest: the results of operators inside the largest block.
     outside: the results of operators outside of blocks.
     inputs: the inputs of all blocks.
@@ -87,7 +87,8 @@ class Forward:
 
 
 class Heard:
-    """Records what each block does in a forward pass (operators and their inputs), and the size of the whole pass."""
+    """Records which operators each block runs in a forward pass, with their inputs, and the size of the whole forward
+    pass."""
 
     def __init__(self) -> None:
         self.done: dict[str, list[object]] = defaultdict(list)

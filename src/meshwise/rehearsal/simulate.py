@@ -61,10 +61,10 @@ def simulate(
     """Simulate the step of several ranks, such as one rank of each pipeline stage.
 
     works: the step of each rank.
-    machine: a machine, or the object with the estimated times on it if the object is to be reused.
+    machine: the machine, or a `Prices` for it. A `Prices` can be used again, which saves time.
     interval: whether to compute `low` and `high`. If False, they equal `seconds`.
     merged: whether to simulate consecutive operators as one, which is several times as fast. The step takes the same
-    time, except where late launches overlap with communication, and time lost to launches counts as computing.
+    time, except where late launches overlap with communication. Time lost to launches then counts as computing.
     overlap: the overlap factors to use instead of the constants.
 
     Raises UsageError if the time of a launch is unknown (see `missing`) or if the machine has too few devices. Raises

@@ -27,7 +27,7 @@ BLOCKS = 3
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of a small trace, that is of a trace of few blocks on one rank.
+    """The settings of a small trace, which is a trace of a few blocks on one rank.
 
     tensor: the size of the `tensor` axis.
     rows: the number of samples in its only microbatch.
@@ -58,7 +58,8 @@ class Small:
 
 
 def small_traces(program: Tracer, machine: Machine) -> Callable[[Kind], Small | None]:
-    """Return a function that traces few blocks and returns their costs, or None if that is not possible."""
+    """Return a function that traces a few blocks of the model and returns their costs. It returns None if the model
+    cannot be shortened to a few blocks, or if a cost is unknown."""
     prices = Prices(machine)
 
     def small(kind: Kind) -> Small | None:

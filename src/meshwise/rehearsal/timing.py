@@ -34,8 +34,8 @@ REPEATS, LONGEST = 7, 0.05
 """How often an operator is timed. If this takes more than LONGEST seconds, it is timed less often, but at least
 twice."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
-"""Operators on more than IN_CACHE bytes: how many calls are also timed after a write of FLUSHED bytes, which empties
-the caches. In a step, some tensors are in a cache and others are not."""
+"""Operators on more than IN_CACHE bytes are also timed with empty caches: COLD calls, each after a write of FLUSHED
+bytes. In a step, some tensors are in a cache and others are not."""
 INSIDE_FROM = 16 << 10
 """Internal allocations are measured for operators whose tensors have at least this many bytes."""
 SERVE = "from meshwise.rehearsal.timing import serve; serve()"

@@ -180,7 +180,7 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
 
 
 def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
-    """Return the microbatches of the first steps, with real tensors."""
+    """Return the microbatches of the first steps, as the data set gives them: with real tensors."""
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
     steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, plan.accumulate), STEPS))

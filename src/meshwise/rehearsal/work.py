@@ -15,7 +15,7 @@ MAIN = "main"
 """The name of the stream in which a program computes."""
 PHASES = ("forward", "backward", "optimizer", "other")
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "communication", "input")
-"""What memory is used for. `communication` is buffers of collectives and gathered parameters."""
+"""What memory is used for. `communication` stands for buffers of collectives and for gathered parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ What = Operation | CollectiveOperation | Copy
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The host launches an operator, a collective or a copy on a stream. A stream runs one launch after the other.
+    """The event that the host launches an operator, a collective or a copy on a stream. A stream runs one launch after
+    the other.
 
     after: indices in `Work.events` of launches on other streams that must end before this one begins.
     blocks: whether the host waits until the launch has ended.
@@ -91,7 +92,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """An allocation of memory.
+    """The event that memory is allocated.
 
     storage: the number of the storage, which `Free` refers to.
     category: one of CATEGORIES.
@@ -107,7 +108,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The memory of a storage is freed."""
+    """The event that the memory of a storage is freed."""
 
     storage: int
 

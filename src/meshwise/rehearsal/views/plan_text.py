@@ -151,8 +151,8 @@ def _below(plans: Any) -> list[Text]:
 
 
 def _not_shown(found: Any) -> Iterator[str]:
-    """Yield lines on why plans of a search have no row in the table. Plans that were guessed to be the best are named
-    first."""
+    """Yield lines that say why plans of a search have no row in the table. They begin with the plans that were guessed
+    to be the best."""
     guessed, shown = [plan for plan, _ in found.first], worth_showing(found.estimates)[:MOST_ROWS]
     reasons: dict[str, list[Plan]] = {}
     for each in found.estimates:
