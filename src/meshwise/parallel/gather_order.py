@@ -31,7 +31,7 @@ class GatherOrder:
     """Checks that all ranks run `blocks` in the same order. It does so by hooks on the forwards of `root` and of the
     blocks.
 
-    key: a prefix for keys in the process group's store. Through these keys the ranks exchange their order.
+    key: a prefix for keys in the process group's store. With these keys the ranks compare their orders.
     """
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:

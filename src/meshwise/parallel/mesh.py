@@ -29,7 +29,7 @@ def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh
     The axes are ordered from the outermost to the innermost. Consecutive ranks are neighbors on the innermost axis.
     Launchers number the devices of a host consecutively, so this axis, which communicates most, uses the fastest links.
     An axis of size 1 is left out. The axis `shard` is kept even with size 1 if the plan splits layers or experts,
-    because their gradients are reduced over `data` through it. On one device, the only axis is `shard`.
+    because the reduction of their gradients over `data` needs this axis. On one device, the only axis is `shard`.
 
     replicas: whether to merge `expert` into `data`, for parameters that do not belong to experts.
     """

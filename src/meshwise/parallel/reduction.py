@@ -50,8 +50,7 @@ class Reduction(Protocol):
     unreduced: bool
     """Whether this rank has gradients that have not been reduced yet."""
     shared_terms: bool
-    """Whether a loss had terms of sharded parameters. The ranks then have equal weight: gradients are means over
-    ranks."""
+    """Whether a loss used sharded parameters. All ranks then have equal weight, since gradients are means."""
 
     def backward(
         self,

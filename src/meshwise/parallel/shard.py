@@ -346,7 +346,7 @@ class Sharded:
         """Set `grad` back to None for the parameters that no rank reached, unless they had a gradient before the
         backward.
 
-        fresh: the names of the parameters that had none.
+        fresh: the names of the parameters that had no gradient before the backward.
 
         The first time, the ranks exchange which parameters they did not reach.
         """

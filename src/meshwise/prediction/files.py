@@ -41,8 +41,8 @@ class Store(Protocol):
     """A store for predictions, in memory or in a file."""
 
     def begin(self, multiple: int) -> int:
-        """Return how many samples an earlier run has stored. Rows of an incomplete batch at the end may be dropped
-        first.
+        """Return how many samples an earlier run has stored. If the last stored batch is incomplete, its rows may be
+        dropped, and do not count.
 
         multiple: the number of samples in a batch.
         """

@@ -204,8 +204,8 @@ def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: 
 
 
 def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
-    """Return everything except the program that determines the outputs. A stopped run can only be continued if these
-    facts are the same."""
+    """Return the facts on which the outputs depend, such as the job, the data and the weights. The program itself is
+    not included. A stopped run can only be continued with equal facts."""
     ends = torch.tensor([0, data.samples // 2, data.samples - 1])
     weights = None if options.weights is None else digest_of_file(Path(options.weights))
     return {

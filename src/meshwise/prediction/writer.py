@@ -146,8 +146,8 @@ def gathered(
 
 
 def _form(value: Any) -> Any:
-    """Return what must be known of a value to receive it. For a tensor, this is its shape, dtype and size in bytes,
-    because its content is sent separately. A list is returned unchanged."""
+    """Return what a rank must know of a value before it can receive the content. For a tensor, this is its shape, dtype
+    and size in bytes. A list is returned unchanged, and has no other content."""
     return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
 
 

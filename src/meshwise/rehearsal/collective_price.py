@@ -31,7 +31,7 @@ from meshwise.spec.timings import Timings, fitted, seconds_at
 POINT_TO_POINT = ("send", "receive")
 _NO_TIMES = fitted((1,), (1.0,))
 BEYOND = 4
-"""Times of messages up to this many times the largest measured message count as measured."""
+"""A message of up to this many times the largest measured size counts as measured."""
 
 
 @dataclass(frozen=True)

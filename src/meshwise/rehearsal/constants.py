@@ -151,7 +151,7 @@ HOP = {
 PROTOCOL = (0.25, 0.92, 1.0)
 """The share of the bus bandwidth that each protocol reaches, for LL, LL128 and Simple."""
 IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
-"""NVLS's rate by number of ranks, relative to 8 ranks. From stas00/ml-engineering@744d01e18b, all-reduce on H200."""
+"""NVLS's all-reduce rate by ranks, relative to 8 ranks, on H200: stas00/ml-engineering@744d01e18b, network."""
 
 
 def figure(name: str) -> Figure:

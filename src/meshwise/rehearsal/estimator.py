@@ -123,10 +123,12 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
 
 
 def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
-    """Return the bytes of host memory that `--redundancy 1` uses for one rank. held: the memory of the rank's device.
+    """Return the bytes of host memory that `--redundancy 1` uses for one rank.
 
     Replicas with equal state divide the copy of this state among them. There are several copies at a time, because a
     new copy is written while an old one is still kept.
+
+    held: the memory that the rank holds on its device.
     """
     groups = (("parameters", "buffers"), ("optimizer",))
     parts, state = (sum(each.size for each in held if each.category in names) for names in groups)

@@ -164,9 +164,12 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
 
 
 def grown(short: Any, long: Any, times: int) -> Any:
-    """Extrapolate a value that was `short` before and `long` after one step of growth to `times` steps of growth.
+    """Extrapolate a value to `times` steps of growth.
 
-    A number grows by the same amount in each step, a list by the same pieces. Raises Unlike for any other difference.
+    short, long: the value after no step of growth, and after one step. A number grows by the same amount in each step,
+    a list by the same pieces.
+
+    Raises Unlike for any other difference.
     """
     if short == long and type(short) is type(long):
         return long

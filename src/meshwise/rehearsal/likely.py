@@ -32,7 +32,7 @@ SPLIT = 8
 STATE = 2.0
 """Bytes of optimizer state per byte of trained parameters, as for Adam."""
 ADDED, STEPPED = 3, 7
-"""How often gradients are read or written to accumulate them. How often parameters are, in an optimizer step."""
+"""Memory accesses per gradient when it is accumulated, and per parameter in an optimizer step."""
 AGAIN = 1.25
 """The factor by which recompute increases the communication of split layers: one of four collectives runs twice."""
 HELD = 1.1
@@ -195,10 +195,10 @@ class Likely:
         return float(getattr(self._small(kind), name)) / kind.rows
 
     def _between(self, whole: float, split: float, part: float) -> float:
-        """Interpolate the cost of a layer of which a rank computes the fraction `part`.
+        """Estimate the cost of the fraction `part` of a layer, by interpolation between two costs.
 
-        whole: the measured cost of the whole layer.
-        split: the measured cost of the smallest part that was traced.
+        whole: the cost of the whole layer.
+        split: the cost of the smallest part that was traced.
         """
         if part == 1 or self._parts == 1:
             return whole
@@ -206,8 +206,8 @@ class Likely:
         return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
-        """Estimate a block's cost from the size of a forward pass. FLOPs take time at a fraction of the peak rate. The
-        bytes of results take time at the memory rate."""
+        """Estimate a block's cost from the size of a forward pass. Its FLOPs run at a fraction of the peak rate. The
+        bytes of its results are read and written at the memory rate."""
         forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
         each = kind.rows / self._batch / max(forward.blocks, 1)

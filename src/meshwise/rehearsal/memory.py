@@ -29,7 +29,7 @@ class Peak:
 
     place: the index in `Work.events` of the event that reached the peak. -1: the start of the step.
     split: the bytes by category, without empty categories.
-    phase, module, microbatch: where the peak is: the phase, module and microbatch of the launch that needed the memory.
+    phase, module, microbatch: the phase, module and microbatch of the launch that needed the memory.
     """
 
     bytes: int

@@ -282,7 +282,7 @@ def _bytes(tensor: Tensor) -> int:
 GATHERS = {"embedding", "index_select", "gather", "index", "take"}
 """Operators that read only as many bytes of their first tensor as they return."""
 PICKS = {"nll_loss_forward": 0, "nll_loss2d_forward": 0, "nll_loss_backward": 1, "nll_loss2d_backward": 1}
-"""The index of an argument of which an operator reads one value per row: about the bytes of the next argument."""
+"""The index of an argument of which an operator reads one value per row, as many as the next argument has."""
 
 
 def _read(name: str, taken: list[Tensor], given: list[Tensor]) -> int:

@@ -31,8 +31,7 @@ from meshwise.machine.memory import free_bytes
 from meshwise.rehearsal.calls import bytes_of, made
 
 REPEATS, LONGEST = 7, 0.05
-"""How often an operator is timed. If this takes more than LONGEST seconds, it is timed less often, but at least
-twice."""
+"""How many calls are timed. Fewer, but at least two, if the calls together take more than LONGEST seconds."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
 """Operators on more than IN_CACHE bytes are also timed with empty caches: COLD calls, each after a write of FLUSHED
 bytes. In a step, some tensors are in a cache and others are not."""

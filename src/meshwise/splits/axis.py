@@ -187,7 +187,7 @@ class SplitPart:
         """Return the split after the dims that follow this dim have been merged into it. Each run then has length
         `run`.
 
-        Returns None if a rank's part would not begin or end at a whole number.
+        Returns None if a rank's part would begin or end between two entries.
         """
         every = [self.of_rank(rank) for rank in range(self.axis.size)]
         if self.run == 0 or any(bound * run % self.run for held in every for each in held for bound in each):
