@@ -55,7 +55,8 @@ class Holding:
         self._shared: list[tuple[str, collectives.Group]] = []
         self._owned: set[str] = set()  # names of the parameters that count for this rank, where several hold them
         self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
-        """Frees the shards of parameters that this stage drops; see `Setup.let_go`. None without shards."""
+        """Frees the shards of parameters that this stage drops; see `Setup.let_go`. None if parameters are not
+        sharded."""
         self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._hold(blocks, own)
 

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import pairwise
 
 CHUNKS = {"interleaved": 2}
-"""By schedule, the number of stages on each rank, where it is more than one."""
+"""The number of stages on each rank, for the schedules that put more than one there."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def may_be_skipped(root: nn.Module, name: str) -> str | None:
 
 
 def parameters_that_may_be_skipped(model: nn.Module, roots: Sequence[nn.Module]) -> set[str]:
-    """Return the names in `model` of the parameters in modules that a forward of one of `roots` may skip."""
+    """Return the names of the parameters that some ranks may not use in a forward. These parameters are in modules that
+    the forward of one of `roots` may skip. The names are those of `model.named_parameters()`."""
     parts = [(root, *named) for root in roots for named in root.named_modules() if named[0]]
     skipped = {p for root, name, part in parts if may_be_skipped(root, name) for p in part.parameters(recurse=False)}
     return {name for name, p in model.named_parameters() if p in skipped}

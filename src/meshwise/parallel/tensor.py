@@ -101,8 +101,8 @@ def _apply(setup: Setup) -> None:
 
 
 def _share(model: nn.Module, ranks: int) -> str:
-    """Return a note on which share of the parameters is split. If it is small, the note names what is not split and
-    what to do."""
+    """Return a note that says which share of the parameters is split. If the share is small, the note also says which
+    parameters are not split, and what to do."""
     split_of: dict[bool, int] = {False: 0, True: 0}
     whole: Counter[str] = Counter()
     stacked = False

@@ -160,8 +160,8 @@ def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Re
 
 
 def _steps(optimizer: Optimizer) -> int:
-    """Return a number of steps that is larger than the intervals in the settings, such as Shampoo's start at step
-    25."""
+    """Return a number of steps to take. It is larger than the intervals in the optimizer's settings, such as Shampoo's
+    start at step 25."""
     values = [value for settings in (vars(optimizer), *optimizer.param_groups) for value in settings.values()]
     waits = [value for value in values if type(value) is int and value <= MOST_STEPS - 2]
     return max([STEPS, *(wait + 2 for wait in waits)])

@@ -22,7 +22,7 @@ from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Work
 BLOCK = 512
 """The size of every block is a multiple of this many bytes (kMinBlockSize)."""
 SMALL = 1 << 20
-"""The largest allocation of the small pool (kSmallSize). In the large pool, smaller remainders are not split off."""
+"""The largest allocation of the small pool (kSmallSize). The large pool splits off only larger remainders."""
 SMALL_SEGMENT = 2 << 20
 """The bytes of a segment of the small pool (kSmallBuffer)."""
 LARGE_SEGMENT = 20 << 20

@@ -31,7 +31,7 @@ class MemoryEstimate:
 
     total: everything that the rank takes of its device.
     allocated: the peak of the memory of its tensors.
-    categories: the same peak, by category.
+    categories: the bytes of each category of tensors at this peak.
     reserved: the memory that the allocator reserves for the tensors.
     host: the peak of the tensors in host memory.
     capacity: the memory of the device. None if unknown.

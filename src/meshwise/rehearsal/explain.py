@@ -90,8 +90,8 @@ def link_words(machine: Machine, ranks: Sequence[int]) -> str:
 
 
 def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:
-    """Return how many seconds of the rank's step each limit accounts for, such as `{"compute": 0.8, "waiting": 0.1}`,
-    in descending order. Communication that overlaps with computing is not included."""
+    """Return how many seconds of the rank's step each limit accounts for, in descending order, such as `{"compute":
+    0.8, "waiting for other ranks": 0.1}`. Communication that overlaps with computing is not included."""
     computing: dict[str, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     for one in done:

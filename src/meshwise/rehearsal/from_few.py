@@ -149,10 +149,8 @@ class Tracer:
 
     @functools.cached_property
     def model(self) -> Facts:
-        """Facts about the job's model, found by building it and running one forward pass on fake tensors.
-
-        Raises UsageError if the model cannot be built on fake tensors.
-        """
+        """Facts about the job's model. They are found by building the model and running one forward pass on fake
+        tensors. Raises UsageError if the model cannot be built on fake tensors."""
         heard = Heard()
         with FakeTensors(heard.on_operator, stands_for_real=True), fake_without_values():
             try:

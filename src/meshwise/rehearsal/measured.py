@@ -59,7 +59,7 @@ class OperatorTimes:
         self._facts = facts
         self._seconds, self._inside = _read(self.path)
         self.ended: dict[str, str] = {}
-        """For each call that crashed the process that timed it, a sentence for the user."""
+        """For each call whose measurement crashed: a sentence for the user."""
 
     def __call__(self, operation: Operation) -> float | None:
         """Return the measured seconds of an operator, or None if it was not measured."""
@@ -163,7 +163,7 @@ def prices_here(
 
 
 def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
-    """Return a sentence for each operator of these steps that crashed the process that timed it."""
+    """Return one sentence for each operator of these steps whose measurement crashed."""
     calls = {launch.what.call for work in works for launch in work.launches if isinstance(launch.what, Operation)}
     return tuple(
         dict.fromkeys(

@@ -32,7 +32,7 @@ REDUCTIONS = {
 class Product:
     """A batch of matrix products, each (m × k) by (k × n).
 
-    misaligned: whether the bytes of a side are not a multiple of 16.
+    misaligned: whether the size in bytes of a dimension is not a multiple of 16.
     """
 
     batch: int

@@ -267,8 +267,8 @@ def _word(tensor: Tensor) -> str:
 
 
 def _layout(tensors: list[Tensor]) -> str:
-    """Return `channels_last` if a 4-d tensor has this layout, since a convolution then converts its other tensors to
-    it. Otherwise return an empty string."""
+    """Return `channels_last` if one of the 4-d tensors has this layout. A convolution then converts its other tensors
+    to the same layout. Otherwise return an empty string."""
     images = [tensor for tensor in tensors if tensor.dim() == 4 and not tensor.is_contiguous()]
     last = any(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
     return "channels_last" if last else ""

@@ -29,7 +29,7 @@ NUMBERS = 1 << 16
 """A collective of at most this many bytes may grow with depth, such as a collective with one number per parameter. A
 larger collective is split into buckets at some depth, so that its size does not grow linearly."""
 GROWS = ("optimizer", "other")
-"""The phases in which collectives may grow."""
+"""The phases in which collectives may grow with the number of blocks or microbatches."""
 
 
 @dataclass(frozen=True)

@@ -204,8 +204,8 @@ def _plain(value: Any) -> object:
 
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
-    """Return the job with only `count` groups of the stretch's blocks. Its model raises Unlike if this is
-    impossible."""
+    """Return a copy of the job with a shorter model: only `count` groups of the blocks in `stretch` are kept. If the
+    model cannot be shortened in this way, Unlike is raised when the model is built or run."""
     return replace(job, model=functools.partial(_short_model, job.model, stretch, count))
 
 

@@ -152,7 +152,7 @@ class Work:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which most FLOPs are computed. An empty string if there are none."""
+        """The dtype in which most FLOPs are computed. An empty string if the step has no FLOPs."""
         return max(flops, key=flops.__getitem__) if (flops := self._by_dtype) else ""
 
     @property

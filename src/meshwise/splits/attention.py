@@ -96,7 +96,7 @@ class _Asked:
 
     @property
     def positions(self) -> Tensor:
-        """The indices in the sequence of this rank's queries."""
+        """For each query of this rank, its index in the whole sequence."""
         return _positions(self.rows, self.rows.axis.rank)
 
 

@@ -46,8 +46,8 @@ def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
     """Compute the two terms of a log-softmax along the split dim, numerically stable.
 
-    Returns this rank's part of x minus the maximum of each whole row, and the logarithm of the sum of the exponentials
-    of these differences over the whole row. In the second tensor the split dim has length 1.
+    The first is this rank's part of x, minus the maximum of each whole row. The second is the logarithm of the sum over
+    the whole row of the exponentials of these differences. In the second tensor the split dim has length 1.
     """
     part = x.part
     if x.dtype in HALF:  # as torch, which sums in float32
