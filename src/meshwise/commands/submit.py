@@ -28,8 +28,8 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     """Send a job or a script to Slurm, rehearsed first. It starts again after its time limit, until it is done.
 
     What is sent is a short batch script around `meshwise run`; --dry-run
-    prints it. Behind the last -- stand options of sbatch. A site's defaults
-    stand in site.toml: machine, network, devices, gpus, gpu_type,
+    prints it. Options of sbatch follow the last --. A site's defaults are
+    read from site.toml: machine, network, devices, gpus, gpu_type,
     gpus_per_node, cpus, memory, partition, account, qos, setup, command,
     container, runtime, mounts, runs, options, secrets.
 

@@ -55,8 +55,7 @@ class Holding:
         self._shared: list[tuple[str, collectives.Group]] = []
         self._owned: set[str] = set()  # names of the parameters that count for this rank, where several hold them
         self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
-        """Frees the shards of parameters that this stage drops; see `Setup.let_go`. None if parameters are not
-        sharded."""
+        """Frees the shards of dropped parameters; see `Setup.let_go`. None if parameters are not sharded."""
         self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._hold(blocks, own)
 
@@ -166,7 +165,7 @@ class Holding:
             )
 
     def add_up(self) -> None:
-        """Sum the gradients of parameters that several stages hold over these stages. Collective."""
+        """Sum gradients over stages, for each parameter that several stages hold. Collective."""
         named = dict(self.model.named_parameters()) if self._shared else {}
         for name, group in self._shared:
             p = named[name]

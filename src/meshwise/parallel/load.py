@@ -46,7 +46,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load_weights` has done, in names of parameters and buffers.
+    """What `load_weights` has done. All fields list names of parameters and buffers.
 
     names: the loaded tensors.
     converted: the tensors that changed their dtype, such as `name: bfloat16 to float32`.

@@ -65,7 +65,8 @@ def _made(plan: Plan, world: World, kept: dict[str, int], replicas: bool) -> Dev
 
 
 def divide_work(plan: Plan, world: World) -> World:
-    """Return the world of the ranks that divide a batch; ranks that hold parts of one split model count as one rank.
+    """Return the world of the ranks that divide a batch. In this world, ranks that hold parts of one split model count
+    as one rank.
 
     From now on, collectives run over these ranks by default. Collective if the plan splits models.
     """
@@ -84,7 +85,7 @@ def divide_work(plan: Plan, world: World) -> World:
 
 
 def _join_pipe(plan: Plan, world: World) -> None:
-    """Make the process groups of each pipeline and join this rank's. Collective.
+    """Make three process groups for each pipeline, and use the groups of this rank's pipeline. Collective.
 
     The ranks of a pipeline differ only in their position on the axis `pipeline`.
     """

@@ -40,7 +40,7 @@ class OpRecord:
         self.start = torch.default_generator.get_state()
         self.left: dict[torch.Generator, bytes] = {}
         self.loaded: dict[int, Loaded] = {}
-        """By storage number: a function that reads this rank's part of a loaded tensor, which is not replayed."""
+        """For each loaded storage, a function that reads this rank's part of it. It is not replayed."""
         self.loaded_after = 0
         self._storages = StorageMap()
         self._count = 0

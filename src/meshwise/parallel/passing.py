@@ -239,7 +239,8 @@ class Passing:
             return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-untyped-call]
 
     def send_backward(self, now: Pass) -> None:
-        """Send the gradients of the hidden state that this stage received to the stage before."""
+        """Send gradients to the stage before. They are the gradients of the hidden state that was received from that
+        stage."""
         if now.action.stage:
             action = Action(False, now.action.stage, now.action.microbatch)
             target = self._target(action)

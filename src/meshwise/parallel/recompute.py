@@ -141,7 +141,7 @@ class _Runs:
 
 
 def _changeable(value: Any) -> bool:
-    """Return whether a forward could change `value` in another way than by writing to a tensor."""
+    """Return whether a forward could change `value` itself. A write to a tensor in `value` does not count."""
     if isinstance(value, tuple | list | dict):
         return any(map(_changeable, value.values() if isinstance(value, dict) else value))
     return _is_plain_object(value)

@@ -284,7 +284,8 @@ def _name(key: str | int) -> str:
 
 @contextlib.contextmanager
 def saying_what_is_kept(out: Path | None) -> Iterator[None]:
-    """Within the context, convert an OSError to a UsageError that says that the predictions written before are kept."""
+    """Within the context, convert an OSError to a UsageError. Its message adds that the predictions written so far are
+    kept."""
     try:
         yield
     except OSError as error:

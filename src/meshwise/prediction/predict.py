@@ -103,8 +103,8 @@ def _nobody(kind: str, **facts: Any) -> None:
 
 
 def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
-    """Return the function that opens the data to predict: the job's test set, or its training set if it has no test set
-    or with `--train`."""
+    """Return the function that opens the data to predict. This is the job's test set. It is the training set if the job
+    has no test set, or with `--train`."""
     found = job.data if options.train or job.test is None else job.test
     return cast("Callable[[], Any]", found)
 

@@ -28,7 +28,7 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 """The bytes of a segment of the large pool for an allocation of less than LARGE bytes (kLargeBuffer)."""
 LARGE = 10 << 20
-"""From this size on, a segment is made for one allocation (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
+"""An allocation of at least this size has its own segment (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
 ROUND = 2 << 20
 
 

@@ -117,8 +117,8 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
 
 
 def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
-    """Return `start` with the fields `values`, then changed by `settings`. Return None if the result is not a valid
-    plan."""
+    """Return the plan `start` with the fields `values` replaced, and then changed by `settings`. Return None if the
+    result is not a valid plan."""
     try:
         return plan_from_settings(settings, replace(start, **values))
     except PlanError:

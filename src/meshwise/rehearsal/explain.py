@@ -22,7 +22,7 @@ from meshwise.spec.machine import DEVICE, Machine, link_between
 
 LAUNCHES, WAITING, IDLE, TO_HOST = "launches", "waiting for other ranks", "idle", "link to the host"
 MOST = 8
-"""The largest number of operators to list, and of collectives."""
+"""How many operators are listed at most. The same limit applies to collectives."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class Insertions:
 def _found(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Return (index in the longer sequence, length) of each piece that the shorter sequence lacks. Raises Unlike."""
+    """Return (index in the longer sequence, length) of each piece that the shorter sequence lacks. Raises Unlike if the
+    longer sequence is not the shorter one with some pieces repeated."""
     found: list[tuple[int, int]] = []
     one = other = 0
     while other < len(long):

@@ -61,7 +61,8 @@ class Curve:
 
     @cached_property
     def peak(self) -> Peak:
-        """The largest total number of bytes, at the first event that reaches it."""
+        """The largest number of bytes of all categories together. If several events reach it, the first of them
+        counts."""
         at = int(self.total.argmax())
         place = int(self.places[at])
         split = {name: int(size) for name, size in zip(CATEGORIES, self.by_category[at], strict=True) if size}

@@ -220,13 +220,13 @@ class Record:
             self._categories[self._numbers[tensor.untyped_storage()]] = category
 
     def allocated_since(self, place: int, category: str) -> None:
-        """Set the category of all memory allocated since the event at index `place`."""
+        """Set the category to `category` for all memory that was allocated since the event at index `place`."""
         for event in self.events[place:]:
             if isinstance(event, Allocate):
                 self._categories[event.storage] = category
 
     def backward_ends(self) -> None:
-        """Set the category of memory that a backward has allocated and not freed to `gradients`."""
+        """Set the category to `gradients` for memory that a backward has allocated and has not freed."""
         for number, event in self._alive.items():
             if event.category == "temporary":
                 self._categories.setdefault(number, "gradients")

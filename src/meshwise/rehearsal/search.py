@@ -72,8 +72,8 @@ class Known:
     """What is known of plans before they are simulated.
 
     bounds: rejects plans that cannot fit in memory or cannot be the fastest.
-    guess: guesses a plan's cost. With it, the fastest plans are simulated first, but plans that need more than `room`
-    bytes last. Without it, plans are simulated in the order given.
+    guess: guesses a plan's cost. If given, plans are simulated in the order of their guessed times, and plans that need
+    more than `room` bytes come last. If None, plans are simulated in the given order.
     room: the bytes of memory that a plan may need.
     """
 

@@ -205,7 +205,7 @@ def _plain(value: Any) -> object:
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
     """Return a copy of the job with a shorter model: only `count` groups of the blocks in `stretch` are kept. If the
-    model cannot be shortened in this way, Unlike is raised when the model is built or run."""
+    model cannot be shortened in this way, its forward raises Unlike."""
     return replace(job, model=functools.partial(_short_model, job.model, stretch, count))
 
 

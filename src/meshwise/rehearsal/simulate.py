@@ -35,7 +35,8 @@ class Step:
     seconds: the time until the last simulated rank has ended.
     low, high: the ends of the 80 % interval of `seconds`.
     done: the launches of each rank, in the order in which they began.
-    factors: for each factor, by how many seconds the step is longer with the factor at the upper end of its interval.
+    factors: for each factor: how many seconds longer the step is if all times that depend on this factor are at the
+    upper end of their interval.
     """
 
     seconds: float

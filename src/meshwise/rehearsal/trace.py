@@ -57,7 +57,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank does in its first step, and in each later step (`step`).
+    """What one rank does in its first step (`first`), and what it does in each later step (`step`).
 
     reads_values: whether the forward or backward reads values of tensors, so that its operators may depend on the
     batch.

@@ -35,7 +35,7 @@ class Axis(Protocol):
 
     @property
     def sequence(self) -> bool:
-        """Whether a sum over the ranks stays split along positions (dim 1) until an operator needs the whole."""
+        """Whether a sum over the ranks stays split along positions (dim 1) until an operator needs the whole tensor."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` over the ranks, in place, and return it."""

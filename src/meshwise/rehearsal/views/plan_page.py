@@ -75,8 +75,8 @@ def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[s
 
 
 def _memory(first: Rehearsed) -> dict[str, Any]:
-    """Return the memory curve, in a step after the first, of the rank that needs the most memory. Its x axis is the
-    time, if it is known."""
+    """Return the memory curve to draw. It shows a step after the first, on the rank that needs the most memory. Its x
+    axis is the time, if the time is known."""
     rank = first.estimate.memory.rank
     traced = next(each for each in first.traces if each.step.rank == rank)
     before, after = (with_inside(work, first.prices.inside) for work in (traced.first, traced.step))
