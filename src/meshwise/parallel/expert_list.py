@@ -158,11 +158,9 @@ class ExpertList:
 
 
 def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[list[Tensor], Tensor | None]:
-    """Run the experts of `calls`, each on its rank. Collective, and the backward is collective as well.
-
-    Returns the results and a scalar 0. The caller adds the scalar to its output, so that ranks without calls take part
-    in the backward too. The scalar is None if there is no backward.
-    """
+    """Run the experts of `calls`, each on its rank. Collective, also in the backward. Returns the results and a scalar
+    0. The caller adds the scalar to its output, so that ranks without calls take part in the backward. The scalar is
+    None if there is no backward."""
     axis, facts = experts.axis, [(number, [_form(t) for t in given]) for number, given in calls]
     of_axis, of_all = axis.gather_objects(facts)
     called = sorted({number for rank in of_all for number, _ in rank})
@@ -229,11 +227,8 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
 
 
 def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-    """Gather the parameters of the experts in `called` that this rank runs. Return them by the number of the expert and
-    the name of the parameter.
-
-    The first returned value is an empty tensor. It makes every rank take part in the backward.
-    """
+    """Gather the parameters of the experts in `called` that this rank runs. Return an empty tensor, which makes every
+    rank take part in the backward, and the parameters by expert number and name."""
     named = [(n, name, p) for n in called for name, p in experts.found.experts[n].named_parameters()]
     parts = [p.to_local() if isinstance(p, DTensor) else p for _, _, p in named]
     facts = [_Fact(experts.owner(n), p.shape, p.requires_grad) for n, _, p in named]

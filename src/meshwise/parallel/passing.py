@@ -145,11 +145,8 @@ class Pass:
             )
 
     def end(self, *, check: bool) -> bool:
-        """End the forward, and keep what is to be sent to the next stage.
-
-        With `check`, return whether this stage's output contains NaN although its input does not. Otherwise return
-        False.
-        """
+        """End the forward, and keep what is to be sent to the next stage. With `check`, return whether this stage's
+        output contains NaN although its input does not. Otherwise return False."""
         sent = list(tensors_in(self.output))
         with on_parts():
             wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
