@@ -143,7 +143,7 @@ def test_in_place() -> None:
     x += 1
     x *= XP.arange(5.0)
     same(same_array, (np.arange(5.0) + 1) * np.arange(5.0))
-    with pytest.raises(TypeError, match=r"in place, an array of torch.int64 cannot become torch.float64"):
+    with pytest.raises(TypeError, match=r"an in-place operation cannot change torch.int64 to torch.float64"):
         y = XP.arange(5)
         y /= 2
 
@@ -170,7 +170,7 @@ def test_values_are_read() -> None:
     assert list(range(XP.asarray(3))) == [0, 1, 2]
     assert bool(XP.asarray([1]).any())
     assert complex(XP.asarray(1j)) == 1j
-    with pytest.raises(TypeError, match="is not one Python number"):
+    with pytest.raises(TypeError, match="cannot become one Python number"):
         float(XP.ones(2))
     with pytest.raises(ValueError, match=r"x.any\(\) or x.all\(\)"):
         bool(XP.ones(2))
@@ -194,18 +194,18 @@ def test_no_part_of_a_copy_is_shared() -> None:
 def test_what_cannot_be_is_one_sentence() -> None:
     other = mw.array_namespace("2xcpu")
     for wrong, error, words in [
-        (lambda: XP.zeros(3, device="cuda:7"), mw.UsageError, "is not in this namespace of cpu:0, cpu:1, cpu:2"),
+        (lambda: XP.zeros(3, device="cuda:7"), mw.UsageError, "this array namespace. Use one of cpu:0, cpu:1, cpu:2"),
         (lambda: XP.zeros(3, sharding=XP.shard(1)), mw.UsageError, "has no dim 1"),
         (lambda: XP.zeros(3, sharding=XP.shard(0, sizes=[1, 1, 2])), mw.UsageError, "add up to 3"),
         (lambda: XP.shard(0, sizes=[1, 1]), mw.UsageError, "for each of the 3 devices"),
-        (lambda: XP.zeros(3) + other.zeros(3), mw.UsageError, "arrays of one namespace"),
+        (lambda: XP.zeros(3) + other.zeros(3), mw.UsageError, "arrays belong to two array namespaces"),
         (lambda: XP.asarray(torch.ones(3, requires_grad=True)), mw.UsageError, "detach"),
         (lambda: XP.zeros(3) + XP.zeros(4), ValueError, "do not broadcast"),
         (lambda: XP.zeros(3, dtype="float31"), TypeError, "is not supported for arrays"),
         (lambda: XP.zeros(3).sum(axis=1), IndexError, "Use -1 to 0"),
         (lambda: XP.zeros((0, 2)).max(axis=0), ValueError, "needs at least one element"),
         (lambda: mw.array_namespace("5xgpu"), mw.UsageError, "cuda"),
-        (lambda: mw.array_namespace([]), mw.UsageError, "write devices as"),
+        (lambda: mw.array_namespace([]), mw.UsageError, "pass devices like"),
         (lambda: XP.sqare(XP.zeros(3)), AttributeError, "square"),
     ]:
         with pytest.raises(error, match=words):

@@ -53,11 +53,11 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"none")
     x = XP.ones(3)
     for wrong, error, words in [
-        (lambda: XP.load(tmp_path / "none.npy"), mw.DataError, "is not an existing file"),
+        (lambda: XP.load(tmp_path / "none.npy"), mw.DataError, "does not exist, or is not a file"),
         (lambda: XP.load(tmp_path / "bad.npy"), mw.DataError, "damaged"),
         (lambda: XP.load(tmp_path / "bad.safetensors"), mw.DataError, "damaged"),
         (lambda: XP.load(tmp_path / "x.csv"), mw.UsageError, r"must end in \.npy or \.safetensors"),
-        (lambda: XP.save(tmp_path / "x.npy", {"a": x}), mw.UsageError, "a .npy file takes one array"),
+        (lambda: XP.save(tmp_path / "x.npy", {"a": x}), mw.UsageError, "pass one array for a .npy file"),
         (lambda: XP.save(tmp_path / "x.safetensors", {"a": 1}), mw.UsageError, "not an array"),
         (lambda: XP.save(tmp_path / "x.safetensors", {"a": x * 1j}), mw.UsageError, "cannot store torch.complex"),
     ]:

@@ -235,7 +235,7 @@ def test_values_that_cannot_be() -> None:
         x[0] = XP.asarray([1j, 2, 3])
     with pytest.raises(OverflowError, match=r"torch\.uint8 can store 0 to 255, not 300"):
         XP.zeros(3, dtype="uint8")[0] = 300
-    with pytest.raises(mw.UsageError, match="arrays of one namespace"):
+    with pytest.raises(mw.UsageError, match="arrays belong to two array namespaces"):
         x[0] = mw.array_namespace("2xcpu").zeros(3)
 
 

@@ -36,7 +36,7 @@ def test_parts_by_the_speed_of_devices() -> None:
 
 
 def test_a_dtensor_is_of_ranks() -> None:
-    with pytest.raises(mw.UsageError, match="needs a run of several ranks"):
+    with pytest.raises(mw.UsageError, match="works only over several ranks"):
         XP.ones(3).to_dtensor(None)
     with pytest.raises(mw.UsageError, match="takes a DTensor"):
         XP.from_dtensor(torch.ones(3))

@@ -184,7 +184,7 @@ def test_numpys_own_functions_write_and_refuse() -> None:
         np.unwrap(x)
     with pytest.raises(TypeError, match=r"np\.add\.at is not supported for arrays"):
         np.add.at(x, [0], 1)
-    with pytest.raises(TypeError, match=r"does not fit out= \(int64"):
+    with pytest.raises(TypeError, match=r"out= has dtype int64, but"):
         np.sqrt(x, out=np.zeros(7, dtype=np.int64))
 
 
@@ -192,7 +192,7 @@ def test_types_shapes_and_placements_are_checked() -> None:
     with pytest.raises(AttributeError):
         given(V).dtype = XP.int32
     for shape in (3.0, None, "3", (2.5, 1)):
-        with pytest.raises(TypeError, match="write an integer or a tuple"):
+        with pytest.raises(TypeError, match="must be an integer or a tuple"):
             XP.zeros(shape)
     assert XP.zeros(XP.asarray(3)).shape == (3,)
     assert XP.zeros(np.array([2, 3])).shape == (2, 3)
@@ -211,11 +211,11 @@ def test_numbers_are_written_and_rounded() -> None:
 
 def test_what_is_no_number_is_one_sentence() -> None:
     x = given(V)
-    with pytest.raises(TypeError, match="arrays contain numbers"):
+    with pytest.raises(TypeError, match=r"cannot assign .* to an array"):
         x[0] = None
-    with pytest.raises(TypeError, match="contains more than numbers"):
+    with pytest.raises(TypeError, match="does not contain only numbers"):
         XP.asarray(["a"])
-    with pytest.raises(ValueError, match="x contains -1"):
+    with pytest.raises(ValueError, match="but contains -1"):
         XP.bincount(XP.asarray([-1, 2]))
     with pytest.raises(TypeError, match="exp2 is not defined for complex"):
         XP.exp2(x + 1j)

@@ -224,8 +224,8 @@ def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(
         (("train.py:job", "--steps", 0), "at least 1"),
         (("train.py:job", "--plan", "nope.toml"), "no plan can be read"),
         (("train.py:job", "--set", "shard=0"), "whole number"),
-        (("train.py:job", "--set", "data=3", "--devices", "2xcpu"), "data=3 needs 3 devices; this run has 2"),
-        (("train.py:job", "--plan", "three.toml", "--devices", "2xcpu"), "data=3 needs 3 devices; this run has 2"),
+        (("train.py:job", "--set", "data=3", "--devices", "2xcpu"), "data=3 needs 3 devices, but this run has 2"),
+        (("train.py:job", "--plan", "three.toml", "--devices", "2xcpu"), "data=3 needs 3 devices, but this run has 2"),
     ],
 )
 def test_what_cannot_be_is_two(words: tuple[object, ...], says: str, check: Check, tmp_path: Path) -> None:

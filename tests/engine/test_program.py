@@ -642,7 +642,7 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
     for given, named, words in (
         (mw.Plan(data=2), str(file), "Remove plan= from the script"),
         ("none.toml", None, "no plan can be read"),
-        (mw.Plan(shard=4), None, "needs 4 devices; this run has 2"),
+        (mw.Plan(shard=4), None, "needs 4 devices, but this run has 2"),
         (mw.Plan(data=2, accumulate=2), None, "with mw.accumulate()"),
         (mw.Plan(data=2, precision="fp16"), None, "scaler.scale(loss)"),
     ):

@@ -47,7 +47,7 @@ def test_a_lost_device_may_come_back() -> None:
     assert [devices.left(attempt) for attempt in (2, 3, 4)] == [2, 2, 3]
     devices.failed(died(0, 4), 0, 4, [Fault("lost", 0, 4)])
     assert [devices.left(attempt) for attempt in (5, 99)] == [2, 2]
-    with pytest.raises(UsageError, match="back= is only valid for lost"):
+    with pytest.raises(UsageError, match="only the fault lost has a field back="):
         parse_fault("kill:rank=0,step=4,back=2")
 
 

@@ -239,7 +239,7 @@ def test_an_optimizer_of_whole_parameters_is_refused_under_shard(kind: Any, pool
         return said
 
     for said in pool(2).run(case):
-        assert all(text.startswith(f"shard: {kind.__name__} may compute other values where each rank") for text in said)
+        assert all(text.startswith(f"shard: {kind.__name__} may compute other values if each rank") for text in said)
 
 
 def by_lbfgs(plan: Plan, folder: str | None = None, **more: Any) -> Any:

@@ -34,7 +34,7 @@ def here() -> World:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (Plan(shard=4), "shard=4 needs 4 devices; this run has 1. Use shard=1"),
+        (Plan(shard=4), "shard=4 needs 4 devices, but this run has 1. Use shard=1"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_touched(plan: Plan, says: str) -> None:

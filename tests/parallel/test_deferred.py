@@ -245,4 +245,4 @@ def other_on_each_rank() -> None:
 def test_constructors_that_part_are_refused(pool: Any) -> None:
     with pytest.raises(CaseFailed) as failed:
         pool(2).run(other_on_each_rank)
-    assert failed.value.kind == "PlanError" and "ran other operators on some ranks than on rank 0" in failed.value.text
+    assert failed.value.kind == "PlanError" and "did not run the same operators on all ranks" in failed.value.text

@@ -24,7 +24,7 @@ REFUSED = {
     ("lazy", "every"): "parameter 0.weight belongs to a lazy module and has no shape yet",
     ("sparse embedding", "every"): "module embed makes sparse gradients",
     ("empty parameter", "shard"): r"parameter none of shape \(0, 4\) has no elements",
-    ("two dtypes", "shard"): "must have one dtype, but here are one.bias in float32, two.bias in float64",
+    ("two dtypes", "shard"): "must have one dtype, but they are one.bias in float32, two.bias in float64",
 }
 PLANS = {"shard": Plan(shard=2), "data": Plan(data=2), "zero1": Plan(data=2, zero1=True)}
 

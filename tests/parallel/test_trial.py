@@ -197,7 +197,7 @@ def test_under_shard_what_steps_on_parts_otherwise_is_refused(pool: Any) -> None
     assert said == other
     assert said["AdamW"] == said["Lars"] == said["ClippedTogether"] == ""  # the norm of a part is that of the whole
     for name in ("Muon", "RowsOfItsOwn"):
-        assert said[name].startswith(f"shard: {name} may compute other values where each rank has only a part")
+        assert said[name].startswith(f"shard: {name} may compute other values if each rank has only a part")
         assert "its results differ by" in said[name] and said[name].endswith("such as --set zero1=true.")
     # Before torch 2.15 its operators did not know DTensors.
     assert said["Rprop"] == "" or "a trial on small matrices raised" in said["Rprop"]

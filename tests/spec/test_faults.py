@@ -36,7 +36,7 @@ def test_what_is_written_is_read_and_written_again(text: str, fault: Fault) -> N
         ("kill:rank=1,rank=2,step=2", "given twice"),
         ("slow:rank=1,step=2", "slow needs a duration"),
         ("kill 20ms:rank=1,step=2", "kill takes no duration"),
-        ("kill:rank=1,step=2,steps=3", "steps= is only valid for disk-full"),
+        ("kill:rank=1,step=2,steps=3", "only the fault disk-full has a field steps="),
         ("disk-full:rank=1,step=2,steps=0", "steps='0' is not a whole number of at least 1"),
     ],
 )

@@ -183,11 +183,11 @@ def test_of_a_file_that_names_no_axis_replicas_fill_the_devices(text: str, devic
 @pytest.mark.parametrize(
     ("plan", "devices", "says"),
     [
-        (Plan(data=3), 2, "data=3 needs 3 devices; this run has 2. Use data=2, or start 3 workers with --devices."),
-        (Plan(data=3, shard=4), 8, "data=3 x shard=4 needs 12 devices; this run has 8. Use data=2, or start 12"),
-        (Plan(shard=4), 8, "shard=4 needs 4 devices; this run has 8. Use shard=8,"),
+        (Plan(data=3), 2, "data=3 needs 3 devices, but this run has 2. Use data=2, or start 3 workers with --devices."),
+        (Plan(data=3, shard=4), 8, "data=3 x shard=4 needs 12 devices, but this run has 8. Use data=2, or start 12"),
+        (Plan(shard=4), 8, "shard=4 needs 4 devices, but this run has 8. Use shard=8,"),
         (Plan(data=2, shard=2), 3, "Use data=1, shard=3,"),
-        (Plan(), 4, "data=1 needs 1 device; this run has 4. Use "),
+        (Plan(), 4, "data=1 needs 1 device, but this run has 4. Use "),
         (Plan(data=4, zero1=True), 2, "Use data=2,"),
     ],
 )

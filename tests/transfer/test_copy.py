@@ -279,7 +279,7 @@ def test_the_links_choose_the_path_at_this_size(links: Machine | None, size: int
 @pytest.mark.parametrize(
     ("ends", "wanted", "links", "said"),
     [
-        (("cpu:0", "cpu:1"), "direct", None, "does not lead from cpu:0 to cpu:1"),
+        (("cpu:0", "cpu:1"), "direct", None, "cannot copy from cpu:0 to cpu:1"),
         (("host", "cpu:1"), "staged", None, "needs two devices"),
         (("cpu:1", "cpu:1"), "peer", None, "needs two devices"),
         (("cpu:0", "cpu:1"), "pear", None, "Did you mean 'peer'"),

@@ -165,11 +165,11 @@ def test_views_that_share_memory_are_no_tensors_to_reduce() -> None:
 def test_what_is_no_tensor_or_must_not_change_is_told() -> None:
     with pytest.raises(UsageError, match="in place, but ndarray is not a tensor"):
         all_reduce([torch.ones(2).numpy()])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="one requires grad"):
+    with pytest.raises(UsageError, match="one tensor requires grad"):
         all_reduce([torch.ones(2, requires_grad=True), torch.ones(2)])
-    with pytest.raises(UsageError, match="list is not a tensor, nor an array"):
+    with pytest.raises(UsageError, match="list is neither a tensor nor an array"):
         scatter([1, 2], ["cpu"])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="int is not a tensor, nor an array"):
+    with pytest.raises(UsageError, match="int is neither a tensor nor an array"):
         gather([1, 2], "cpu")  # type: ignore[list-item]
 
 

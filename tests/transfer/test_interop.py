@@ -127,7 +127,7 @@ def test_what_is_no_array_for_torch_is_refused(array: Any, said: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here torch sees CUDA")
 def test_device_memory_without_a_device_is_refused() -> None:
     for array in (ByCudaInterface(), ByCudaInterface(stream=1)):
-        with pytest.raises(UsageError, match="torch sees none here"):
+        with pytest.raises(UsageError, match="torch finds none"):
             from_array(array)
 
 

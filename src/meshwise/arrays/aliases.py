@@ -142,7 +142,7 @@ def writable(x: Array) -> tuple[Tensor, ...]:
     alias = shown(x)
     if alias.read_only:
         raise ValueError(
-            "assignment destination is read-only. It is a diagonal or repeats elements. Write x = x.copy() first."
+            "assignment destination is read-only: it is a diagonal, or a broadcast array. Write x = x.copy() first."
         )
     if alias.moves and x.space.over_ranks and all(agreed(x.space, [int(is_last(x))], "view")):
         fetched(x)

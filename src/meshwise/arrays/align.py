@@ -47,7 +47,7 @@ def common_space(name: str, arrays: Sequence[Array]) -> Space:
     for other in arrays[1:]:
         if other.space is not space and other.space != space:
             raise UsageError(
-                f"{name} needs arrays of one namespace, but they belong to two: one on {', '.join(space.names)}, one "
+                f"{name}: the arrays belong to two array namespaces, one on {', '.join(space.names)}, the other "
                 f"on {', '.join(other.space.names)}. Convert one of the arrays: xp.asarray(x.numpy())."
             )
     return space

@@ -55,7 +55,7 @@ class Array:
         found = before.reshape(wanted)
         if found.alias is None and before.alias is not None:
             raise AttributeError(
-                f"x.shape = {wanted} needs a copy of this array of shape {self.shape}. Write x = x.reshape(shape)."
+                f"x.shape = {wanted} would have to copy this array of shape {self.shape}. Write x = x.reshape(shape)."
             )
         self._become(found)
 

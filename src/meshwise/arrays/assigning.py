@@ -91,7 +91,7 @@ def _value(x: Array, value: Any) -> Value:
     else:
         values = value if isinstance(value, Tensor) else np.array(value)
         if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
-            raise TypeError(f"arrays contain numbers, not {str(value)[:40]!r}. Assign numbers or lists of numbers.")
+            raise TypeError(f"cannot assign {str(value)[:40]!r} to an array. Assign numbers or lists of numbers.")
         host: Tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(values)
         if not host.ndim:
             return _number(x.dtype, host.item())
@@ -130,7 +130,7 @@ def _number(dtype: torch.dtype, value: Number) -> Number:
         return value
     least, most = limits(dtype)
     if not least <= value <= most:  # type: ignore[operator]
-        raise OverflowError(f"{dtype} can store {least} to {most}, not {value}. Cast the array first.")
+        raise OverflowError(f"{value} does not fit {dtype} ({least} to {most}). Cast the array first.")
     return int(value)  # type: ignore[arg-type]
 
 

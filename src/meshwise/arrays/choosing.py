@@ -28,7 +28,7 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     if x1 is None and x2 is None and isinstance(condition, Array):
         return nonzero(condition)
     if not isinstance(condition, Array) or any(not isinstance(x, Array) and not is_python_number(x) for x in (x1, x2)):
-        raise NoArrayGiven("where takes an array as condition, arrays or numbers as x1 and x2. Use xp.asarray(value).")
+        raise NoArrayGiven("where: condition must be an array, x1 and x2 arrays or numbers. Use xp.asarray(value).")
     arrays = [x for x in (x1, x2) if isinstance(x, Array)]
     dtype = arrays[0].dtype if arrays else torch.bool
     for x in arrays[1:]:
@@ -54,7 +54,7 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
     """
     if axis is None:
         if len(x.shape) != 1:
-            raise ValueError(f"take needs an axis for an array of {len(x.shape)} dims: write axis=0, or flatten it.")
+            raise ValueError(f"take: an array of {len(x.shape)} dims needs axis=. Write axis=0, or flatten the array.")
         axis = 0
     dim = axis_of(axis, len(x.shape), "take")
     index = indices if isinstance(indices, Array) else torch.as_tensor(on_host(indices))
@@ -77,7 +77,7 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")
     dim, ndim = axis_of(axis, len(x.shape), "take_along_axis"), len(x.shape)
     if len(indices.shape) != ndim:
-        raise ValueError(f"take_along_axis: indices must have {ndim} dims like the array, not {len(indices.shape)}.")
+        raise ValueError(f"take_along_axis: indices need {ndim} dims like the array, but have {len(indices.shape)}.")
     one = [(*each.shape[:dim], 1, *each.shape[dim + 1 :]) for each in (x, indices)]
     around = broadcast_shape("take_along_axis", one)
     shape = (*around[:dim], indices.shape[dim], *around[dim + 1 :])
@@ -110,7 +110,7 @@ def triu(x: Array, /, k: int = 0) -> Array:
 def _triangle(name: str, x: Array, k: int) -> Array:
     ndim = len(x.shape)
     if ndim < 2:
-        raise ValueError(f"{name} needs an array of two dims or more, and this array has shape {x.shape}.")
+        raise ValueError(f"{name} needs an array of two dims or more, but this array has shape {x.shape}.")
     parts = []
     for (number, _), part in zip(x.space.local(x.sharding), x.parts, strict=True):
         begin = 0 if x.sharding.dim is None else x.sharding.offsets[number]
@@ -148,9 +148,9 @@ def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
     """
     given = list(arrays)
     if indexing not in ("xy", "ij"):
-        raise ValueError(f"meshgrid(indexing={indexing!r}): write 'xy' or 'ij'.")
+        raise ValueError(f"meshgrid: indexing must be 'xy' or 'ij', but it is {indexing!r}.")
     if any(len(x.shape) > 1 for x in given):
-        raise ValueError(f"meshgrid takes vectors, not shapes {', '.join(str(x.shape) for x in given)}.")
+        raise ValueError(f"meshgrid takes vectors, but the shapes are {', '.join(str(x.shape) for x in given)}.")
     if not given:
         return ()
     common_space("meshgrid", given)

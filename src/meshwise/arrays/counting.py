@@ -43,7 +43,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
     x = as_array("bincount", x)
     xp = x.__array_namespace__()
     if x.size and int(x.min()) < 0:
-        raise ValueError(f"bincount takes no negative numbers, but x contains {int(x.min())}. Pass x[x >= 0].")
+        raise ValueError(f"bincount: x must not contain negative numbers, but contains {int(x.min())}. Pass x[x >= 0].")
     count = max(minlength, int(x.max()) + 1 if x.size else 0)
     edges = xp.arange(count + 1, sharding=xp.replicated())
     w = None if weights is None else xp.asarray(weights).reshard(x.sharding)

@@ -62,7 +62,7 @@ def asarray(
             piece, shares = piece.to(wanted), True
         elif copy is False:
             raise ValueError(
-                "asarray(copy=False) cannot move or split values. Leave copy out, or pass the device of the values."
+                "asarray(copy=False) cannot move values to other devices. Leave copy out, or pass their own device."
             )
         else:
             own = torch.empty(piece.shape, dtype=wanted, device=space.devices[place])
@@ -105,7 +105,7 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
     placed = x.sharding if stays else x.space.placed(x.shape, device, wanted)
     cast = dtype is not None and dtype is not x.dtype
     if copy is False and (cast or placed != x.sharding):
-        raise ValueError("asarray(copy=False) cannot change the dtype or placement without a copy. Leave copy out.")
+        raise ValueError("asarray(copy=False): a new dtype, device or sharding needs a copy. Leave copy out.")
     if cast:
         assert dtype is not None
         moved = reshard(x, placed, "asarray")
@@ -124,7 +124,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
     """
     if isinstance(obj, Array):
         raise UsageError(
-            f"this array belongs to another namespace, on {', '.join(obj.space.names)}. Write xp.asarray(x.numpy())."
+            f"this array belongs to an array namespace on {', '.join(obj.space.names)}. Write xp.asarray(x.numpy())."
         )
     if isinstance(obj, np.generic):
         obj = np.asarray(obj)
@@ -138,7 +138,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
         whole = np.asarray(read, dtype=object)
         values = whole.astype(np.uint64) if all(type(each) is int for each in whole.flat) else values
     if values.dtype.kind not in "biufc":
-        raise TypeError(f"asarray: this {type(obj).__name__} contains more than numbers. Pass numbers or nested lists.")
+        raise TypeError(f"asarray: this {type(obj).__name__} does not contain only numbers. Pass numbers or lists.")
     values = values.view(values.dtype.name)  # of two types of the same name torch knows one
     tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
     if not _has_numpy(obj):
@@ -186,9 +186,9 @@ def as_shape(shape: Any) -> Shape:
     try:
         lengths = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else _lengths(shape)))
     except TypeError as error:
-        raise TypeError(f"shape {shape!r}: write an integer or a tuple of integers.") from error
+        raise TypeError(f"shape must be an integer or a tuple of integers, but it is {shape!r}.") from error
     if any(length < 0 for length in lengths):
-        raise ValueError(f"shape {lengths} has a length below 0. Give lengths of 0 or more.")
+        raise ValueError(f"shape {lengths} contains a negative length. Give lengths of 0 or more.")
     return lengths
 
 
@@ -243,7 +243,7 @@ def arange(
     start, stop = (0, start) if stop is None else (start, stop)
     start, stop, step = (value.item() if hasattr(value, "item") else value for value in (start, stop, step))
     if step == 0:
-        raise ValueError("arange with a step of 0 would never end. Give another step.")
+        raise ValueError("arange: step must not be 0, because the range would never end.")
     whole = all(isinstance(value, int) for value in (start, stop, step))
     kind = as_dtype(dtype) if dtype is not None else torch.int64 if whole else space.default_float
     length = max(0, -((start - stop) // step) if whole else math.ceil((stop - start) / step))

@@ -60,7 +60,7 @@ def from_dtensor(space: Space, x: Any, /) -> Array:
     placed = sharding(space.places)
     if not placement.is_replicate():
         if type(placement) is not Shard:
-            raise UsageError(f"from_dtensor needs placement Shard or Replicate, not {placement}. Call x.redistribute.")
+            raise UsageError(f"from_dtensor: placement must be Shard or Replicate, not {placement}. Use redistribute.")
         dim = placement.dim % len(shape)
         placed = sharding(space.places, dim, tuple(agreed(space, [own.shape[dim]], "from_dtensor")))
     found = Array((own,), placed, shape, x.dtype, space)
@@ -70,9 +70,9 @@ def from_dtensor(space: Space, x: Any, /) -> Array:
 
 def _check(space: Space, mesh: DeviceMesh, verb: str) -> None:
     if not space.over_ranks:
-        raise UsageError(f"{verb} needs a run of several ranks. In one process, use x.torch() or x.full_tensor().")
+        raise UsageError(f"{verb} works only over several ranks. In one process, use x.torch() or x.full_tensor().")
     if mesh.ndim != 1 or mesh.mesh.flatten().tolist() != list(space.places):
-        raise UsageError(f"{verb}: the mesh must have one axis, with all {len(space.places)} ranks in ascending order.")
+        raise UsageError(f"{verb}: the mesh must have one dim, with all {len(space.places)} ranks in ascending order.")
 
 
 def _stride(shape: tuple[int, ...]) -> list[int]:

@@ -113,7 +113,7 @@ def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_f
         if dtype in INTEGERS:
             bounds = limits(dtype)
             if not bounds[0] <= value <= bounds[1]:
-                raise OverflowError(f"{dtype} can store {bounds[0]} to {bounds[1]}, not {value}. Cast the array first.")
+                raise OverflowError(f"{value} does not fit {dtype} ({bounds[0]} to {bounds[1]}). Cast the array first.")
         return dtype
     real = default_float if dtype in WHOLE else dtype
     return complex_of(real) if isinstance(value, complex) and real not in COMPLEXES else real
@@ -191,4 +191,4 @@ def refuse_gradients(what: str, requires_grad: bool) -> None:
     what: the operation that the message names.
     """
     if requires_grad:
-        raise UsageError(f"{what}: this tensor requires grad, and arrays have no gradients. Pass tensor.detach().")
+        raise UsageError(f"{what}: this tensor requires grad, but arrays have no gradients. Pass tensor.detach().")

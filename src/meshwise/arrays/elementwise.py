@@ -206,7 +206,7 @@ def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], defaul
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
         return default_float
-    raise TypeError(f"{name} is not defined for {str(dtype).removeprefix('torch.')}. Cast the array by xp.astype.")
+    raise TypeError(f"{name} does not support {str(dtype).removeprefix('torch.')}. Cast the array: xp.astype.")
 
 
 def _named(name: str, rule: Rule) -> Rule:

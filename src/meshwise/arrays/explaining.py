@@ -75,9 +75,9 @@ def explain(operation: Callable[[], Any]) -> Explanation:
     """
     arrays = _arrays_of(operation)
     if not arrays:
-        raise UsageError("explain needs a function that reads arrays, such as mw.explain(lambda: x @ y).")
+        raise UsageError("explain: the function must use an array, for example mw.explain(lambda: x @ y).")
     if any(x.space.over_ranks for x in arrays.values()):
-        raise UsageError("explain works only in one process, not over ranks. Use virtual devices instead: '4xcpu'.")
+        raise UsageError("explain does not work over several ranks. In one process, use virtual devices: '4xcpu'.")
     with _without_memory(arrays.values()) as lay:
         log = _moved(operation)
         now = sum(move.bytes for move in log)
@@ -137,12 +137,12 @@ def _moved(operation: Callable[[], Any]) -> CommLog:
         with comm_log() as log:
             operation()
         if not all(math.isnan(move.seconds) for move in log):
-            raise UsageError("explain covers only arrays, but this function also copies tensors. Leave the copies out.")
+            raise UsageError("explain covers only arrays, but this function also copies torch tensors. Leave them out.")
     except (*NEEDS_VALUES, RuntimeError) as error:
         if not isinstance(error, NEEDS_VALUES) and "numpy" not in str(error):
             raise
         raise UsageError(
-            "explain computes no values, but this function reads some. Explain only operations before the first read."
+            "explain does not compute values, but this function reads values. Explain only the part before that."
         ) from error
     return log
 

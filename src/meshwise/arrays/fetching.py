@@ -183,7 +183,7 @@ def route(x: Array, asked: Asked) -> Routes:
     table = [rows[k : k + len(held.places) + 1] for k in range(0, len(rows), len(held.places) + 1)]
     if any(row[-1] for row in table):
         lengths = ", ".join(f"{x.shape[dim]} along axis {dim}" for dim in asked.dims)
-        raise IndexError(f"an index is out of bounds: the array's length is {lengths}.")
+        raise IndexError(f"an index is out of bounds. Lengths of the array: {lengths}.")
     counts = [table[place][:-1] for place in placed.places]
     pieces = []
     for t, s in itertools.product(range(len(placed.places)), range(len(held.places))):

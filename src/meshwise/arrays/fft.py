@@ -127,14 +127,14 @@ def _lengths(
     if s is not None:
         lengths = [None if length == -1 else int(length) for length in s]
     if len(lengths) != len(dims) or len(set(dims)) < len(dims) or not dims:
-        raise ValueError(f"{name}(s={s}, axes={axes}): pass one axis or more, each once, and one length for each axis.")
+        raise ValueError(f"{name}(s={s}, axes={axes}): name at least one axis, each once, and one length per axis.")
     return lengths, dims
 
 
 def _floats(given: Any, name: str, norm: str) -> Array:
     x = as_array(name, given)
     if norm not in NORMS:
-        raise ValueError(f"{name}(norm={norm!r}): write one of {', '.join(NORMS)}.")
+        raise ValueError(f"{name}: norm must be one of {', '.join(NORMS)}, but it is {norm!r}.")
     if name in OF_REAL and x.dtype.is_complex:
         raise TypeError(f"{name} takes real numbers, not {x.dtype}. Pass xp.real(x), or use xp.fft.fft or xp.fft.ifft.")
     if x.dtype in WHOLE:
@@ -177,7 +177,7 @@ def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
         row = function(part.new_zeros(full))
         return row[tuple(slice(0 if length == 0 else None) for length in part.shape)].resolve_conj()
     except RuntimeError as error:
-        raise ValueError(f"the transform of shape {tuple(part.shape)} along axis {axis} failed: {error}") from error
+        raise ValueError(f"the FFT of shape {tuple(part.shape)} along axis {axis} failed: {error}") from error
 
 
 def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:

@@ -52,7 +52,7 @@ def load(space: Space, path: Any, *, device: Any = None, sharding: Placement = N
     """
     file = _kind(path, "load")
     if not file.is_file():
-        raise DataError(f"{file} is not an existing file. Pass the path of an existing .npy or .safetensors file.")
+        raise DataError(f"{file} does not exist, or is not a file. Pass the path of a .npy or .safetensors file.")
     if file.suffix == ".npy":
         return _load_npy(space, file, (device, sharding))
     try:
@@ -80,7 +80,7 @@ def _of_slice(space: Space, stored: Any, placement: tuple[Any, Placement]) -> Ar
     shape = tuple(stored.get_shape())
     kinds = {name: dtype for dtype, name in SAFETENSORS.items()}
     if stored.get_dtype() not in kinds:
-        raise UsageError(f"the file has dtype {stored.get_dtype()}, which arrays do not support. Convert it first.")
+        raise UsageError(f"the file has dtype {stored.get_dtype()}, which arrays do not support. Convert the file.")
 
     def part(own: Any, where: Any, at: torch.device) -> torch.Tensor:
         values: torch.Tensor = stored[where] if shape else stored[...]
@@ -97,7 +97,7 @@ def save(path: Any, given: Any) -> None:
     file = _kind(path, "save")
     named: Mapping[str, Array] = given if isinstance(given, Mapping) else {"": given}
     if isinstance(given, Mapping) != (file.suffix == ".safetensors"):
-        raise UsageError(f"save {file.name}: a .npy file takes one array, and a .safetensors file a dict of arrays.")
+        raise UsageError(f"save {file.name}: pass one array for a .npy file, or a dict of arrays for .safetensors.")
     for name, x in named.items():
         if not isinstance(x, Array):
             raise UsageError(f"save {file.name}: {name or 'this'} is {type(x).__name__}, not an array. Use xp.asarray.")

@@ -77,10 +77,10 @@ def tell_return(x: Array, operation: str) -> None:
     at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
     text = f"{at}: {operation} writes to a view that is not on its array's devices, so all {size} of the view move back"
     if _mode.get() == "error":
-        raise UsageError(f"{text}, which mw.guard('error') forbids. Write to the array itself.")
+        raise UsageError(f"{text}, which mw.guard('error') forbids. Write to the original array.")
     if at not in _told:
         _told.add(at)
-        warnings.warn(f"{text}. Write to the array itself.", GatherWarning, stacklevel=2)
+        warnings.warn(f"{text}. Write to the original array.", GatherWarning, stacklevel=2)
 
 
 def gathered(x: Array, operation: str, place: int | None = None) -> Array:

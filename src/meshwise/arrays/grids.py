@@ -37,7 +37,7 @@ def line_of(xp: Any, key: Any) -> Array:
     Raises UsageError if `key` is not a range with an end.
     """
     if not isinstance(key, slice) or key.stop is None:
-        raise UsageError(f"{key!r} is not a range with an end: use start:stop or start:stop:step, as in xp.mgrid[0:5].")
+        raise UsageError(f"{key!r} must be a slice with a stop: start:stop or start:stop:step, such as xp.mgrid[0:5].")
     count = int(abs(key.step)) if isinstance(key.step, complex) else None
     given = key.start or 0, key.stop
     line: Array = xp.arange(*given, key.step or 1) if count is None else xp.linspace(*given, count)
@@ -71,7 +71,7 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
     for at, each in enumerate(vectors):
         x = asarray(space, each)
         if len(x.shape) != 1:
-            raise ValueError(f"ix_ takes vectors, and this array has shape {x.shape}. Write x.reshape(-1).")
+            raise ValueError(f"ix_ takes vectors, but this array has shape {x.shape}. Write x.reshape(-1).")
         x = x.__array_namespace__().nonzero(x)[0] if x.dtype is BOOL else x
         found.append(x.reshape(tuple(-1 if dim == at else 1 for dim in range(len(vectors)))))
     return tuple(found)

@@ -257,7 +257,7 @@ def nonzero(x: Array, /) -> tuple[Array, ...]:
     byte for each element that must move. This is the lower bound.
     """
     if not x.shape:
-        raise ValueError("nonzero needs at least one dim, and this array has none. Write xp.reshape(x, (1,)) first.")
+        raise ValueError("nonzero needs at least one dim, but this array has none. Write xp.reshape(x, (1,)) first.")
     mask = Array(tuple(part != 0 for part in as_bits(x).parts), x.sharding, x.shape, torch.bool, x.space)
     if mask.sharding.dim is not None and math.prod(x.shape[: mask.sharding.dim]) != 1:
         mask = reshard(mask, first_divided(mask.shape, mask.sharding.places), "nonzero")

@@ -48,7 +48,7 @@ def dlpack(
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
         if x.alias is not None and not is_last(x):
-            raise BufferError("this array has views, and cannot move to one device without a copy. Leave copy out.")
+            raise BufferError("copy=False: an array with views needs a copy to move to one device. Leave copy out.")
         x.parts, x.sharding = whole.parts, whole.sharding
     given = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
     return whole.parts[0].__dlpack__(**{name: value for name, value in given.items() if value is not None})
@@ -70,7 +70,7 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
     if not hasattr(type(x), "__dlpack__"):
         raise TypeError(f"from_dlpack: {type(x).__name__} has no __dlpack__ method. Write xp.asarray(x).")
     if space.over_ranks:
-        raise UsageError("from_dlpack works only in one process. Over ranks, use xp.from_shards with each rank's part.")
+        raise UsageError("from_dlpack works only in one process. With several ranks, use xp.from_shards on each rank.")
     tensor = from_array(x)
     refuse_gradients("from_dlpack", tensor.requires_grad)
     here = device_of(tensor)
@@ -99,8 +99,8 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
         others = [(tuple(p.shape[:dim]), tuple(p.shape[dim + 1 :]), p.dtype, p.dim()) for p in (first, part)]
         if others[0] != others[1] or not 0 <= dim < part.dim():
             raise UsageError(
-                f"from_shards(dim={dim}): all parts must have this dim, the same dtype, and equal lengths in the other "
-                f"dims, not {tuple(first.shape)} {first.dtype} and {tuple(part.shape)} {part.dtype}."
+                f"from_shards(dim={dim}): all parts must have this dim, the same dtype, and equal lengths in all other "
+                f"dims, but two parts are {tuple(first.shape)} {first.dtype} and {tuple(part.shape)} {part.dtype}."
             )
         if device_of(part).type != space.devices[place].type:
             raise UsageError(f"from_shards: the part for {space.names[place]} is on {part.device}. Move the part.")
@@ -123,7 +123,7 @@ def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarra
     if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
         found = from_array_of(x.parts[0])
     elif copy is False:
-        raise ValueError(f"np.asarray(copy=False): this array ({reading.where(x)}) needs a copy. Leave copy out.")
+        raise ValueError(f"np.asarray(copy=False): this array ({reading.where(x)}) must be copied. Leave copy out.")
     else:
         found = reading.numpy(x)
     if not (copy or shown):
@@ -146,7 +146,7 @@ def cuda_interface(x: Array) -> Any:
     """
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
-    raise AttributeError(f"__cuda_array_interface__ needs an array on one GPU, not this layout: {reading.where(x)}.")
+    raise AttributeError(f"__cuda_array_interface__ the array must be on one GPU, but it is: {reading.where(x)}.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -171,7 +171,7 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
             return found
         if not np.can_cast(numpy_dtype(found.dtype), numpy_dtype(as_dtype(into.dtype)), "same_kind"):
             raise TypeError(
-                f"np.{called.__name__}: the result ({found.dtype}) does not fit out= ({into.dtype}). Cast the result."
+                f"np.{called.__name__}: out= has dtype {into.dtype}, but the result has {found.dtype}. Cast the result."
             )
         into[...] = found
         return into

@@ -41,7 +41,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
     shapes = {x.shape[:dim] + x.shape[dim + 1 :] for x in given}
     if len(shapes) > 1 or any(len(x.shape) != ndim for x in given):
         raise ValueError(
-            f"concat(axis={axis}) needs shapes equal in all other dims, not {', '.join(str(x.shape) for x in given)}."
+            f"concat(axis={axis}): shapes must be equal in other dims, not {', '.join(str(x.shape) for x in given)}."
         )
     return joined([whole(x, dim) for x in given], dim, "concat")
 
@@ -50,7 +50,7 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
     """Join arrays along a new dim. Arrays with equal shardings stay where they lie, so that no data moves."""
     given = _of_one_type("stack", arrays)
     if len({x.shape for x in given}) > 1:
-        raise ValueError(f"stack needs arrays of equal shape, and these have {', '.join(str(x.shape) for x in given)}.")
+        raise ValueError(f"stack: all shapes must be equal, but they are {', '.join(str(x.shape) for x in given)}.")
     dim = axis_of(axis, len(given[0].shape) + 1, "stack")
     return joined([whole(expand_dims(x, axis=dim), dim) for x in given], dim, "stack")
 
@@ -91,7 +91,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
     axes = [axis] if isinstance(axis, int) else list(axis)
     shifts = [shift] * len(axes) if isinstance(shift, int) else list(shift)
     if len(shifts) != len(axes):
-        raise ValueError(f"roll(shift={shift}, axis={axis}): give as many shifts as axes.")
+        raise ValueError(f"roll: shift and axis must have equally many entries, but are {shift} and {axis}.")
     placed = x.sharding
     if not axes:
         return copied(x)
@@ -112,7 +112,7 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
     times = [1] * (len(x.shape) - len(times)) + times
     if min(times, default=0) < 0:
-        raise ValueError(f"tile({tuple(times)}): numbers of repetitions must be 0 or more.")
+        raise ValueError(f"tile: numbers of repetitions must be 0 or more, but are {tuple(times)}.")
     if len(times) > len(x.shape):
         x = expand_dims(x, axis=list(range(len(times) - len(x.shape))))
     result = x
@@ -135,14 +135,14 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     placed, length = x.sharding, x.shape[dim]
     if isinstance(repeats, Array) and repeats.shape not in ((), (1,)):
         if repeats.shape != (length,):
-            raise ValueError(f"repeat: {length} entries need repeats of shape ({length},), not {repeats.shape}.")
+            raise ValueError(f"repeat: repeats must be one number, or have shape ({length},), not {repeats.shape}.")
         own = placed.along(0) if placed.dim == dim else sharding(placed.places)
         times = [part.to(torch.int64) for part in spread(repeats, (length,), own, "repeat").parts]
         sizes = counted(x, placed, [int(each.sum()) for each in times])
     else:
         count = int(repeats)
         if count < 0:
-            raise ValueError(f"repeat({count}): the number of times must be 0 or more.")
+            raise ValueError(f"repeat: repeats must be 0 or more, but it is {count}.")
         times = [count] * len(x.parts)  # type: ignore[list-item]
         sizes = [count * size for size in placed.sizes] if placed.dim == dim else [count * length]
     parts = [torch.repeat_interleave(part, each, dim=dim) for part, each in zip(x.parts, times, strict=True)]
@@ -161,7 +161,7 @@ def diff(
     """
     dim = axis_of(axis, len(x.shape), "diff")
     if n < 0:
-        raise ValueError(f"diff(n={n}): n must be 0 or more.")
+        raise ValueError(f"diff: n must be 0 or more, but it is {n}.")
     if not n:
         return x
     if prepend is not None or append is not None:
@@ -191,7 +191,7 @@ def halo(
     """
     dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
     if min(before, after) < 0:
-        raise ValueError(f"halo({before}, {after}): widths must be 0 or more.")
+        raise ValueError(f"halo: before and after must be 0 or more, but are {before} and {after}.")
     lies, length = x.sharding, 0 if dim is None else x.shape[dim]
     if dim is None or not length:
         return tuple(part.clone() for part in x.parts)
@@ -227,13 +227,13 @@ def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: An
     mode: "constant", "edge", "wrap", "reflect" or "symmetric".
     """
     if mode not in ("constant", "edge", "wrap", "reflect", "symmetric"):
-        raise ValueError(f"pad(mode={mode!r}): write constant, edge, wrap, reflect or symmetric.")
+        raise ValueError(f"pad: mode must be constant, edge, wrap, reflect or symmetric, but is {mode!r}.")
     widths = np.broadcast_to(np.asarray(pad_width), (len(x.shape), 2)).tolist()
     values = np.broadcast_to(np.asarray(constant_values), (len(x.shape), 2)).tolist()
     given = x
     for dim, (before, after) in enumerate(widths):
         if before < 0 or after < 0:
-            raise ValueError(f"pad({pad_width}): widths must be 0 or more.")
+            raise ValueError(f"pad: widths must be 0 or more, but pad_width is {pad_width}.")
         if before or after:
             ends = [_constant(x, dim, *each) for each in zip((before, after), values[dim], (False, True), strict=True)]
             if mode != "constant":
@@ -259,7 +259,7 @@ def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
     length = x.shape[dim]
     most = {"edge": math.inf if length else 0, "reflect": length - 1}.get(mode, length)
     if max(before, after) > most:
-        raise ValueError(f"pad(mode={mode!r}) of length {length} takes widths up to {most}, not {before}, {after}.")
+        raise ValueError(f"pad(mode={mode!r}) of length {length} takes widths up to {most}, not {before} and {after}.")
     if mode == "edge":
         return [Run(x, 0, before, 0), Run(x, length - 1, after, 0)]
     if mode == "wrap":
@@ -274,12 +274,12 @@ def _of_one_type(name: str, arrays: Sequence[Array]) -> list[Array]:
         raise TypeError(f"{name} takes a list of arrays, not one array.")
     given = list(arrays)
     if not given:
-        raise ValueError(f"{name} needs at least one array, and the list is empty.")
+        raise ValueError(f"{name} needs at least one array, but the list is empty.")
     space = next((x.space for x in given if isinstance(x, Array)), None)
     if space is not None:
         given = [x if isinstance(x, Array) else asarray(space, x) for x in given]
     else:
-        raise NoArrayGiven(f"{name} takes arrays, not {', '.join(type(x).__name__ for x in given)}.")
+        raise NoArrayGiven(f"{name} needs at least one array, but got {', '.join(type(x).__name__ for x in given)}.")
     common_space(name, given)
     dtype = result_type(*given)
     return [

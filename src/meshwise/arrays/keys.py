@@ -134,7 +134,7 @@ def on_host(given: Any) -> Any:
     if values.size == 0 and not isinstance(given, np.ndarray | Tensor):
         values = values.astype(np.int64)
     if values.dtype.kind not in "bui":
-        raise IndexError(f"index {str(given)[:60]}: use integers, slices, '...', None, or arrays of integers or bools.")
+        raise IndexError(f"cannot index by {str(given)[:60]}. Use ints, slices, '...', None, arrays of ints or bools.")
     if values.ndim == 0 and values.dtype.kind != "b":
         return int(values)
     return torch.from_numpy(np.ascontiguousarray(values if values.dtype.kind == "b" else values.astype(np.int64)))
@@ -152,9 +152,9 @@ def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
     used = sum(_dims_of(item) for item in items)
     at = [k for k, item in enumerate(items) if item is Ellipsis]
     if len(at) > 1:
-        raise IndexError("an index may have one ellipsis ('...'), and this one has several.")
+        raise IndexError("an index may contain only one ellipsis ('...'), but this index has several.")
     if used > ndim:
-        raise IndexError(f"too many indices: the array has {ndim} dims, and the index names {used}.")
+        raise IndexError(f"too many indices: the array has {ndim} dims, but the index is for {used}.")
     where = at[0] if at else len(items)
     return [*items[: where + len(at)], *[slice(None)] * (ndim - used), *items[where + len(at) :]]
 
@@ -177,6 +177,6 @@ def _covered(item: Array | Tensor, shape: Shape, dim: int) -> Sequence[int]:
     covered = shape[dim : dim + len(item.shape)]
     if any(own not in (0, length) for own, length in zip(item.shape, covered, strict=True)):
         raise IndexError(
-            f"a mask of shape {tuple(item.shape)} cannot index a shape {tuple(covered)}: both shapes must be equal."
+            f"a mask of shape {tuple(item.shape)} cannot index dims of shape {tuple(covered)}: both must be equal."
         )
     return covered

@@ -75,7 +75,7 @@ def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
     """Permute the dims. No data moves: the array stays divided along the same dim, which gets a new position."""
     order = [axis_of(axis, len(x.shape), "permute_dims") for axis in axes]
     if sorted(order) != list(range(len(x.shape))):
-        raise ValueError(f"permute_dims(axes={tuple(axes)}): name each of the {len(x.shape)} dims once.")
+        raise ValueError(f"permute_dims: axes must name each of {len(x.shape)} dims once, but is {tuple(axes)}.")
     return arranged(x, order)
 
 
@@ -83,7 +83,7 @@ def matrix_transpose(x: Array, /) -> Array:
     """Swap the last two dims."""
     ndim = len(x.shape)
     if ndim < 2:
-        raise ValueError(f"matrix_transpose needs two dims or more, and this array has shape {x.shape}.")
+        raise ValueError(f"matrix_transpose needs two dims or more, but this array has shape {x.shape}.")
     return arranged(x, [*range(ndim - 2), ndim - 1, ndim - 2])
 
 
@@ -108,7 +108,7 @@ def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
     ndim = len(x.shape) + len(given)
     new = [axis_of(each, ndim, "expand_dims") for each in given]
     if len(set(new)) < len(new):
-        raise ValueError(f"expand_dims(axis={axis}) names one position twice. Name each once.")
+        raise ValueError(f"expand_dims(axis={axis}) names a position twice. Name each position once.")
     old = iter(range(len(x.shape)))
     return arranged(x, [None if at in new else next(old) for at in range(ndim)])
 
@@ -124,7 +124,7 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
     else:
         gone = [axis_of(each, len(shape), "squeeze") for each in ([axis] if isinstance(axis, int) else axis)]
     if len(set(gone)) < len(gone) or any(shape[dim] != 1 for dim in gone):
-        raise ValueError(f"squeeze(axis={axis}) of shape {shape}: name only dims of length 1, each once.")
+        raise ValueError(f"squeeze(axis={axis}) of shape {shape}: axis may name only dims of length 1, each once.")
     keep = [dim for dim in range(len(shape)) if dim not in gone]
 
     def rule(x: Array) -> Array:

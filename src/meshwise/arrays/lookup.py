@@ -39,12 +39,12 @@ def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | N
     if type(x1) is not Array or len(x1.shape) != 1:
         raise NoArrayGiven("searchsorted: x1 must be a sorted vector. Write xp.sort(xp.reshape(x1, (-1,))).")
     if side not in ("left", "right"):
-        raise ValueError(f"searchsorted(side={side!r}): write 'left' or 'right'.")
+        raise ValueError(f"searchsorted: side must be 'left' or 'right', but it is {side!r}.")
     if sorter is not None:
         x1 = x1[sorter]
     values, dtype = _operand(x2, x1)
     if dtype.is_complex:
-        raise TypeError("searchsorted needs an order, and complex numbers have none. Search xp.real(x) or abs(x).")
+        raise TypeError("searchsorted needs an order, but complex numbers have none. Search xp.real(x) or abs(x).")
     return _looked_up(values, x1, partial(_search, dtype=dtype, side=side), "searchsorted", torch.int64)
 
 

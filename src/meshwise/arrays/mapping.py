@@ -36,7 +36,7 @@ def map_shards(
     wrap: True also extends the first and last parts, with entries from the other end of the array.
     """
     if not isinstance(x, Array):
-        raise UsageError(f"map_shards takes a function and then an array of meshwise, not {type(x).__name__}.")
+        raise UsageError(f"map_shards: the second argument must be an array of meshwise, not {type(x).__name__}.")
     before, after = (halo, halo) if isinstance(halo, int) else halo
     dim, placed = x.sharding.dim, x.sharding
     common_space("map_shards", [x, *(other for other in others if isinstance(other, Array))])

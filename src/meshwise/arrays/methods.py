@@ -119,9 +119,9 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
         if new is NotImplemented:
             return new
         if new.shape != self.shape:
-            raise ValueError(f"in place, an array of shape {self.shape} cannot become {new.shape}. Write x = x + y.")
+            raise ValueError(f"an in-place operation cannot change shape {self.shape} to {new.shape}. Write x = x + y.")
         if new.dtype is not self.dtype:
-            raise TypeError(f"in place, an array of {self.dtype} cannot become {new.dtype}. Write x = x + y.")
+            raise TypeError(f"an in-place operation cannot change {self.dtype} to {new.dtype}. Write x = x + y.")
         fill(self, new, rule.__name__)
         return self
 
@@ -140,7 +140,7 @@ def resharded(x: Array, sharding: Placement = None, /, *, device: Any = None) ->
 def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
     """Copy `x` to one device of the namespace."""
     if stream is not None:
-        raise ValueError("to_device takes no stream, because meshwise orders copies itself. Leave stream out.")
+        raise ValueError("to_device does not support stream=, because meshwise orders copies itself. Leave stream out.")
     return asarray(x.space, x, device=device, copy=True)
 
 

@@ -61,7 +61,7 @@ def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Arr
         values = svdvals(x)
         found = reductions.total(values, axis=-1) if ord == "nuc" else _extreme(values, ord)
     else:
-        raise ValueError(f"matrix_norm(ord={ord!r}): write 'fro', 'nuc', 1, -1, 2, -2, inf or -inf.")
+        raise ValueError(f"matrix_norm: ord must be 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, but is {ord!r}.")
     return layout.expand_dims(found, axis=(-2, -1)) if keepdims else found
 
 
@@ -82,7 +82,7 @@ def diagonal(x: Array, /, *, offset: int = 0) -> Array:
     """
     x = as_array("diagonal", x)
     if len(x.shape) < 2:
-        raise ValueError(f"diagonal needs two dims or more, and this array has shape {x.shape}.")
+        raise ValueError(f"diagonal needs two dims or more, but this array has shape {x.shape}.")
     return diagonal_of(x, offset, read_only=True)
 
 
@@ -124,7 +124,7 @@ def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     """
     x, y = as_array("cross", x1), as_array("cross", x2)
     if not -min(len(x.shape), len(y.shape)) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
-        raise ValueError(f"cross(axis={axis}) of {x.shape} and {y.shape}: the axis must be negative, and of length 3.")
+        raise ValueError(f"cross(axis={axis}) of {x.shape} and {y.shape}: axis must be negative, and its length 3.")
     dtype = result_type(x, y)
     whole = [freed(each, {axis % len(each.shape)}, "cross") for each in (x, y)]
     for at, each in enumerate(whole):

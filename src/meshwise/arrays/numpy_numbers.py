@@ -44,7 +44,7 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
     xp, borders = x.__array_namespace__(), np.asarray(bins)
     steps = np.diff(borders)
     if borders.ndim != 1 or not (bool((steps >= 0).all()) or bool((steps <= 0).all())):
-        raise ValueError("digitize: bins must be a vector that ascends or descends. Write xp.sort(bins).")
+        raise ValueError("digitize: bins must be a vector in ascending or descending order. Write xp.sort(bins).")
     side = "left" if right else "right"
     if len(borders) and borders[0] > borders[-1]:
         return len(borders) - xp.searchsorted(xp.asarray(borders[::-1].copy()), x, side=side)
@@ -67,7 +67,7 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
     )
     if points.shape != values.shape or len(points.shape) != 1 or not points.shape[0]:
         raise ValueError(
-            f"interp needs xs and ys as vectors of one equal length above 0, not {points.shape} and {values.shape}."
+            f"interp: xs and ys must be vectors of one length above 0, not shapes {points.shape} and {values.shape}."
         )
     dtype = promoted(promoted(x.dtype, points.dtype), values.dtype)
 
@@ -96,7 +96,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     if len(a.shape) != 1 or len(v.shape) != 1 or not a.shape[0] or not v.shape[0]:
         raise ValueError(f"convolve takes two vectors with at least one element, not shapes {a.shape} and {v.shape}.")
     if mode not in ("full", "same", "valid"):
-        raise ValueError(f"convolve(mode={mode!r}): write full, same or valid.")
+        raise ValueError(f"convolve: mode must be full, same or valid, but it is {mode!r}.")
     a, v = (v, a) if v.shape[0] > a.shape[0] else (a, v)
     count, dtype = v.shape[0], promoted(a.dtype, v.dtype)
     ahead = {"full": count - 1, "same": count // 2, "valid": 0}[mode]
@@ -158,7 +158,7 @@ def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) ->
 
 def _slope(x: Array, dim: int, step: Any) -> Array:
     if x.shape[dim] < 2:
-        raise ValueError(f"gradient along axis {dim} needs 2 entries or more, and the shape is {x.shape}.")
+        raise ValueError(f"gradient along axis {dim} needs 2 entries or more, but the shape is {x.shape}.")
     xp = x.__array_namespace__()
     change = diff(x, axis=dim)
     if not np.shape(step):
@@ -168,7 +168,7 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
         at = xp.asarray(step)
         if at.shape != (x.shape[dim],):
             raise ValueError(
-                f"gradient: {x.shape[dim]} entries need a vector of as many coordinates, not shape {at.shape}."
+                f"gradient: coordinates must be a vector of length {x.shape[dim]}, but have shape {at.shape}."
             )
         width = diff(at).reshape(tuple(-1 if each == dim else 1 for each in range(len(x.shape))))
         slopes = change / width
@@ -203,7 +203,7 @@ def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof:
     m = as_floats("cov", m)
     xp = m.__array_namespace__()
     if len(m.shape) > 2:
-        raise ValueError(f"cov takes a vector or a matrix, and this array has shape {m.shape}.")
+        raise ValueError(f"cov takes a vector or a matrix, but this array has shape {m.shape}.")
 
     def rows(x: Array) -> Array:
         return xp.reshape(x, (1, -1)) if len(x.shape) < 2 else x if rowvar else x.T
@@ -239,7 +239,7 @@ def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 
     default: used for elements for which no condition is true.
     """
     if not conditions or len(conditions) != len(choices):
-        raise ValueError(f"select needs a choice for each condition, not {len(choices)} for {len(conditions)}.")
+        raise ValueError(f"select needs one choice per condition, but got {len(choices)} for {len(conditions)}.")
     as_array("select", conditions[0])
     found = default
     for condition, choice in zip(reversed(conditions), reversed(choices), strict=True):

@@ -35,7 +35,7 @@ def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
     optimize: ignored, because the order of the products is fixed.
     """
     if not isinstance(subscripts, str) or not operands:
-        raise UsageError("einsum: labels come first, then arrays, as in xp.einsum('ik,kj->ij', a, b).")
+        raise UsageError("einsum: pass a string of labels, and then arrays: xp.einsum('ik,kj->ij', a, b).")
     first = as_array("einsum", next((x for x in operands if isinstance(x, Array)), operands[0]))
     xp = first.__array_namespace__()
     arrays = [xp.asarray(each) for each in operands]
@@ -62,7 +62,7 @@ def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
     free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # for dims behind `...`
     asked = f"einsum({subscripts!r}) of shapes {', '.join(str(x.shape) for x in arrays)}"
     if len(inputs) != len(arrays):
-        raise ValueError(f"{asked}: the labels are for {len(inputs)} arrays, and {len(arrays)} were given.")
+        raise ValueError(f"{asked}: the labels are for {len(inputs)} arrays, but {len(arrays)} were given.")
     longest = ""
     for at, (each, x) in enumerate(zip(inputs, arrays, strict=True)):
         if "..." in each:
@@ -79,7 +79,7 @@ def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
         result = "..." * bool(longest) + "".join(sorted({label for label in named if named.count(label) == 1}))
     result = result.replace("...", longest)
     if len(set(result)) < len(result) or not set(result) <= set("".join(inputs)):
-        raise ValueError(f"{asked}: the result {result!r} may name only labels of the arrays, each once.")
+        raise ValueError(f"{asked}: labels of the result, {result!r}, must be labels of the arrays, each once.")
     _lengths(asked, inputs, arrays)
     return inputs, result
 
@@ -92,7 +92,7 @@ def _lengths(asked: str, inputs: Sequence[str], arrays: Sequence[Array]) -> None
             raise ValueError(f"{asked}: dims with the same label in {each!r} must have equal lengths.")
         for label, length in pairs:
             if length != 1 and known.setdefault(label, length) != length:
-                raise ValueError(f"{asked}: {label!r} has lengths {known[label]} and {length}, which must be equal.")
+                raise ValueError(f"{asked}: label {label!r} has the unequal lengths {known[label]} and {length}.")
 
 
 def _alone(x: Array, labels: str) -> tuple[Array, str]:
@@ -184,7 +184,7 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
     xp = a.__array_namespace__()
     b = xp.asarray(b)
     if len(a.shape) != 2 or len(b.shape) not in (1, 2) or a.shape[0] != b.shape[0]:
-        raise ValueError(f"lstsq needs a matrix and a right side with as many rows, not {a.shape} and {b.shape}.")
+        raise ValueError(f"lstsq: a must be a matrix, and b must have as many rows, not {a.shape} and {b.shape}.")
     u, s, vh = svd(a, full_matrices=False)
     share = xp.finfo(s.dtype).eps * max(a.shape) if rcond is None else rcond
     kept = ELEMENTWISE["greater"](s, share * s.max() if s.shape[0] else 0)

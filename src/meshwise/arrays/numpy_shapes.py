@@ -31,7 +31,7 @@ def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> li
     length = x.shape[dim]
     if isinstance(sections, int):
         if sections < 1:
-            raise ValueError(f"array_split cannot make {sections} parts: give 1 or more.")
+            raise ValueError(f"array_split: the number of sections must be 1 or more, but it is {sections}.")
         borders = list(evenly(length, tuple(range(sections))).offsets[1:])
     else:
         borders = [slice(0, int(border)).indices(length)[1] for border in sections]

@@ -89,7 +89,7 @@ def _matmul_terms(a: Shape, b: Shape) -> Terms:
     if not a or not b:
         raise ValueError(f"matmul of shapes {a} and {b}: both arrays need at least one dim. Write x1 * x2.")
     if a[-1] != b[-2 if len(b) > 1 else 0]:
-        raise ValueError(f"matmul of shapes {a} and {b}: the first has {a[-1]} columns, the second {b[-2:][0]} rows.")
+        raise ValueError(f"matmul of shapes {a} and {b}: x1 has {a[-1]} columns, but x2 has {b[-2:][0]} rows.")
     stack = broadcast_shape("matmul", [a[:-2], b[:-2]])
     count = len(stack)
     row, column, inner = count, count + 1, count + 2
@@ -108,7 +108,7 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     x1, x2 = as_array("vecdot", x1), as_array("vecdot", x2)
     a, b = x1.shape, x2.shape
     if not -min(len(a), len(b)) <= axis < 0:
-        raise ValueError(f"vecdot of shapes {a} and {b}: axis={axis} is not a negative axis of both, such as -1.")
+        raise ValueError(f"vecdot of shapes {a} and {b}: axis must be negative and exist in both, but it is {axis}.")
     if a[axis] != b[axis]:
         raise ValueError(f"vecdot along axis {axis} needs equal lengths along this axis, not shapes {a} and {b}.")
     rest = [shape[:axis] + shape[axis:][1:] for shape in (a, b)]
@@ -132,7 +132,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
     asked = f"tensordot of shapes {a} and {b} over {axes!r}"
     if isinstance(axes, int):
         if not 0 <= axes <= min(len(a), len(b)):
-            raise ValueError(f"{asked}: the number of axes must be 0 to {min(len(a), len(b))}.")
+            raise ValueError(f"{asked}: the number of axes must be from 0 to {min(len(a), len(b))}.")
         axes = tuple(range(len(a) - axes, len(a))), tuple(range(axes))
     ours, theirs = (
         [_axis(axis, shape, asked) for axis in _listed(each)] for each, shape in zip(axes, (a, b), strict=True)
@@ -142,7 +142,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
         or len({*ours}) < len(ours)
         or len({*theirs}) < len(theirs)
     ):
-        raise ValueError(f"{asked}: name equally many axes of both arrays, each once, with equal lengths.")
+        raise ValueError(f"{asked}: axes must pair dims of equal lengths, and name no dim twice.")
     x = tuple(range(len(a)))
     names = iter(range(len(a), len(a) + len(b)))
     y = tuple(ours[theirs.index(axis)] if axis in theirs else next(names) for axis in range(len(b)))
@@ -168,7 +168,7 @@ def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> A
     space = common_space(operation, [x, y])
     dtype = promoted(x.dtype, y.dtype)
     if dtype is BOOL:
-        raise TypeError(f"{operation} needs numbers, and both arrays are bool. Cast one: xp.astype(x, xp.int64).")
+        raise TypeError(f"{operation} needs numbers, but both arrays are bool. Cast one: xp.astype(x, xp.int64).")
     cast = dtype in UNMULTIPLIED or not x.dtype is y.dtype is dtype
     compute = partial(_cast, local=local, dtype=dtype) if cast else local
     how = _divided(x.shape, y.shape, x.sharding, y.sharding, terms, x.dtype.itemsize, y.dtype.itemsize, dtype.itemsize)

@@ -64,7 +64,7 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
     length = math.prod(x.shape[dim] for dim in axes)
     if method not in METHODS or shares.dim() > 1 or bool(((shares < 0) | (shares > 1)).any()):
         raise ValueError(
-            f"{name}(q={q!r}, method={method!r}): q must be from 0 to {most}, method one of {', '.join(METHODS)}."
+            f"{name}(q={q!r}, method={method!r}): q must be from 0 to {most}, and method one of {', '.join(METHODS)}."
         )
     if x.dtype.is_complex or not length:
         raise TypeError(
@@ -148,7 +148,7 @@ def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     x = as_array("topk", x)
     axis = axis_of(axis, len(x.shape), "topk")
     if not 0 <= k <= x.shape[axis]:
-        raise ValueError(f"topk(k={k}): the axis has {x.shape[axis]} elements. Ask for 0 to {x.shape[axis]}.")
+        raise ValueError(f"topk: k must be from 0 to {x.shape[axis]}, the length of the axis, but it is {k}.")
     held, shape = x.sharding, (*x.shape[:axis], k, *x.shape[axis + 1 :])
     own = [order(part, axis, largest) for part in x.parts]
     values = [part.narrow(axis, 0, min(k, part.shape[axis])) for part, _ in own]

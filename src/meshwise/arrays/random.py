@@ -52,7 +52,7 @@ class Generator:
                 came_to("random.seed")
                 seed = int(collectives.broadcast_object(seed, collectives.everyone()))
         if not isinstance(seed, int) or not 0 <= seed < 2**64:
-            raise UsageError(f"seed {seed!r}: give a whole number from 0 to 2**64 - 1.")
+            raise UsageError(f"seed must be a whole number from 0 to 2**64 - 1, but it is {seed!r}.")
         self.key, self._streams = seed, itertools.count()
 
     def random(self, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
@@ -92,7 +92,7 @@ class Generator:
         They are computed as the inverse of the distribution function at uniform numbers with 53 random bits.
         """
         if scale < 0:
-            raise ValueError(f"normal(scale={scale}): the standard deviation must be 0 or more.")
+            raise ValueError(f"normal: scale must be 0 or more, but it is {scale}.")
         kind = self._float(dtype)
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Generator:
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)
         if not least <= begin < end <= most + 1 or end - begin >= 2**63:
-            raise UsageError(f"integers from {begin} to below {end}: pass low < high in {kind}, less than 2**63 apart.")
+            raise UsageError(f"integers({begin}, {end}): need low < high, both in {kind}, and high - low < 2**63.")
         count = end - begin
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Generator:
                 raise UsageError("choice(p=..., replace=False) is not supported. Leave out replace=False, or p.")
             upto = np.cumsum(np.asarray(p, np.float64))
             if upto.shape != (count,) or (np.diff(upto, prepend=0) < 0).any() or abs(upto[-1] - 1) > 1e-7:
-                raise ValueError(f"choice(p=...): give {count} probabilities, none below 0, that add up to 1.")
+                raise ValueError(f"choice: p must contain {count} numbers of at least 0 that add up to 1.")
             where = self.random(shape, torch.float64, **placement)
             index = where.__array_namespace__().searchsorted(asarray(self._space, upto / upto[-1]), where, side="right")
         elif replace:
@@ -203,7 +203,7 @@ class Generator:
     def _float(self, dtype: Any) -> torch.dtype:
         kind = self._space.default_float if dtype is None else as_dtype(dtype)
         if not kind.is_floating_point:
-            raise UsageError(f"these numbers need a float dtype, not {kind}. For integers write integers(low, high).")
+            raise UsageError(f"this distribution needs a float dtype, not {kind}. For integers use integers(a, b).")
         return kind
 
     def _drawn(self, size: Any, dtype: torch.dtype, placement: tuple[Any, Placement], draw: Draw) -> Array:

@@ -28,7 +28,7 @@ def to_host(x: Array, operation: str = "read") -> Tensor:
     Raises UsageError inside `mw.explain`, which computes no values.
     """
     if EXPLAINED:
-        raise UsageError(f"explain computes no values, but {operation} reads some. Explain only what runs before it.")
+        raise UsageError(f"explain does not compute values, but {operation} reads them. Explain only what runs before.")
     if x.space.over_ranks:
         return replicate(x, operation=operation).parts[0].to(HOST_DEVICE, copy=True)
     whole = empty_like(torch.empty(x.shape, dtype=x.dtype, device="meta"), HOST_DEVICE)
@@ -65,7 +65,7 @@ def number(x: Array) -> Any:
     """
     if x.shape and any(length != 1 for length in x.shape):
         raise TypeError(
-            f"an array of shape {x.shape} is not one Python number. Take one element, or reduce the array: x.sum()."
+            f"an array of shape {x.shape} cannot become one Python number. Take one element, or reduce it: x.sum()."
         )
     if x.space.over_ranks:
         return to_host(x, "number").item()
@@ -93,7 +93,7 @@ def as_index(x: Array) -> int:
     """Implement `operator.index(x)`, as in `range(x)`. Raises TypeError unless `x` is an integer."""
     value = number(x)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"an index must be one integer, not {x.dtype}. Write int(x).")
+        raise TypeError(f"an index must be an integer, but this array has dtype {x.dtype}. Write int(x).")
     return value
 
 
@@ -105,7 +105,7 @@ def as_complex(x: Array) -> complex:
 def as_bool(x: Array) -> bool:
     """Implement `bool(x)`. Raises ValueError if `x` does not have exactly one element."""
     if x.shape and any(length != 1 for length in x.shape):
-        raise ValueError(f"the truth of an array of shape {x.shape} is ambiguous. Write x.any() or x.all().")
+        raise ValueError(f"the truth value of an array of shape {x.shape} is ambiguous. Write x.any() or x.all().")
     return bool(number(x))
 
 

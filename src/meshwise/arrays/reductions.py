@@ -57,7 +57,7 @@ def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
             raise IndexError(f"{name} over axis {each}: the array has {dims} dims. Use {-dims} to {dims - 1}.")
     found = tuple(sorted({each % dims for each in given}))
     if len(found) < len(given):
-        raise ValueError(f"{name} over axis {axis} names an axis twice. Name each once.")
+        raise ValueError(f"{name} over axis {axis} names an axis twice. Name each axis once.")
     return found
 
 
@@ -210,7 +210,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
         axes = as_axes(name, axis, len(x.shape))
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
-            raise TypeError(f"{name} needs an order, and {x.dtype} has none. Write abs(x) or xp.real(x).")
+            raise TypeError(f"{name} needs an order, but {x.dtype} has none. Write abs(x) or xp.real(x).")
         pair = (op, lambda partials: op(partials, (0,)))
         return reduced(name, x, axes, keepdims, x.dtype, pair, of_empty=False)
 
@@ -221,7 +221,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
 def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
     """Raise ValueError if a reduction that needs at least one element has none."""
     if any(x.shape[axis] == 0 for axis in axes):
-        raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs at least one element, and there is none.")
+        raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs at least one element, but there is none.")
 
 
 def _logical(name: str, torch_name: str) -> Callable[..., Array]:

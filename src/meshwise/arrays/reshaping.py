@@ -115,7 +115,7 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
         if others and size_of(shape) % others == 0:
             lengths = tuple(size_of(shape) // others if n == -1 else n for n in lengths)
     if -1 in lengths or math.prod(lengths) != size_of(shape):
-        raise ValueError(f"reshape of {shape} to {lengths}: the product of the lengths must be {size_of(shape)}.")
+        raise ValueError(f"reshape of {shape} to {lengths}: the product of the new lengths must be {size_of(shape)}.")
     return as_shape(lengths)
 
 

@@ -145,7 +145,7 @@ def fitting(wanted: Sharding, shape: Shape) -> Sharding:
     if dim is None:
         return sharding(wanted.places)
     if not 0 <= dim < len(shape):
-        raise UsageError(f"sharding along dim {dim} of shape {shape}: the dim must be from 0 to below {len(shape)}.")
+        raise UsageError(f"sharding along dim {dim} of shape {shape}: dim must be at least 0 and below {len(shape)}.")
     if len(sizes) != len(wanted.places) or sum(sizes) != shape[dim] or min(sizes) < 0:
         raise UsageError(
             f"sizes {list(sizes)} of dim {dim} of shape {shape}: {len(wanted.places)} devices need one size each, none "
@@ -162,14 +162,14 @@ def as_layout(
     Raises UsageError for invalid sizes or weights.
     """
     if sizes is not None and weights is not None:
-        raise UsageError("shard(sizes=..., weights=...): both say how long the parts are. Give only one of them.")
+        raise UsageError("shard: sizes and weights both set the lengths of the parts. Give only one of the two.")
     for what, given in (("sizes", sizes), ("weights", weights)):
         if given is not None and (len(given) != len(places) or any(not value >= 0 for value in given)):
             raise UsageError(
                 f"shard({what}={list(given)}): give one number, 0 or more, for each of the {len(places)} devices."
             )
     if weights is not None and not 0 < math.fsum(weights) < math.inf:
-        raise UsageError(f"shard(weights={list(weights)}): the sum must be positive and finite. Pass device speeds.")
+        raise UsageError(f"shard(weights={list(weights)}): weights need a positive, finite sum. Pass device speeds.")
     return Layout(
         places,
         dim,

@@ -66,7 +66,7 @@ class Space:
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
         if wanted is not None and not isinstance(wanted, Sharding):
-            raise UsageError(f"sharding={wanted!r}: write xp.shard(0), xp.replicated() or xp.single(0).")
+            raise UsageError(f"sharding must be like xp.shard(0), xp.replicated() or xp.single(0), not {wanted!r}.")
         if wanted is not None:
             return self._known(fitting(wanted, shape))
         if device is not None and device != ALL:
@@ -86,7 +86,7 @@ class Space:
         alike = [place for place, own in enumerate(self.devices) if str(own) == name]
         if not alike:
             known = ", ".join(self.names)
-            raise UsageError(f"device {name!r} is not in this namespace of {known}. Use one of these, or {ALL!r}.")
+            raise UsageError(f"device {name!r} is not in this array namespace. Use one of {known}, or {ALL!r}.")
         return alike[0]
 
     def speeds(self, machine: Machine) -> list[float]:
@@ -111,7 +111,7 @@ class Space:
 
     def _known(self, placed: Sharding) -> Sharding:
         if any(not 0 <= place < len(self.devices) for place in placed.places) or not placed.places:
-            raise UsageError(f"places {placed.places}: choose one place or more of this namespace, {self.places}.")
+            raise UsageError(f"places must be one or more of this namespace's {self.places}, not {placed.places}.")
         return placed
 
 
@@ -174,7 +174,7 @@ def find_devices(devices: Any) -> tuple[torch.device, ...]:
     if isinstance(devices, str):
         return _of_words(devices)
     if not isinstance(devices, Sequence) or not devices:
-        raise UsageError(f"array_namespace({devices!r}): write devices as '4xcpu', 'cuda' or ['cuda:0', 'cuda:1'].")
+        raise UsageError(f"array_namespace({devices!r}): pass devices like '4xcpu', 'cuda' or ['cuda:0', 'cuda:1'].")
     named = [torch.device(device) if str(device).startswith("cpu") else as_device(device) for device in devices]
     if all(device.type == "cpu" for device in named):
         return _count("cpu", len(named))
@@ -196,7 +196,7 @@ def _of_words(words: str) -> tuple[torch.device, ...]:
         if not there or (count or 1) > there:
             raise UsageError(
                 f"array_namespace({words!r}): torch finds {there} {kind.upper()} devices on this machine. "
-                "To try meshwise without them, write '2xcpu'."
+                "To try meshwise on the CPU, write '2xcpu'."
             )
         return _count(kind, count or there)
     return _count(kind, count or 1)

@@ -63,7 +63,7 @@ def qr(x: Array, /, *, mode: str = "reduced") -> QR:
     mode: "reduced" or "complete".
     """
     if mode not in ("reduced", "complete"):
-        raise ValueError(f"qr(mode={mode!r}): write 'reduced' or 'complete'.")
+        raise ValueError(f"qr: mode must be 'reduced' or 'complete', but it is {mode!r}.")
     x = as_matrices("qr", x)
     if mode == "reduced" and x.shape[-2] >= x.shape[-1] and (tall := _tall(x)) is not None:
         done = factors.tall_qr(tall, "qr")

@@ -232,7 +232,7 @@ def item(x: Array, /, *index: Any) -> Any:
     if len(index) == 1 and not isinstance(index[0], tuple):
         count = math.prod(x.shape)
         if not hasattr(index[0], "__index__") or not -count <= index[0] < count:
-            raise IndexError(f"item({index[0]}) of an array of {count} elements: use an integer within the range.")
+            raise IndexError(f"item({index[0]}) of an array of {count} elements: pass an integer within bounds.")
         return number(x[tuple(map(int, np.unravel_index(index[0] % count, x.shape)))])
     return number(x[index[0] if len(index) == 1 else index])
 

@@ -37,7 +37,7 @@ def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
-            f"{name} needs {'square ' if square else ''}matrices in the last two dims, not the shape {x.shape}."
+            f"{name} needs {'square ' if square else ''}matrices in the last two dims, but the shape is {x.shape}."
         )
     return x
 

@@ -112,10 +112,10 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
         x = as_array(name, x)
         axes = as_axes(name, axis, len(x.shape))
         if len(axes) != 1 and axis is not None:
-            raise TypeError(f"{name} over axes {axis}: give one axis, or None for all elements.")
+            raise TypeError(f"{name}: axis must be one integer, or None for all elements, but it is {axis}.")
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
-            raise TypeError(f"{name} needs an order, and {x.dtype} has none. Write abs(x) or xp.real(x).")
+            raise TypeError(f"{name} needs an order, but {x.dtype} has none. Write abs(x) or xp.real(x).")
         if x.dtype in UNSIGNED:  # for the wide ones torch has no argmax
             keys = tuple(comparable(part, x.dtype) for part in x.parts)
             x = Array(keys, x.sharding, x.shape, comparable(torch.zeros(0), x.dtype).dtype, x.space)

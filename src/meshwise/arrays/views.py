@@ -69,7 +69,7 @@ def axis_of(axis: int, ndim: int, what: str) -> int:
     Raises IndexError if it does not exist. NumPy's AxisError is an IndexError, too.
     """
     if not hasattr(axis, "__index__"):
-        raise TypeError(f"{what} along axis {axis!r}: write a whole number.")
+        raise TypeError(f"{what}: axis must be an integer, but it is {axis!r}.")
     if not -ndim <= axis < ndim:
         raise IndexError(f"{what} along axis {axis}: an array of {ndim} dims has axes {-ndim} to {ndim - 1}.")
     return int(axis) % ndim

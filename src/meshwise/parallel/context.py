@@ -54,8 +54,8 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
     if not divided:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items() if isinstance(value, Tensor))
         raise PlanError(
-            f"context={axis.size} divides the positions of samples: dim 1 of token numbers (B, T) or of vectors (B, T, "
-            f"width). {type(model).__name__} was called with {shapes or 'no tensor'}, and no argument has positions. "
+            f"context={axis.size} divides sequence positions: dim 1 of token ids (B, T) or of hidden vectors (B, T, "
+            f"width). {type(model).__name__} was called with {shapes or 'no tensor'}, but no argument has positions. "
             "Use data or shard."
         )
     given.update(divided)

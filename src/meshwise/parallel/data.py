@@ -375,7 +375,7 @@ class DataParallel:
         if other is not None:
             others = f"the loss of another rank depends on {other}" if other else "the losses of other ranks do not"
             raise PlanError(
-                f"backward {self._backwards}: the loss of this rank depends on {text or 'no parameter'}, and {others}. "
+                f"backward {self._backwards}: the loss of this rank depends on {text or 'no parameter'}, but {others}. "
                 "Use the same parameters on every rank in the same step, or freeze them with requires_grad_(False). "
                 f"{SKIPPED}"
             )

@@ -238,7 +238,7 @@ def _agree(record: OpRecord) -> None:
         of_rank_0, digest = collectives.broadcast_object((record.drawn_from(), record.digest()), everyone)
         if not all(collectives.gather_objects(digest == record.digest(), everyone)):
             raise PlanError(
-                "the model's constructor ran other operators on some ranks than on rank 0. If it draws numbers outside "
+                "the model's constructor did not run the same operators on all ranks. If it draws numbers outside "
                 "of torch (random, numpy), seed these generators with the same number on every rank."
             )
         record.draw_from(*of_rank_0)

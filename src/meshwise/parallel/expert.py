@@ -60,12 +60,12 @@ def _check_model(setup: Setup) -> None:
     for name, module, count in found:
         if count % ranks:
             fitting = ", ".join(str(size) for size in range(2, count + 1) if count % size == 0)
-            raise PlanError(f"expert={ranks} does not divide the {count} experts of {name}. Use expert={fitting}.")
+            raise PlanError(f"expert={ranks} cannot divide the {count} experts of {name} evenly. Use expert={fitting}.")
         for own, p in parameters_in(module).items():
             if p is not None and p.shape[1] % setup.plan.shard:
                 raise PlanError(
                     f"shard={setup.plan.shard} with expert={ranks} divides dim 1 of {name}.{own}, of shape "
-                    f"{tuple(p.shape)}, but cannot divide {p.shape[1]} evenly. Use a shard that can, or data."
+                    f"{tuple(p.shape)}, but cannot divide {p.shape[1]} evenly. Use a shard that divides it, or data."
                 )
 
 

@@ -134,7 +134,7 @@ class ExpertList:
             self._answers = deque((*call, answer) for call, answer in zip(self._calls, made, strict=True))
             result = forward(*given, **named)
             if self._answers:
-                raise self.refused("its forward runs twice, and called fewer experts the second time")
+                raise self.refused("its forward runs twice, but called fewer experts the second time")
             tie: Any = link  # of what it gives, so that every rank has its part in the backward
             return result if tie is None else map_tensors(lambda t: t + tie if t.is_floating_point() else t, result)
         finally:

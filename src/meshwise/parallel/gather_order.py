@@ -70,9 +70,9 @@ class GatherOrder:
         key, grace = f"{self._key}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)
         if other is not None:
-            others = f"that of another rank differs: {other}" if other else "those of other ranks do not"
+            others = f"the forward of another rank {other}" if other else "the forwards of other ranks do not"
             raise PlanError(
-                f"shard: the forward of this rank {what}, and {others}. All ranks gather a block together, but a rank "
+                f"shard: the forward of this rank {what}, but {others}. All ranks gather a block together, but a rank "
                 "has skipped one. Put modules that a rank may skip into a list named experts, because a list of this "
                 f"name is gathered with the whole model, or use data (shard=1). {SKIPPED}"
             )

@@ -113,7 +113,7 @@ def _give(tensor: Tensor, stored: _Stored) -> None:
         record = record_of(tensor)
         view: StorageView = record.known(tensor)
         if not view.whole:
-            raise UsageError(f"mw.deferred cannot load the view {stored.name}. Build the model without mw.deferred.")
+            raise UsageError(f"mw.deferred cannot load a view ({stored.name}). Build the model without mw.deferred.")
         record.loaded[view.storage] = functools.partial(_Stored.part, stored)
         record.loaded_after = len(record.operators)
         return

@@ -76,7 +76,7 @@ def divide_work(plan: Plan, world: World) -> World:
         collectives.divide_among(None)
         return replace(world, shares=plan.shares)
     if world.size % together:
-        raise PlanError(f"{plan} needs a multiple of {together} devices, and there are {world.size}.")
+        raise PlanError(f"{plan} needs a multiple of {together} devices, but there are {world.size}.")
     groups = [collectives.group_of(range(first, world.size, together)) for first in range(together)]
     collectives.divide_among(groups[world.rank % together])
     if plan.pipeline > 1:

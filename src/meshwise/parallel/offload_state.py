@@ -39,7 +39,7 @@ class OffloadedState:
         if why := unlike_by_parameters(optimizer):
             raise PlanError(
                 f"offload='optimizer' steps some parameters at a time, and {type(optimizer).__name__} may then compute "
-                f"other values: {why}. Use another optimizer, or remove offload='optimizer'."
+                f"different values: {why}. Use another optimizer, or remove offload='optimizer'."
             )
         self._bucket = bucket
         self._gradients: dict[Tensor, Tensor] = {}

@@ -113,7 +113,7 @@ class OpRecord:
         if not fake.is_fake(value):
             return value
         if value.layout != torch.strided or value.is_conj() or value.is_neg():
-            raise ReplayMismatch(f"a sparse, conjugate or negative tensor (layout {value.layout}) cannot be recorded.")
+            raise ReplayMismatch(f"cannot record a sparse tensor, or a lazy conjugate or negation ({value.layout}).")
         number = self._storages.get(value)
         if number is None:
             number, self._count = self._count, self._count + 1
@@ -230,7 +230,7 @@ def record_of(tensor: Tensor) -> OpRecord:
     """Return the record that contains a fake tensor. Raise UsageError if the tensor belongs to no record."""
     record = fake.owner_of(tensor)
     if not isinstance(record, OpRecord):
-        raise UsageError("the model has fake tensors of another mode than mw.deferred. Build it inside mw.deferred.")
+        raise UsageError("the model has fake tensors that mw.deferred did not make. Build it inside mw.deferred.")
     return record
 
 

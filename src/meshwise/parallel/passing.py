@@ -265,7 +265,7 @@ class Passing:
                 raise PlanError(
                     f"pipeline={self._pipe.size}: for two batches of the same shapes, hidden states have the shapes "
                     f"{[form.shape for form in known.tensors]} and {[form.shape for form in hidden.tensors]}. In "
-                    "stages, the shapes of a batch must determine those of hidden states. Use shard for this model."
+                    "stages, batches of equal shapes need hidden states of equal shapes. Use shard for this model."
                 )
         with on_parts():
             self._sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]

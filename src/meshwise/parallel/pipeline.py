@@ -317,7 +317,7 @@ def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
     kind = type(optimizer).__name__
     if needs_closure(optimizer) or not takes_hooks(optimizer):
         raise PlanError(
-            f"pipeline={plan.pipeline}: {kind} may step all parameters as one; a rank has only some. Use data alone."
+            f"pipeline={plan.pipeline}: {kind} may step parameters jointly, but a rank has only some. Use data alone."
         )
     if why := unlike_by_parameters(optimizer):
         raise PlanError(

@@ -38,8 +38,8 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.
         for p in group["params"]:
             if id(p) not in names:
                 raise PlanError(
-                    f"group {index} of the optimizer has a parameter of shape {tuple(p.shape)} that is not the "
-                    "model's. Give the optimizer the parameters of the distributed model, or distribute both models."
+                    f"group {index} of the optimizer has a parameter of shape {tuple(p.shape)} which is not in "
+                    "the model. Give the optimizer the parameters of the distributed model, or distribute both models."
                 )
             new[p] = now[names[id(p)]]
     for group in optimizer.param_groups:

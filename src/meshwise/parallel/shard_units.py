@@ -79,9 +79,9 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
     for p in own:
         if p.ndim == 0:
             raise PlanError(
-                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. It cannot be "
-                "kept whole in a pipeline, with parts on the host, or if it is complex. Give it the shape (1,), or use "
-                "data alone."
+                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. A whole copy "
+                "is impossible in a pipeline, with parts on the host, or of a complex number. Give it shape (1,), or "
+                "use data alone."
             )
         if p.numel() == 0 and not isinstance(p, DTensor):
             raise PlanError(
@@ -92,7 +92,7 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
     if len(dtypes) > 1:
         stored = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise PlanError(
-            f"shard: the trained parameters of a block must have one dtype, but here are {stored}. Store them in one "
+            f"shard: the trained parameters of a block must have one dtype, but they are {stored}. Store them in one "
             "dtype (the plan's precision sets the compute dtype), or use data alone."
         )
 

@@ -29,7 +29,7 @@ def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...
     if isinstance(given, Mapping):
         for name, value in given.items():
             if not isinstance(value, int | float | str | PathLike | None):
-                raise UsageError(f"args: {name} is a {type(value).__name__}. Give a number, a string, a bool or None.")
+                raise UsageError(f"args: {name} must be a number, text, path or None, not {type(value).__name__}.")
         given = [f"{name}={value}" for name, value in given.items()]
     names = [text.partition("=")[0] for text in given]
     for name, text in zip(names, given, strict=True):

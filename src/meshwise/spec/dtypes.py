@@ -36,7 +36,7 @@ class Dtypes:
     def __post_init__(self) -> None:
         if self.stored == "fp16":
             raise PlanError(
-                "param_dtype='fp16': float16 cannot hold the small steps of an optimizer, and torch cannot scale "
+                "param_dtype='fp16': float16 cannot store the small updates of an optimizer, and torch cannot scale "
                 "float16 gradients. Use precision='fp16', which stores in fp32 and computes in fp16, or store in bf16."
             )
         words = self.by_field.values()

@@ -79,9 +79,9 @@ def parse_fault(text: str) -> Fault:
     if len(values) < len(given):
         raise UsageError(f"--fault {text!r}: a field is given twice. {EXAMPLE}")
     if "steps" in values and kind != "disk-full":
-        raise UsageError(f"--fault {text!r}: steps= is only valid for disk-full. Remove it.")
+        raise UsageError(f"--fault {text!r}: only the fault disk-full has a field steps=. Remove the field.")
     if "back" in values and kind != "lost":
-        raise UsageError(f"--fault {text!r}: back= is only valid for lost. Remove it, or write lost:rank=1,…")
+        raise UsageError(f"--fault {text!r}: only the fault lost has a field back=. Remove it, or write lost:rank=1,…")
     phase = values.pop("phase", "forward")
     check_known(f"--fault {text!r}: phase", phase, PHASES)
     numbers = {name: _number(text, name, value) for name, value in values.items()}

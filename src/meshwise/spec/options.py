@@ -74,7 +74,7 @@ def given_options(options: Any) -> Iterator[tuple[str, Any, Option]]:
 def check_script(script: str, options: Any) -> None:
     """Raise UsageError if the script does not exist, or if an option is given that applies to jobs only."""
     if not Path(script).is_file():
-        raise UsageError(f"{script}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
+        raise UsageError(f"{script}: no such file. Name a Python file, or a job such as mnist-mlp or train.py:job.")
     for name, value, option in given_options(options):
         if not option.scripts:
             given = "" if value is True else f" {value[0] if isinstance(value, tuple) else value}"

@@ -345,5 +345,5 @@ def _words(field: str, value: Any) -> tuple[str, ...]:
             f"{field}={value!r} must be a tuple of names. Write {field}=('...',); in a file, {field} = ['...']."
         )
     if len(set(value)) < len(value):
-        raise PlanError(f"{field}={tuple(value)!r} has a name twice. Write each name once.")
+        raise PlanError(f"{field}={tuple(value)!r} contains a name twice. Write each name once.")
     return tuple(value)

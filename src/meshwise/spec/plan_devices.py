@@ -24,7 +24,7 @@ def check_devices(plan: Plan, devices: int) -> None:
         return
     use = ", ".join(f"{axis}={value}" for axis, value in _nearest_axes(plan, devices).items())
     raise PlanError(
-        f"{_axes_text(plan)} needs {plural(plan.devices, 'device')}; this run has {devices}. "
+        f"{_axes_text(plan)} needs {plural(plan.devices, 'device')}, but this run has {devices}. "
         f"Use {use}, or start {plural(plan.devices, 'worker')} with --devices."
     )
 

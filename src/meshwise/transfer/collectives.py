@@ -343,6 +343,6 @@ def _out(verb: str, out: Tensor | None, shape: tuple[int, ...], tensor: Tensor) 
     if tuple(out.shape) != shape or out.dtype != tensor.dtype or not out.is_contiguous():
         raise UsageError(
             f"{verb}: out= has shape {tuple(out.shape)} and {out.dtype}. Pass a contiguous tensor of shape {shape} and "
-            f"{tensor.dtype}, or leave out= out."
+            f"{tensor.dtype}, or omit out=."
         )
     return out

@@ -138,7 +138,7 @@ def moved_to(
     if device_of(tensor) == target and not own:
         return tensor
     if tensor.layout != torch.strided:
-        raise UsageError(f"to() copies only dense tensors, not {tensor.layout}. Copy its dense components to {target}.")
+        raise UsageError(f"to() copies only dense tensors, not {tensor.layout}. Copy the dense components to {target}.")
     if tensor.requires_grad and torch.is_grad_enabled():
         crossed: Tensor = _Crossing.apply(tensor, target, operation, options)  # type: ignore[no-untyped-call]
         return crossed
@@ -185,7 +185,7 @@ class _Crossing(torch.autograd.Function):
 def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
     """Return `src` expanded to the shape of `dst`. Raises UsageError if it cannot be copied to `dst`."""
     if not isinstance(dst, Tensor):
-        raise UsageError(f"copy: dst must be a tensor, not {type(dst).__name__}. For a new one write to(src, device).")
+        raise UsageError(f"copy: dst must be a tensor, not {type(dst).__name__}. For a new one, write to(src, device).")
     if dst.dim() > src.dim() and dst.shape == (1,) * (dst.dim() - src.dim()) + src.shape:
         src = src.expand(dst.shape)
     if dst.shape != src.shape:
@@ -193,7 +193,7 @@ def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
         raise UsageError(f"copy of shape {shapes}: both shapes must be equal. Pass src.expand(...) or src.view(...).")
     if dst.layout != torch.strided or src.layout != torch.strided:
         raise UsageError(
-            f"copy of {src.layout} into {dst.layout}: only dense tensors can be copied. Copy the dense tensors inside."
+            f"copy of {src.layout} into {dst.layout}: only dense tensors can be copied. Copy their dense components."
         )
     if dst.is_complex() < src.is_complex():
         raise UsageError(f"copy of {src.dtype} into {dst.dtype} would lose the imaginary part. Pass src.real instead.")
@@ -254,7 +254,7 @@ def _verify(dst: Tensor, src: Tensor, way: str, what: str) -> None:
         return
     element = offset // dst.element_size()
     raise TransferError(
-        f"{what} by path '{way}': the {bytes_text(dst.nbytes)} arrived changed. The first wrong byte is {offset:,} "
+        f"{what} by path '{way}': the {bytes_text(dst.nbytes)} arrived corrupt. The first wrong byte is {offset:,} "
         f"(element {element:,} of {dst.numel():,}). Do not use this path: run `meshwise bench --links`, and choose "
         "another path with path=."
     )

@@ -175,7 +175,7 @@ def _by_nccl(tensors: list[Tensor]) -> bool:
 
 def _devices(verb: str, devices: Sequence[Device]) -> list[torch.device]:
     if isinstance(devices, str) or not len(devices):
-        raise UsageError(f"{verb}: devices must be a list, such as ['cuda:0', 'cuda:1'], not {devices!r}.")
+        raise UsageError(f"{verb}: devices must be a list with entries, such as ['cuda:0', 'cuda:1'], not {devices!r}.")
     return [as_device(device) for device in devices]
 
 
@@ -184,7 +184,7 @@ def _check_several(verb: str, tensors: object) -> None:
     if isinstance(tensors, Tensor):
         over = "mw.sum(tensor)" if verb == "all_reduce" else "mw.gather_samples(tensor)"
         raise UsageError(
-            f"mw.{verb} takes a list of tensors, one for each device of this process, and was given one tensor. To "
+            f"mw.{verb} takes a list of tensors, one for each device of this process, but was given one tensor. To "
             f"combine tensors of several ranks, write {over}."
         )
 
@@ -198,7 +198,7 @@ def _dim(verb: str, dim: int, dims: int) -> int:
 
 def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
     if not tensors:
-        raise UsageError("gather needs at least one tensor, and the list is empty.")
+        raise UsageError("gather needs at least one tensor, but the list is empty.")
     first = tensors[0]
     dim = _dim("gather", dim, first.dim())
     for tensor in tensors[1:]:
@@ -216,28 +216,28 @@ def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
 def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
     check_known("op", op, _OPERATIONS)
     if not tensors:
-        raise UsageError("all_reduce needs a tensor for each device, and the list is empty.")
+        raise UsageError("all_reduce needs a tensor for each device, but the list is empty.")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise UsageError(f"all_reduce changes tensors in place, but {type(tensor).__name__} is not a tensor.")
         if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-            raise UsageError("all_reduce changes tensors in place, but one requires grad. Use torch.no_grad().")
+            raise UsageError("all_reduce changes tensors in place, but one tensor requires grad. Use torch.no_grad().")
     first = tensors[0]
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise UsageError(
                 f"all_reduce of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)}: all "
-                "tensors need one shape and dtype."
+                "tensors must have the same shape and dtype."
             )
     if len({tensor.data_ptr() for tensor in tensors}) < len(tensors) and first.numel():
-        raise UsageError("all_reduce works in place, and one tensor was given twice. Pass a clone for each device.")
+        raise UsageError("all_reduce works in place, but one tensor was given twice. Pass a clone for each device.")
     with plainly():
         if any(overlapping(one, other) for one, other in combinations(tensors, 2)):
-            raise UsageError("all_reduce works in place, and some tensors share memory. Pass tensor.clone() of each.")
+            raise UsageError("all_reduce works in place, but some tensors share memory. Pass tensor.clone() of each.")
         if any(repeats(tensor) for tensor in tensors):
             raise UsageError("all_reduce cannot change an expanded tensor: its elements share memory. Pass a clone.")
     if first.dtype == torch.bool or (op == "mean" and not (first.is_floating_point() or first.is_complex())):
-        raise UsageError(f"all_reduce by {op} is not defined for {first.dtype}. Convert the tensors to float first.")
+        raise UsageError(f"all_reduce with op={op!r} does not support {first.dtype}. Convert the tensors to float.")
     if first.is_complex() and op in ("min", "max"):
-        raise UsageError(f"all_reduce by {op}: complex numbers have no order. Pass torch.view_as_real(tensor) instead.")
+        raise UsageError(f"all_reduce with op={op!r}: complex numbers have no order. Pass torch.view_as_real(tensor).")
     return tensors

@@ -113,10 +113,10 @@ def _host_or_virtual(device: torch.device) -> torch.device:
     open_one = open_devices()
     if open_one is None:
         if index:
-            raise UsageError(f"device {device} is virtual, and is not open. Call mw.virtual_devices({index + 1}).")
+            raise UsageError(f"device {device} is virtual, but is not open. Call mw.virtual_devices({index + 1}).")
         return torch.device("cpu")
     if index is not None and index >= len(open_one):
-        raise UsageError(f"device {device} is not open. The virtual ones are cpu:0 to {open_one[-1]}. cpu is the host.")
+        raise UsageError(f"device {device} is not open. Virtual devices: cpu:0 to {open_one[-1]}. cpu is the host.")
     return device
 
 

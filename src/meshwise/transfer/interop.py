@@ -50,7 +50,7 @@ def from_array(array: Any) -> Tensor:
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__array__"):
         return _copied(np.asarray(array), _name(array))
     raise UsageError(
-        f"{_name(array)} is not a tensor, nor an array with __dlpack__ or __cuda_array_interface__. Pass a tensor."
+        f"{_name(array)} is neither a tensor nor an array with __dlpack__ or __cuda_array_interface__. Pass a tensor."
     )
 
 
@@ -77,13 +77,13 @@ def _copied(array: np.ndarray[Any, Any], name: str) -> Tensor:
 def _from_cuda_interface(array: Any) -> Tensor:
     facts = array.__cuda_array_interface__
     if facts.get("mask") is not None:
-        raise UsageError(f"{_name(array)} is a masked array, and torch has no masks. Fill its masked values first.")
+        raise UsageError(f"{_name(array)} is a masked array, but torch has no masks. Fill its masked values first.")
     if not torch.cuda.is_available():
-        raise UsageError(f"{_name(array)} lies on a CUDA device, and torch sees none here. Copy it to the host first.")
+        raise UsageError(f"{_name(array)} is on a CUDA device, but torch finds none. Copy the array to the host first.")
     stream = facts.get("stream")
     if stream is not None:
         if stream == 0:  # ruled out by version 3 of the protocol, as it could mean either default stream
-            raise UsageError(f"{_name(array)}: __cuda_array_interface__ may not name stream 0. Write 1 instead.")
+            raise UsageError(f"{_name(array)}: stream must not be 0 in __cuda_array_interface__. Write 1 instead.")
         # 1 is the legacy default stream, which is torch's default one; 2 the default stream of the thread.
         owner = torch.cuda.default_stream() if stream == 1 else torch.cuda.ExternalStream(stream)
         torch.cuda.current_stream().wait_stream(owner)

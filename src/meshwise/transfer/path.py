@@ -31,10 +31,10 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
     check_known("path", wanted, PATHS)
     if source == target or HOST in (source, target):
         if wanted in (PEER, STAGED):
-            raise UsageError(f"path {wanted!r} needs two devices, not {source} and {target}. Leave path out.")
+            raise UsageError(f"path {wanted!r} needs two different devices, not {source} and {target}. Leave path out.")
         return DIRECT
     if wanted == DIRECT:
-        raise UsageError(f"path 'direct' does not lead from {source} to {target}. Use peer or staged, or no path.")
+        raise UsageError(f"path 'direct' cannot copy from {source} to {target}. Use 'peer' or 'staged', or omit path.")
     link = link_between(links, source, target) if links is not None else None
     if wanted == STAGED:
         return STAGED
