@@ -133,7 +133,7 @@ def test_operands_of_numpy_and_torch_and_numbers() -> None:
     assert (XP.asarray([1, 2]) + 0.5).dtype is torch.float64
     assert (XP.asarray(1.0) + x).dtype is torch.float64  # arrays without dims promote as all do
     assert XP.sqrt(4).numpy() == 2.0
-    with pytest.raises(OverflowError, match=r"torch.uint8 can store 0 to 255, not 300"):
+    with pytest.raises(OverflowError, match=r"300 does not fit torch.uint8 \(0 to 255\)"):
         XP.asarray([1], dtype="uint8") + 300
 
 
@@ -254,5 +254,5 @@ def test_what_torch_does_otherwise_than_numpy() -> None:
     same(XP.signbit(XP.asarray([-0.0, 0.0, 4.0]) % XP.asarray([2.0, -2.0, -2.0])), [False, True, True])
     same(XP.asarray(whole) - True, whole - True)
     same(XP.sign(XP.asarray([np.nan, -2.0])), [np.nan, -1.0])
-    with pytest.raises(TypeError, match="subtract is not defined for bool"):
+    with pytest.raises(TypeError, match="subtract does not support bool"):
         XP.asarray([True]) - XP.asarray([False])

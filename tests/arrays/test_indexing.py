@@ -209,8 +209,8 @@ def test_programs_write_through_slices_of_the_array_itself() -> None:
         ((0, 0, 0), "too many indices"),
         (([0, 12],), "out of bounds"),
         ((..., 0, ...), "one ellipsis"),
-        (1.5, "use integers"),
-        ("a", "use integers"),
+        (1.5, "cannot index by"),
+        ("a", "cannot index by"),
         (np.ones((3, 5), bool), "mask of shape"),
     ],
 )
@@ -233,7 +233,7 @@ def test_values_that_cannot_be() -> None:
         x[0] = 1j
     with pytest.raises(TypeError, match=r"would lose the imaginary part"):
         x[0] = XP.asarray([1j, 2, 3])
-    with pytest.raises(OverflowError, match=r"torch\.uint8 can store 0 to 255, not 300"):
+    with pytest.raises(OverflowError, match=r"300 does not fit torch\.uint8 \(0 to 255\)"):
         XP.zeros(3, dtype="uint8")[0] = 300
     with pytest.raises(mw.UsageError, match="arrays belong to two array namespaces"):
         x[0] = mw.array_namespace("2xcpu").zeros(3)

@@ -270,7 +270,7 @@ X = XP.arange(12).reshape(3, 4)
         (lambda: XP.linalg.tensorinv, r"no 'tensorinv', which NumPy has.*np\.linalg\.tensorinv\(x\.numpy"),
         (lambda: XP.random.poisson(3.0), r"no 'poisson'.*np\.random\.default_rng"),
         (lambda: X.flat, r"an array has no 'flat', but a NumPy array does. Write x.numpy\(\).flat"),
-        (lambda: X.__cuda_array_interface__, "an array on one GPU"),
+        (lambda: X.__cuda_array_interface__, "the array must be on one GPU"),
         (lambda: XP.insert(X, 17, 0, axis=1), "insert along axis 1: index 17 is out of bounds for the axis"),
         (lambda: XP.delete(X, 17, axis=0), "delete along axis 0: index 17 is out of bounds"),
         (lambda: X.item("a"), r"item\(a\) of an array of 12 elements"),

@@ -218,7 +218,7 @@ def test_an_optimizer_that_cannot_step_on_parts_is_explained(pool: Any) -> None:
     def case() -> None:
         run_job(replace(job(1), optimizer=lambda params: torch.optim.Rprop(params)), settings(Plan(shard=2)), None)
 
-    with pytest.raises(CaseFailed, match=r"shard: Rprop may compute other values .* raised RuntimeError.*zero1=true"):
+    with pytest.raises(CaseFailed, match=r"shard: Rprop may compute different values.*raised RuntimeError.*zero1=true"):
         pool(2).run(case)
 
 
@@ -239,7 +239,7 @@ def test_an_optimizer_of_whole_parameters_is_refused_under_shard(kind: Any, pool
         return said
 
     for said in pool(2).run(case):
-        assert all(text.startswith(f"shard: {kind.__name__} may compute other values if each rank") for text in said)
+        assert all(t.startswith(f"shard: {kind.__name__} may compute different values if each rank") for t in said)
 
 
 def by_lbfgs(plan: Plan, folder: str | None = None, **more: Any) -> Any:

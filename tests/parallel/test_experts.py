@@ -129,7 +129,7 @@ def test_a_model_without_such_experts_and_a_size_that_does_not_fit_are_refused()
         PlanError, match=r"no experts to divide in Sequential\. .* Use data=2 or shard=2, which are exact"
     ):
         check(nn.Sequential(nn.Linear(2, 2)), expert=2)
-    with pytest.raises(PlanError, match=r"does not divide the 6 experts of Stacked. Use expert=2, 3, 6"):
+    with pytest.raises(PlanError, match=r"cannot divide the 6 experts of Stacked evenly. Use expert=2, 3, 6"):
         check(Stacked(), expert=4)
     with pytest.raises(PlanError, match=r"shard=2 with expert=2 divides dim 1 of Stacked.up"):
         check(Stacked(), expert=2, shard=2)

@@ -145,7 +145,7 @@ def rehearsed_under_shard(kind: Any) -> None:
 
 def test_an_optimizer_of_the_programs_own_is_rehearsed_under_shard() -> None:
     rehearsed_under_shard(SignOfMean)
-    with pytest.raises(PlanError, match=r"ClippedTogether may compute other values .* its results differ by"):
+    with pytest.raises(PlanError, match=r"ClippedTogether may compute different values .* its results differ by"):
         rehearsed_under_shard(ClippedTogether)
 
 
@@ -162,10 +162,10 @@ def test_an_optimizer_that_steps_parameters_together_is_known(kind: Any) -> None
 
 def test_it_is_refused_where_parameters_are_stepped_some_at_a_time() -> None:
     together = ClippedTogether(model().parameters())
-    with pytest.raises(PlanError, match=r"zero1: .* ClippedTogether may then compute other values.*Use data"):
+    with pytest.raises(PlanError, match=r"zero1: .* ClippedTogether may then compute different values.*Use data"):
         DividedOptimizer(together, 0, 2)
     with pytest.raises(
-        PlanError, match=r"offload='optimizer' steps some .* ClippedTogether may then compute other values"
+        PlanError, match=r"offload='optimizer' steps some .* ClippedTogether may then compute different values"
     ):
         OffloadedState(together)
 
@@ -197,7 +197,7 @@ def test_under_shard_what_steps_on_parts_otherwise_is_refused(pool: Any) -> None
     assert said == other
     assert said["AdamW"] == said["Lars"] == said["ClippedTogether"] == ""  # the norm of a part is that of the whole
     for name in ("Muon", "RowsOfItsOwn"):
-        assert said[name].startswith(f"shard: {name} may compute other values if each rank has only a part")
+        assert said[name].startswith(f"shard: {name} may compute different values if each rank has only a part")
         assert "its results differ by" in said[name] and said[name].endswith("such as --set zero1=true.")
     # Before torch 2.15 its operators did not know DTensors.
     assert said["Rprop"] == "" or "a trial on small matrices raised" in said["Rprop"]

@@ -100,7 +100,7 @@ def test_values_are_written_as_they_are_read_again() -> None:
         (["=3"], "is not of the form NAME=VALUE"),
         (["learning-rate=3"], "is not of the form NAME=VALUE"),
         (["lr=1", "lr=2"], "--arg lr= is given 2 times"),
-        ({"sizes": [1, 2]}, "args: sizes is a list"),
+        ({"sizes": [1, 2]}, "args: sizes must be a number, text, path or None, not list"),
     ],
 )
 def test_what_is_no_argument_is_refused(given: Any, says: str) -> None:

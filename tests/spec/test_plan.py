@@ -151,7 +151,7 @@ def test_a_plan_file_that_cannot_be_is_told_in_one_sentence(text: str, says: str
         ({"compile": True, "recompute": "selective"}, "compiled code has no separate operators to select from"),
         ({"recompute": "ful"}, "Did you mean 'full'?"),
         ({"recompute": ()}, "recompute is empty"),
-        ({"recompute": ("a", "a")}, "has a name twice"),
+        ({"recompute": ("a", "a")}, "contains a name twice"),
         ({"offload": ("optimiser",)}, "Did you mean 'optimizer'?"),
     ],
 )

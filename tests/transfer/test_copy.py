@@ -164,8 +164,8 @@ def test_overlapping_memory_arrives_as_it_was_before() -> None:
         (torch.zeros(2), torch.zeros(2, dtype=torch.complex64), "imaginary"),
         (torch.zeros(2, requires_grad=True), torch.zeros(2), "no_grad"),
         ([0.0], torch.zeros(1), "dst must be a tensor"),
-        (torch.zeros(1), "a word", "builtins.str is not a tensor"),
-        (torch.zeros(1), [1.0], "builtins.list is not a tensor"),
+        (torch.zeros(1), "a word", "builtins.str is neither a tensor"),
+        (torch.zeros(1), [1.0], "builtins.list is neither a tensor"),
         (torch.zeros(2, 2), torch.eye(2).to_sparse(), "only dense"),
     ],
 )
@@ -280,8 +280,8 @@ def test_the_links_choose_the_path_at_this_size(links: Machine | None, size: int
     ("ends", "wanted", "links", "said"),
     [
         (("cpu:0", "cpu:1"), "direct", None, "cannot copy from cpu:0 to cpu:1"),
-        (("host", "cpu:1"), "staged", None, "needs two devices"),
-        (("cpu:1", "cpu:1"), "peer", None, "needs two devices"),
+        (("host", "cpu:1"), "staged", None, "needs two different devices"),
+        (("cpu:1", "cpu:1"), "peer", None, "needs two different devices"),
         (("cpu:0", "cpu:1"), "pear", None, "Did you mean 'peer'"),
         (
             ("cpu:0", "cpu:1"),

@@ -113,8 +113,8 @@ def test_an_array_whose_dlpack_fails_goes_another_way_or_is_refused(broken: type
         (np.array(["word"]), "torch does not support (the )?dtype"),
         (np.array([object()]), "torch does not support (the )?dtype"),
         (np.array(["word"])[::-1], "torch does not support (the )?dtype"),
-        ([1, 2], "builtins.list is not a tensor"),
-        (None, "NoneType is not a tensor"),
+        ([1, 2], "builtins.list is neither a tensor"),
+        (None, "NoneType is neither a tensor"),
         (WithClassInterface(), "a masked array"),
         (ByCudaInterface(mask=object()), "a masked array"),
     ],
@@ -163,7 +163,7 @@ def test_the_stream_of_a_cuda_interface_is_waited_for(
 
 
 def test_stream_0_of_a_cuda_interface_is_refused(pretended_cuda: list[str]) -> None:
-    with pytest.raises(UsageError, match="stream 0"):
+    with pytest.raises(UsageError, match="stream must not be 0"):
         from_array(ByCudaInterface(stream=0))
 
 

@@ -146,7 +146,7 @@ def cuda_interface(x: Array) -> Any:
     """
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
-    raise AttributeError(f"__cuda_array_interface__ the array must be on one GPU, but it is: {reading.where(x)}.")
+    raise AttributeError(f"__cuda_array_interface__: the array must be on one GPU, but it is: {reading.where(x)}.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:

@@ -321,8 +321,8 @@ def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
         )
     if why := unlike_by_parameters(optimizer):
         raise PlanError(
-            f"pipeline={plan.pipeline}: each rank steps only some of the parameters, and {kind} may then compute other "
-            f"values: {why}. Use data alone, or another optimizer."
+            f"pipeline={plan.pipeline}: each rank steps only some of the parameters, and {kind} may then compute "
+            f"different values: {why}. Use data alone, or another optimizer."
         )
     optimizer.register_load_state_dict_pre_hook(own_state)
     first: list[Any] = []

@@ -321,7 +321,7 @@ class Sharded:
         if other is not None:
             others = f"another rank differs: {other}" if other else "other ranks do not"
             raise PlanError(
-                f"backward {self._backwards}: this rank {what}, but {others}. All ranks must gather sharded parameters "
+                f"backward {self._backwards}: this rank {what}, and {others}. All ranks must gather sharded parameters "
                 "together: run the same blocks on every rank in the same step, or use data parallel alone (shard=1). "
                 f"{SKIPPED}"
             )

@@ -82,7 +82,7 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
     if why:
         alone = isinstance(optimizer, LBFGS) or not takes_hooks(optimizer) or unlike_by_parameters(optimizer)
         raise PlanError(
-            f"shard: {name} may compute other values if each rank has only a part of every parameter: {why}. Use "
+            f"shard: {name} may compute different values if each rank has only a part of every parameter: {why}. Use "
             f"another optimizer, or data alone{'' if alone else ', such as --set zero1=true'}."
         )
     if divided:

@@ -51,7 +51,7 @@ class DividedOptimizer:
         if size > 1 and (why := unlike_by_parameters(optimizer)):
             raise PlanError(
                 f"zero1: each rank steps only some of the parameters, and {type(optimizer).__name__} may then compute "
-                f"other values: {why}. Use data alone, or another optimizer."
+                f"different values: {why}. Use data alone, or another optimizer."
             )
         self._rank = rank
         self._owned = owners([p for p in held_parameters(optimizer) if not is_absent(p)], size)

@@ -37,10 +37,10 @@ def read_saves(every: int | str | None = None, keep: int | None = None, limit: s
     if isinstance(every, int) or (every is not None and every.strip().lstrip("-").isdigit()):
         steps = int(every)
         if steps < 1:
-            raise UsageError(f"--save-every must be at least 1 step, but it is {every}.")
+            raise UsageError(f"--save-every {every}: must be at least 1 step.")
     elif every is not None:
         seconds = seconds_of(every, "--save-every")
     if keep is not None and keep < 1:
-        raise UsageError(f"--keep must be at least 1, not {keep}, because the newest state is always kept.")
+        raise UsageError(f"--keep {keep}: must be at least 1, because the newest state is always kept.")
     most = None if limit is None else int(read_quantity(limit, "bytes", "--save-limit"))
     return Saves(steps, seconds, KEEP if keep is None else keep, most)
