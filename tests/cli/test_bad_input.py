@@ -66,7 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SENTENCES = {
     "mnist-mlpp": "UsageError: there is no job 'mnist-mlpp'. Did you mean 'mnist-mlp'?",
     "gpt:tinny": "UsageError: gpt has no size 'tinny'. Did you mean 'tiny'?",
-    "mlp:large": "UsageError: job 'mlp' comes in one size only. Use mlp.",
+    "mlp:large": "UsageError: job 'mlp' has no sizes, so leave out the part after the colon. Use mlp.",
     "missing.py:job": "missing.py: no such file",
     "broken.py:job": "broken.py cannot be imported. Line 3: AttributeError",
     "unfinished.py:job": "unfinished.py cannot be imported. SyntaxError",
@@ -86,14 +86,14 @@ SENTENCES = {
     "mine.py:job fast": "Got unexpected extra argument",
     "--speed fast mine.py": "No such option: --speed",
     "mine.py:job --data folder": "is a Job, which has its data already",
-    "mine.py:job --nnodes 2 --node-rank 2 --rdzv here:1": "the rank of a machine must be from 0 to 1",
-    "mine.py:job --node-rank 1": "--node-rank 1 with --nnodes 1: the rank of a machine must be from 0 to 0",
-    "mine.py:job --nnodes 2 --rdzv here": "give the address of machine 0",
+    "mine.py:job --nnodes 2 --node-rank 2 --rdzv here:1": "--node-rank must be from 0 to 1 with --nnodes 2, but",
+    "mine.py:job --node-rank 1": "--node-rank must be from 0 to 0 with --nnodes 1, but it is 1",
+    "mine.py:job --nnodes 2 --rdzv here": "this option must be the address and port of machine 0",
     "mine.py:job --plan mine.py": "mine.py: the plan file is not TOML",
     "mine.py:job --plan mark.toml": "mark.toml: a plan has no field 'shards'. Did you mean 'shard'?",
     "mine.py:job --precision bf16 --set precision=fp32": "precision is set twice, by --precision bf16 and by --set",
     "mnist-mlp --data nowhere": "DataError",
-    "mine.py:job --devices ''": "--devices '' names no device. Use 2xcpu or all, or remove --devices.",
+    "mine.py:job --devices ''": "--devices is empty. Use 2xcpu or all, or remove --devices.",
     "mine.py:job --nnodes 0": "--nnodes 0: a run needs at least one machine",
     "--json mine.py": "--json works only for jobs, and mine.py is a script. Use meshwise report --json.",
     "--resume nowhere": "nowhere is not a run folder",
@@ -193,7 +193,7 @@ def test_a_script_that_defines_a_job_and_trains_nothing_is_told_how_to_train_it(
     [
         ("bench --nnodes 0", "--nnodes 0: a run needs at least one machine"),
         ("bench --devices ''", "--devices : this does not name a device"),
-        ("check mine.py:job --devices ''", "--devices '' names no device"),
+        ("check mine.py:job --devices ''", "--devices is empty. Use 2xcpu"),
     ],
 )
 def test_options_without_effect_are_refused(

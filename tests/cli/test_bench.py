@@ -83,7 +83,7 @@ def test_a_saved_file_may_be_written_again_and_nothing_else(
     other = tmp_path / "notes.toml"
     other.write_text("mine = 1\n")
     code, _, err = command("bench", "--save", other)
-    assert code == 2 and "is not a machine file. Use another file." in err and other.read_text() == "mine = 1\n"
+    assert code == 2 and "is not a machine file. Use another." in err and other.read_text() == "mine = 1\n"
     again = tmp_path / "again.toml"
     again.write_bytes(saved[0].read_bytes())
     code, _, _ = command("bench", "--links", "--devices", "2xcpu", "--sizes", "1K", "--seconds", "0.5", "--save", again)
@@ -116,8 +116,8 @@ HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
         (["bench", "--sizes", "1K:512T", "--devices", "2xcpu"], "are free. Write at most --sizes 1K:"),
         (["bench", "--seconds", "0"], "--seconds 0: must be from 0.1 to 86400"),
         (["bench", "--devices", "2xcup"], "unknown kind of device 'cup'. Did you mean 'cpu'?"),
-        (["bench", "--save", "nowhere/here.toml"], "not a file in an existing folder"),
-        (["bench", "--save", "."], "not a file in an existing folder"),
+        (["bench", "--save", "nowhere/here.toml"], "must be a file in an existing folder"),
+        (["bench", "--save", "."], "must be a file in an existing folder"),
         (["bench", "--hosts"], "only this host takes part. Start meshwise bench --hosts"),
         (["bench", "--hosts", "--compute"], "Remove --compute and --devices"),
         (["bench", "--compare", "old.toml", "new.toml"], "old.toml cannot be read as a machine file (No such file"),

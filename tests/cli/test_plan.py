@@ -245,7 +245,7 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
             "--explain 9: the list has only 1 plan",
         ),
         (("mnist-mlp", "--machine", "8xH1000"), "H1000"),
-        (("mnist-mlp", "--machine", "2xH100", "--set", "data=2", "--batch-size", "3"), "no plan divides"),
+        (("mnist-mlp", "--machine", "2xH100", "--set", "data=2", "--batch-size", "3"), "no plan can divide"),
         (("mnist-mlp", "--machine", "2xH100", "--fits", "missing.toml"), "missing.toml"),
         (("mnist-mlp", "--machine", "2xH100", "--set", "tensor=4", "--fits", "four.toml"), "needs 4 devices"),
         (("mnist-mlp", "--machine", "2xH100", "--devices", "4"), "--devices 4"),

@@ -164,7 +164,7 @@ def test_a_run_that_is_sent_again_may_have_other_nodes_and_time(command: Command
     code, out, _ = command("submit", "--dry-run", "--time", "8h", run)
     assert code == 0 and out.startswith(f"# sbatch --time=08:00:00 {run}/submit.sh\n#!/bin/bash")
     code, _, err = command("submit", run, "--epochs", 9)
-    assert code == 2 and "--epochs: meshwise submit RUN keeps the run's own options" in err
+    assert code == 2 and "--epochs: a run that is submitted again keeps its own options" in err
     assert names.read_run(run)["submission"]["jobs"].keys() == {"7"}
     code, _, _ = command("submit", run, "--nodes", 3, "--time", "8h", "--", "-p", "long")
     assert code == 0 and "--nodes=3 --time=08:00:00 -p long" in (slurm / "asked").read_text()
@@ -243,7 +243,7 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
     [
         ("submit", "meshwise submit needs a job"),
         ("submit nothere.py:job", "no such file"),
-        ("submit small.py:job --nodes 0", "write a number such as 4"),
+        ("submit small.py:job --nodes 0", "--nodes must be a number such as 4"),
         ("submit small.py:job --nodes 4-2", "Write 2-4"),
         ("submit small.py:job --time soon", "is not a duration"),
         ("submit small.py:job --site other.toml", "does not exist"),
@@ -256,15 +256,15 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
         ("submit small.py:job --time 4h -- -t 8:00:00", "--time 4h contradicts -t 8:00:00 after the --"),
         ("submit small.py:job -- --ntasks 8", "meshwise starts the workers of a node itself"),
         ("submit small.py:job -- -o here.txt", "the output lies in the run's folder"),
-        ("submit small.py:job --time 90", "write the unit, 90min or 90s"),
+        ("submit small.py:job --time 90", "--time 90 has no unit. Write 90min or 90s"),
         ("submit small.py:nosuch", "nosuch"),
         ("submit runs/nosuch", "nosuch"),
         ("submit small.py:job --devices 2xtpu", "tpu"),
         ("submit small.py --dry-run", "options after small.py go to the script"),
         ("submit small.py -- --dry-run", "stands among the options of sbatch"),
         ("submit small.py:job --machine 8xH999", "H999"),
-        ("stop nothing", "no such run"),
-        ("logs nothing", "no such run"),
+        ("stop nothing", "there is no run nothing in"),
+        ("logs nothing", "there is no run nothing in"),
     ],
 )
 def test_what_cannot_be_sent_is_said(words: str, says: str, command: Command, tmp_path: Path) -> None:
@@ -276,14 +276,14 @@ def test_what_cannot_be_sent_is_said(words: str, says: str, command: Command, tm
 def test_a_secret_is_named_and_asked_for(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site.toml").write_text('secrets = ["TRACKER_KEY"]\n')
     code, _, err = command("submit", "small.py:job")
-    assert code == 2 and "the environment lacks TRACKER_KEY" in err
+    assert code == 2 and "lists TRACKER_KEY as secrets, but these are not set" in err
     monkeypatch.setenv("TRACKER_KEY", "abcdef")
     assert command("submit", "small.py:job")[0] == 0
     kept = "".join(path.read_text() for path in run_in(tmp_path).iterdir())
     assert "TRACKER_KEY" in kept and "abcdef" not in kept
     monkeypatch.delenv("TRACKER_KEY")
     code, _, err = command("submit", run_in(tmp_path))
-    assert code == 2 and "the environment lacks TRACKER_KEY, which site.toml lists under secrets" in err
+    assert code == 2 and "site.toml lists TRACKER_KEY as secrets, but these are not set" in err
 
 
 def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_run_goes_on_in_its_folder(command: Command, processes: None, tmp_path
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 17))
     assert len(names.read_run(tmp_path / "mine")["sessions"]) == 3
     code, _, err = command("run", "mnist-mlp", "--folder", tmp_path / "mine", "--devices", "1xcpu")
-    assert code == 2 and "the run there belongs to job 'small.py:job'" in err
+    assert code == 2 and "contains a run of job 'small.py:job'" in err
 
 
 def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processes: None, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_the_logs_of_a_run_name_rank_attempt_and_host(command: Command, processe
     for other in ("other.py", "small.py:job"):
         (tmp_path / "other.py").touch()
         code, _, err = command("run", "--devices", "2xcpu", "--folder", "runs/mine", other)
-        assert code == 2 and f"the run there belongs to 'hello.py', not '{other}'" in err
+        assert code == 2 and f"contains a run of 'hello.py', not of '{other}'" in err
     code, out, _ = command("logs", "mine", "-f")
     host = os.uname().nodename
     said = [line for line in out.splitlines() if "I am" in line or line.startswith("---")]

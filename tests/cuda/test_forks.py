@@ -127,7 +127,7 @@ def test_torchrun_with_more_ranks_than_gpus_is_refused(python: Run, tmp_path: Pa
     (tmp_path / "train.py").write_text(SCRIPT.replace("TOUCH", ""))
     done = python(*TORCHRUN, 3, "train.py", check=False)
     assert done.returncode != 0
-    assert "local rank 2 has no GPU, because torch sees only 2. Start fewer processes." in done.stderr
+    assert "torch finds only 2 GPUs, so local rank 2 has none. Start fewer processes." in done.stderr
 
 
 @pytest.mark.evidence(

@@ -44,7 +44,7 @@ def train(*mistakes: str) -> list[str]:
     ("mistake", "says"),
     [
         ("twice", "called twice after one mw.backward"),
-        ("weight", "A loss was passed with weight=-1. The weight is the number of items of its mean"),
+        ("weight", "weight must be the number of items that the loss is a mean over, 0 or more, but it is -1"),
         ("DDP", "mw.distribute was given a DistributedDataParallel. Remove that wrapper"),
     ],
 )

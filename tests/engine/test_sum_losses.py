@@ -318,7 +318,7 @@ def test_a_known_sum_of_which_nothing_is_said_is_refused_with_its_line(pool: Any
 
 
 def test_a_sum_has_no_weight_and_reductions_are_two() -> None:
-    with pytest.raises(UsageError, match="weight= does not work with a sum over samples"):
+    with pytest.raises(UsageError, match="weight= works only for a mean, but this loss is a sum over samples"):
         mw.backward(ROWS.sum(), 3, "sum")
     with pytest.raises(UsageError, match="'total' is not known"):
         mw.backward(ROWS.sum(), reduction="total")  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def test_a_weight_is_exact_in_float64(weight: Any) -> None:
 @pytest.mark.parametrize("weight", [-1, -0.5, float("nan"), float("inf")])
 def test_a_number_that_counts_nothing_is_no_weight(weight: float) -> None:
     with pytest.raises(
-        UsageError, match=f"with weight={weight}. The weight is the number of items of its mean, 0 or more"
+        UsageError, match=f"the number of items that the loss is a mean over, 0 or more, but it is {weight}"
     ):
         split_weight((torch.tensor(1.0), weight), EIGHT, "a loss")
 

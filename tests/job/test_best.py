@@ -214,8 +214,8 @@ def test_callbacks_get_the_epoch_and_the_model_trains_on(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"best": "accuracy"}, r"best='accuracy' needs max or min\. Use 'max accuracy' or 'min accuracy'"),
-        ({"best": ""}, "needs max or min"),
+        ({"best": "accuracy"}, r"best='accuracy' must be a direction and a metric: 'max accuracy' or 'min accuracy'"),
+        ({"best": ""}, "must be a direction and a metric"),
         ({"best": "max accuracy", "test": None}, r"needs a test set, but the job has none\. Add test="),
         ({"patience": 3}, r"patience=3 needs a metric\. Add best='max accuracy'"),
         ({"best": "max accuracy", "patience": 0}, "patience=0 must be a whole number of at least 1"),
@@ -231,7 +231,7 @@ def test_what_says_nothing_is_refused(given: Any, says: str) -> None:
 
 def test_a_metric_that_there_is_not_is_refused_before_an_epoch_is_over(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"best='max acuracy' is no metric of this job: it has accuracy, error\. Did you mean 'acc"
+        UsageError, match=r"best='max acuracy' names no metric\. The metrics are accuracy, error\. Did you mean 'acc"
     ):
         ran(job(best="max acuracy"), tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()

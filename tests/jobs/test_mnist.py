@@ -123,7 +123,7 @@ def test_another_set_brings_its_own_number_of_classes(tmp_path: Path, make: Any)
 def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
     for start in ("train", "t10k"):
         write_images(tmp_path, start, torch.zeros(2, 32, 30), torch.arange(2))
-    with pytest.raises(DataError, match="images of 32 x 30 pixels, and the mnist jobs need 28 x 28"):
+    with pytest.raises(DataError, match="images of 32 x 30 pixels, but the mnist jobs need 28 x 28"):
         mnist_mlp(data=tmp_path).data()
 
 

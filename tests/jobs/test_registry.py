@@ -62,7 +62,7 @@ def test_an_unknown_name_is_told_with_the_nearest() -> None:
 
 
 def test_a_size_for_a_job_without_sizes_is_told() -> None:
-    assert refusal("mlp:large") == "job 'mlp' comes in one size only. Use mlp."
+    assert refusal("mlp:large") == "job 'mlp' has no sizes, so leave out the part after the colon. Use mlp."
 
 
 def test_a_job_or_a_function_that_makes_one_is_found_in_a_file(write: Callable[..., Path]) -> None:
@@ -87,7 +87,7 @@ def test_a_folder_with_data_reaches_a_function_that_takes_one(write: Callable[..
     )
     assert find_job(f"{path}:job", data=tmp_path).name == f"from {tmp_path}"
     assert "is a Job, which has its data already" in refusal(f"{path}:fixed", data=tmp_path)
-    assert "takes no data folder" in refusal(f"{path}:none", data=tmp_path)
+    assert "has no parameter `data` for a folder" in refusal(f"{path}:none", data=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_a_file_that_refuses_by_itself_is_not_taken_for_imported(write: Callable
     [
         (":jop", "has no 'jop'. Did you mean 'job'? Define a meshwise.Job with that name."),
         (":zzzzzz", "has no 'zzzzzz'. Define"),
-        (":number", "is a int. Make it a meshwise.Job, or a function that returns one."),
-        (":nothing", "returned a NoneType. Return a meshwise.Job."),
+        (":number", "must be a meshwise.Job or a function returning one, but is a int."),
+        (":nothing", "must return a meshwise.Job, but it returned a NoneType."),
         (
             ":needs",
             "missing a required argument: 'width'. Give the argument with --arg NAME=VALUE, or a default.",
@@ -187,7 +187,9 @@ def test_arguments_reach_the_function_with_the_types_that_it_says(write: Callabl
 def test_a_finished_job_takes_no_arguments(write: Callable[..., Path]) -> None:
     path = write("job = make()\ndef factory(lr):\n    return make()\n")
     assert "--arg lr=3" in refusal(f"{path}:job", args=["lr=3"])
-    assert f"a Job takes no arguments. Make {path}:job a function of `lr`." in refusal(f"{path}:job", args=["lr=3"])
+    assert f"{path}:job is a Job, without arguments. Make it a function of `lr`." in refusal(
+        f"{path}:job", args=["lr=3"]
+    )
     assert "missing a required argument: 'lr'. Give the argument with --arg" in refusal(f"{path}:factory")
     job = find_job(f"{path}:job")
     with pytest.raises(UsageError, match=r"--data elsewhere: mine is a Job, which has its data"):

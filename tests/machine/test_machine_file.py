@@ -196,9 +196,9 @@ WRONG = {
     "a name that cannot count": ('[[device]]\nname = "left"\npart = "L4"\ncount = 2', "must end in a number"),
     "a host that is not there": (
         '[[host]]\ncores = 4\n[[device]]\nhost = 1\npart = "L4"',
-        "on host 1, but there are 1",
+        "on host 1, but there are only 1",
     ),
-    "ends that are no link": (DEVICE_LINES + '[[link]]\nends = ["host cuda:0"]', "does not name two ends of a link"),
+    "ends that are no link": (DEVICE_LINES + '[[link]]\nends = ["host cuda:0"]', "must name the two ends of a link"),
     "no ends": (DEVICE_LINES + '[[link]]\nkind = "pcie"', "ends is missing"),
     "a device that is not there": (
         DEVICE_LINES + '[[link]]\nends = ["host -> cuda:2"]',

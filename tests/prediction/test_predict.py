@@ -258,7 +258,7 @@ def test_batches_that_are_dicts_are_given_by_name_and_logits_are_the_output() ->
     [
         (
             lambda model, batch: model(batch[0]).mean(),
-            r"a tensor of shape \(\) for 8 samples. It needs a row for each",
+            r"must predict a row for each of 8 samples, but predicts a tensor of shape \(\)",
         ),
         (lambda model, batch: model(batch[0])[:3], r"a tensor of shape \(3, 4\)"),
         (lambda model, batch: None, "predicts a NoneType"),
@@ -315,7 +315,7 @@ def test_a_run_folder_gives_its_weights_or_its_newest_state(tmp_path: Path) -> N
         predicted(replace(job(), model=lambda: nn.Linear(6, 4).double()), weights=tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/run.json").write_text("{}")
-    with pytest.raises(mw.CheckpointError, match="has saved no weights"):
+    with pytest.raises(mw.CheckpointError, match="has no weights and no checkpoint"):
         predicted(job(), weights=tmp_path / "empty")
 
 

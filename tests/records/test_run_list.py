@@ -104,7 +104,7 @@ def test_a_run_is_named_by_its_name_a_part_of_it_or_its_path(tmp_path: Path) -> 
     assert find_run(tmp_path, "1121-gpt") == find_run(tmp_path, "1121") == find_run(tmp_path, str(one)) == one
     assert find_run(tmp_path, "1122") == two
     for word, said in {
-        "gpt": "2 runs have this",
+        "gpt": "part of the names of 2 runs",
         "1123-gpt": "Did you mean '112",
         "": "empty",
         "mlp": "no such",

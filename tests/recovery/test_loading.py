@@ -159,7 +159,7 @@ def test_what_a_later_version_writes_is_not_read(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("meshwise.records.checkpoints.FORMAT", 3)
     save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 3; this meshwise reads format 2"):
+    with pytest.raises(CheckpointError, match="has format 3, but this meshwise reads only 2"):
         loaded(tmp_path)
 
 

@@ -176,7 +176,7 @@ def test_ranks_that_call_different_collectives_are_named() -> None:
     other = work(gathers((0, 1)), rank=1)
     with pytest.raises(ValueError, match=r"wait for each other.*rank 0 waits in all-reduce of 2 ranks \(event 1\)"):
         step_of(one, other)
-    with pytest.raises(ValueError, match="each rank may have only one"):
+    with pytest.raises(ValueError, match="each rank must have one trace"):
         step_of(one, one)
 
 

@@ -104,7 +104,7 @@ def test_a_rank_of_another_launcher_takes_a_gpu_of_its_own(
 
 
 def test_a_rank_without_a_gpu_is_refused_and_one_of_a_machine_without_gpus_is_not(driver: Driver) -> None:
-    with pytest.raises(UsageError, match="local rank 4 has no GPU, because torch sees only 4"):
+    with pytest.raises(UsageError, match="torch finds only 4 GPUs, so local rank 4 has none"):
         join._take_device(World(4, 8, 4, 8, ""))
     driver.gpus = 0
     assert join._take_device(World(4, 8, 4, 8, "")).device == "cpu"

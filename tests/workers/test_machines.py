@@ -176,5 +176,5 @@ def test_a_port_that_is_taken_is_refused() -> None:
 
 @pytest.mark.parametrize("rdzv", ["", "node0", "node0:x"])
 def test_a_rendezvous_that_cannot_be_is_refused(rdzv: str) -> None:
-    with pytest.raises(UsageError, match="give the address of machine 0"):
+    with pytest.raises(UsageError, match="this option must be the address and port of machine 0"):
         NodeOptions(nnodes=2, rdzv=rdzv).rendezvous(1)

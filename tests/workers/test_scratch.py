@@ -87,7 +87,7 @@ def test_what_is_not_known_to_be_ours_stays(temporary: Path, monkeypatch: pytest
 def test_where_nothing_can_be_written_the_folder_is_named(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (temporary / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "file"))
-    with pytest.raises(UsageError, match=r"a temporary folder cannot be made in .*file .* Set TMPDIR to a folder"):
+    with pytest.raises(UsageError, match=r"a temporary folder cannot be created in .*file .* Set TMPDIR to a folder"):
         made_folder()
 
 

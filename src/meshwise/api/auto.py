@@ -96,8 +96,8 @@ def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
         nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory
         need, room = bytes_text(nearest.total.high), bytes_text(nearest.capacity or 0)
         raise PlanError(
-            f"--plan auto: none of {plural(len(plans.found.estimates), 'plan')} is sure to fit in memory: the smallest "
-            f"may need {need}, and a device has {room}. Use a smaller --batch-size, more devices, or --allow precision."
+            f"--plan auto: none of {plural(len(plans.found.estimates), 'plan')} is certain to fit in memory. One may "
+            f"need {need}, but a device has {room}. Use a smaller --batch-size, more devices, or --allow precision."
         )
     unknown = next((each for each in plans.found.estimates if each.seconds is None), None)
     every = [

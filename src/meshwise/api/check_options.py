@@ -66,7 +66,7 @@ class CheckOptions:
     def __post_init__(self) -> None:
         settle(self, "steps")
         if self.devices is not None and not self.devices.strip():
-            raise UsageError("--devices '' names no device. Use 2xcpu, or leave --devices out.")
+            raise UsageError("--devices is empty. Use 2xcpu, or leave --devices out.")
         if self.tell is not None:
             warnings.warn("check(tell=...) is now check(notify=...).", DeprecationWarning, stacklevel=4)
             object.__setattr__(self, "notify", self.tell)

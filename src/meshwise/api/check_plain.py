@@ -45,8 +45,8 @@ def refuse_unjudged(name: str, ranks: Sequence[Record]) -> None:
         raise UsageError(f"{name}: {refused}.")
     if not ranks[0].steps:
         raise UsageError(
-            f"{name}: no torch optimizer made a step with gradients in the checked processes. Processes that a script "
-            "starts (mp.spawn) are not checked. Let the script read RANK and WORLD_SIZE, as under torchrun."
+            f"{name}: no torch optimizer made a step with gradients in the checked processes. If the script starts its "
+            "ranks itself (mp.spawn), let it read RANK and WORLD_SIZE from the environment instead, as under torchrun."
         )
     if not any(record.wrapped for record in ranks):
         raise UsageError(

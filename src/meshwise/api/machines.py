@@ -35,7 +35,7 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
         found = discover()
         return with_torch_facts(found) if torch else found
     if not isinstance(words, str | Path):
-        raise UsageError(f"find_machine({words!r}): write words such as '8xH100', or the path of a machine file.")
+        raise UsageError(f"find_machine({words!r}): pass words such as '8xH100', or the path of a machine file.")
     path = Path(words)
     if path.suffix == ".toml" or path.exists():
         return read_machine(path)

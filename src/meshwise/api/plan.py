@@ -118,7 +118,7 @@ def page(plans: Plans) -> Page:
     """Return a page, which works offline, with the plans and with the predicted step and memory of the first one.
     Raises UsageError if no plan fits."""
     if plans.first is None:
-        raise UsageError("--page shows the best plan, and none fits. Use more devices, or a smaller --batch-size.")
+        raise UsageError("--page shows the best plan, but no plan fits. Use more devices, or a smaller --batch-size.")
     return Page(plan_page(plans, plans.first))
 
 
@@ -199,9 +199,9 @@ def _searched(
         multiple = max(1, round(plans.batch / most)) * most
         option = "a loader with batch_size" if isinstance(program, Script) else "--batch-size"
         raise PlanError(
-            f"no plan divides a global batch of {plans.batch} samples over {most} devices"
-            f"{' with ' + ' '.join(options.settings) if options.settings else ''}. "
-            f"Use {option} {multiple}, or fewer devices: --devices 1..{most}."
+            f"no plan can divide a global batch of {plans.batch} samples over {most} "
+            f"devices{' with ' + ' '.join(options.settings) if options.settings else ''}. Use {option} {multiple}, or "
+            f"allow fewer devices with --devices 1..{most}."
         )
     small = (small_traces(program, machine),) if isinstance(program, Tracer) and kind_of(machine) == "gpu" else ()
     bounds = Bounds(program.model, machine, options.cap)
@@ -273,7 +273,7 @@ def _judged(
     over = settings_values(options.settings)
     asked = read_plan(given, len(machine.devices), over) if isinstance(given, str | Path) else replace(given, **over)
     if asked.devices > len(machine.devices):
-        raise PlanError(f"{asked} needs {asked.devices} devices; machine '{machine.name}' has {len(machine.devices)}.")
+        raise PlanError(f"{asked} needs {asked.devices} devices, but '{machine.name}' has {len(machine.devices)}.")
     found = search([asked], estimate, options.seconds)
     if found.refused:
         raise PlanError(found.refused[0].why)

@@ -68,9 +68,9 @@ class PlanOptions:
         for name in self.allow:
             check_known("--allow", name, ALLOW)
         if not self.seconds > 0:
-            raise UsageError(f"--seconds {self.seconds}: must be above 0.")
+            raise UsageError(f"--seconds must be above 0, but it is {self.seconds}.")
         if self.price is not None and not self.price >= 0:
-            raise UsageError(f"--price {self.price}: the price of one device for an hour must be 0 or more.")
+            raise UsageError(f"--price must be the price of one device for an hour, 0 or more, but it is {self.price}.")
 
     @property
     def cap(self) -> int | None:
@@ -89,7 +89,7 @@ class PlanOptions:
             low = high = 0
         if not 1 <= low <= high <= all_of_them:
             raise UsageError(
-                f"--devices {self.devices}: write a count such as {all_of_them}, or counts such as 1..{all_of_them}; "
-                f"the machine has {all_of_them}."
+                f"--devices must be a count such as {all_of_them} or a range such as 1..{all_of_them}, with at most "
+                f"{all_of_them} devices, but it is {self.devices}."
             )
         return list(range(low, high + 1))

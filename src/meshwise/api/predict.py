@@ -83,7 +83,7 @@ def predict(options: PredictOptions) -> Predictions:
     """
     found, code = predict_with(options, Console(stderr=True))
     if code:
-        raise KeyboardInterrupt(f"stopped after {found.computed:,} samples of {found.samples:,}")
+        raise KeyboardInterrupt(f"the prediction was stopped after {found.computed:,} of {found.samples:,} samples")
     return found
 
 
@@ -145,7 +145,7 @@ def _check_files(options: PredictOptions) -> None:
             raise UsageError(f"--out {out}: the file exists. Name another file, or replace it with --overwrite.")
         for folder in out.parents:
             if folder.exists() and not folder.is_dir():
-                raise UsageError(f"--out {out}: {folder} is not a folder. Name another file.")
+                raise UsageError(f"--out {out}: {folder} is not a folder, but a file. Use another path.")
     if options.weights is not None:
         path = Path(options.weights)
         if not path.exists():
@@ -183,7 +183,7 @@ def _job_of(options: PredictOptions) -> Job:
 def _of_model(given: Any, data: Any) -> Job:
     if not callable(given):
         raise UsageError(
-            f"a {type(given).__name__} is not a model. Give a Job, an nn.Module, or a function that builds one."
+            f"mw.predict needs a Job, an nn.Module or a function that builds one, but got a {type(given).__name__}."
         )
     if data is None or isinstance(data, str | Path):
         raise UsageError("mw.predict needs a model and a data set. Write mw.predict(model, dataset).")

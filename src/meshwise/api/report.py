@@ -115,5 +115,5 @@ def step_range(text: str | None) -> tuple[int, int] | None:
         return None
     first, _, last = text.partition(":")
     if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
-        raise UsageError(f"--steps {text}: give the first and the last step, for instance --steps 100:110.")
+        raise UsageError(f"--steps must be the first and the last step, such as 100:110, but it is {text}.")
     return int(first), int(last or first)

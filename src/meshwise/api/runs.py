@@ -28,7 +28,7 @@ def runs(parent: Path, *, status: str | None = None, name: str | None = None, jo
     Raises UsageError for a status that no run can have.
     """
     if status is not None and status not in STATUSES:
-        raise UsageError(f"--status {status}: no such status.{nearest(status, STATUSES)} Use {', '.join(STATUSES)}.")
+        raise UsageError(f"--status {status} must be one of {', '.join(STATUSES)}.{nearest(status, STATUSES)}")
     return [
         entry
         for entry in with_queue(run_list(parent))
@@ -69,10 +69,10 @@ def to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunE
             raise UsageError(f"{entry.name} is in the queue, {entry.queue}. Stop it first: meshwise stop {entry.name}")
         if entry.status == "running" and not running:
             raise UsageError(
-                f"{entry.name} is running. Use meshwise stop first, or --force if its launcher was killed."
+                f"run {entry.name} is still running. Use meshwise stop, or --force if its launcher was killed."
             )
         if entry.folder.is_symlink():
-            raise UsageError(f"{entry.folder} is a link. Remove the link, and name the folder that it leads to.")
+            raise UsageError(f"{entry.folder} is a symbolic link. Remove it by hand, and name the folder behind it.")
     return list(entries.values())
 
 

@@ -77,7 +77,7 @@ def _never_started(folder: Path) -> None:
 def _stop_here(folder: Path, say: Callable[[str], object], wait: float) -> None:
     held = holder_of(folder)
     if held is None:
-        raise UsageError(f"{folder.name}: the process that runs it is not known. Press Ctrl-C where it was started.")
+        raise UsageError(f"{folder.name}: the process of this run is not known. Press Ctrl-C where it was started.")
     host, process = held
     if host != socket.gethostname():
         raise UsageError(f"{folder.name} runs on {host}, in process {process}. Run meshwise stop on that machine.")

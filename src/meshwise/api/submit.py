@@ -63,7 +63,7 @@ class SubmitOptions:
         """Return the time limit of an attempt in seconds, or None for the limit of the partition. Raises UsageError if
         the limit cannot be read."""
         if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds elsewhere
-            raise UsageError(f"--time {self.time}: write the unit, {self.time}min or {self.time}s.")
+            raise UsageError(f"--time {self.time} has no unit. Write {self.time}min or {self.time}s.")
         return None if self.time is None else seconds_of(self.time, "--time")
 
 
@@ -111,7 +111,7 @@ def prepare(
             )
     if run.job is None:
         raise UsageError(
-            "meshwise submit needs a job: meshwise submit train.py:job, or the folder of a run that was sent before."
+            "meshwise submit needs a job such as train.py:job, or the folder of a run that was submitted before."
         )
     refuse_contradictions(options.nodes, options.time, sbatch)
     word = str(run.job)
@@ -147,7 +147,7 @@ def send(submission: Submission) -> tuple[Path, str | None]:
     try:
         job.run.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"{job.run} cannot be made ({error.strerror}). Name another folder with --out DIR.") from None
+        raise UsageError(f"{job.run} cannot be created ({error.strerror}). Use another folder with --out.") from None
     write_text(job.run / SCRIPT, submission.script)
     code_files.write_code(job.run, submission.word)
     record: dict[str, Any] = {
@@ -179,14 +179,14 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
     """
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
-        raise UsageError(f"{run} was not sent by meshwise submit. Continue the run with meshwise run --resume {run}")
+        raise UsageError(f"{run} was not started by meshwise submit. Use meshwise run --resume {run}")
     if facts.get("status") == names.RUNNING or slurm.newest(jobs_of(facts)):
         raise UsageError(f"{run} is still in the queue or running. Stop it first: meshwise stop {run.name}")
     words, record = again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
     if facts.get("status") == "finished":
         raise UsageError(
-            f"{run} is finished, so nothing is left to do. Send a new run: meshwise submit {record.get('job')}. Or "
-            f"train this one longer: meshwise run --resume {run} --epochs N"
+            f"{run} is finished, so nothing is left to do. Submit a new run: meshwise submit {record.get('job')}. Or "
+            f"train this run longer: meshwise run --resume {run} --epochs N"
         )
     _refuse_missing(record.get("secrets", ()), record.get("site", ""))
     code_files.write_code(sent, str(record.get("job", "")))
@@ -208,8 +208,8 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine:
         raise UsageError(
-            "meshwise submit RUN sends the batch script of the run again, and takes only --nodes N, --time and, after "
-            "--, options of sbatch. To change the range of nodes or the site, edit submit.sh in the run's folder."
+            "meshwise submit RUN submits the batch script of that run again, and takes only --nodes N, --time and, "
+            "after --, options of sbatch. To change the range of nodes or the site, edit submit.sh in the run's folder."
         )
     nodes = [f"--nodes={low}"] if options.nodes != "1" else []
     refuse_contradictions(options.nodes if nodes else None, options.time, sbatch)
@@ -241,7 +241,7 @@ def _refuse_missing(secrets: Sequence[str], file: str) -> None:
     """
     if missing := [name for name in secrets if not os.environ.get(name)]:
         raise UsageError(
-            f"the environment lacks {', '.join(missing)}, which {file} lists under secrets. Set it before you submit."
+            f"{', '.join(missing)} lists {file} as secrets, but these are not set. Set each before you submit."
         )
 
 
@@ -249,7 +249,7 @@ def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
     """Raise UsageError if options of `meshwise run` are given when a run is submitted again. The run keeps the options
     with which it was first submitted."""
     if given := _words(typed):
-        raise UsageError(f"{given[0]}: meshwise submit RUN keeps the run's own options. Leave this option out.")
+        raise UsageError(f"{given[0]}: a run that is submitted again keeps its own options. Leave this option out.")
 
 
 def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
@@ -300,7 +300,7 @@ def _gpus(site: Site, devices: str | None) -> int:
     if devices and (found := re.fullmatch(r"(\d+)x\w+", devices)):
         return int(found[1])
     if not (site.gpus_per_node or site.machine) and (site.gpu_type or site.gpus == "gres"):
-        raise UsageError(f"{site.file} must say how many GPUs a node has. Add gpus_per_node = 8, or machine.")
+        raise UsageError(f'{site.file} must say how many GPUs a node has. Add gpus_per_node = 8 or machine = "8xH100".')
     if site.gpus_per_node or not site.machine or site.machine.endswith(".toml"):
         return site.gpus_per_node
     machine = machine_from_words(site.machine)

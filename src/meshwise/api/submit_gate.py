@@ -109,8 +109,8 @@ def machine_words(site: Site, nodes: int) -> str:
         return site.machine
     if site.machine.endswith(".toml"):
         raise UsageError(
-            f"{site.file}: machine = '{site.machine}' is a file for one node, but the run has {nodes} nodes. "
-            'Describe the machine in words: machine = "8xH100" and network = "400Gb".'
+            f"{site.file}: machine = '{site.machine}' is a machine file for a single node, but the run has {nodes} "
+            'nodes. Describe the machine in words: machine = "8xH100" and network = "400Gb".'
         )
     return f"{nodes}x{site.machine}" + (f"@{site.network}" if site.network else "")
 

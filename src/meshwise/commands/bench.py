@@ -70,7 +70,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     target = None if options.save is None else _writable(Path(options.save))
     what = [name for name in WHAT if getattr(options, name)]
     if options.seconds is not None and not 0.1 <= options.seconds <= 86400:
-        raise UsageError(f"--seconds {options.seconds:g}: must be from 0.1 to 86400, for instance --seconds 60.")
+        raise UsageError(f"--seconds must be from 0.1 to 86400, but it is {options.seconds:g}.")
     hosts = options.hosts or nodes.nnodes > 1 or bool(nodes.rdzv)
     if hosts and (options.compute or options.devices is not None):
         raise UsageError("--hosts measures one device of each host. Remove --compute and --devices.")
@@ -111,14 +111,14 @@ def _writable(path: Path) -> Path:
     exists there."""
     toml_writer()  # before anything is measured
     if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"--save {path}: this is not a file in an existing folder. Use for instance here.toml.")
+        raise UsageError(f"--save {path} must be a file in an existing folder, for example here.toml.")
     if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"--save {path}: {path.parent} is not writable. Use a file elsewhere.")
+        raise UsageError(f"--save {path}: the folder {path.parent} is not writable. Choose a file in another folder.")
     if path.exists():
         try:
             api.machines.read_machine(path)
         except UsageError:
-            raise UsageError(f"--save {path} exists and is not a machine file. Use another file.") from None
+            raise UsageError(f"--save {path}: this file exists, but is not a machine file. Use another.") from None
     return path
 
 

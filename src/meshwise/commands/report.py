@@ -103,7 +103,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = math.nan
     if not 0 <= share < math.inf:
-        raise UsageError(f"--fail-above {text} is not a percentage. Use for instance --fail-above 5%")
+        raise UsageError(f"--fail-above must be a percentage such as 5%, but it is {text}.")
     return share
 
 
@@ -111,9 +111,9 @@ def _refuse_together(options: list[str], other: str | None) -> None:
     """Raise UsageError for options that exclude each other. other: the second run, or None."""
     shown = ", ".join(f"--{name}" for name in options)
     if other is not None and set(options) - {"json"}:
-        raise UsageError(f"RUN2 and {shown} do not work together. Compare two runs as text, or with --json.")
+        raise UsageError(f"{shown} shows only one run. Leave RUN2 out, or compare as text or with --json.")
     if "live" in options and set(options) - {"live", "openmetrics"}:
-        raise UsageError(f"{shown}: --live can be combined only with --openmetrics.")
+        raise UsageError(f"--live can be combined only with --openmetrics, but the options are {shown}.")
     printing = [f"--{name}" for name in options if name in VIEWS and not VIEWS[name].file]
     if len(printing) > 1:
         raise UsageError(f"{' and '.join(printing)} both print to the terminal. Use one of them.")

@@ -43,7 +43,7 @@ def runs(
     context.obj = Path(folder)
     if context.invoked_subcommand is not None:
         if status or name or job or as_json:
-            raise UsageError(f"meshwise runs {context.invoked_subcommand} takes names only. Remove the other options.")
+            raise UsageError(f"meshwise runs {context.invoked_subcommand} takes only names. Remove the other options.")
         return
     found = api.runs.runs(Path(folder), status=status, name=name, job=job)
     if as_json:

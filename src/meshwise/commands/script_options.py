@@ -51,8 +51,8 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
     moved, left = _moved(own, given, flags)
     meant = f"{before[0]} {shlex.join([*before[1:], *moved, script, *left])}"
     raise UsageError(
-        f"{some(given)}: options after {script} go to the script, which does not declare this option. Write options "
-        f"of meshwise before the script: {meant}. If the script takes it, write {shlex.join([script, '--', *own])}."
+        f"{some(given)}: options after {script} go to the script, but the script does not declare this option. If "
+        f"meshwise should read it, write {meant}. If the script does, write {shlex.join([script, '--', *own])}."
     )
 
 

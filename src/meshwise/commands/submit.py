@@ -57,7 +57,7 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     sizes, limit = nodes_of(cluster.nodes), cluster.seconds()
     refused = api.submit_gate.verdict(options, own, site, sizes, limit, _say)
     if refused and not cluster.anyway:
-        raise PlanError(f"the run was not sent: {refused}. {INSTEAD}, or send it with --anyway.")
+        raise PlanError(f"the run was not submitted: {refused}. {INSTEAD}, or submit it all the same with --anyway.")
     if refused:
         _say(f"The run is sent anyway, although {refused}.")
     if cluster.dry_run:

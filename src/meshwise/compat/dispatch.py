@@ -21,7 +21,7 @@ try:
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 except ImportError as error:  # pragma: no cover - no such torch is in range
-    raise RuntimeError(f"torch {torch.__version__} has no dispatch mode; meshwise needs torch 2.11 to 2.15.") from error
+    raise RuntimeError(f"torch {torch.__version__} has no dispatch mode. meshwise needs torch 2.11 to 2.15.") from error
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """(operator, positional arguments, keyword arguments) -> the operator's result."""

@@ -35,7 +35,7 @@ try:
         FakeTensorMode,
     )
 except ImportError as error:  # pragma: no cover - no such torch is in range
-    raise RuntimeError(f"torch {torch.__version__} has no fake tensors; meshwise needs torch 2.11 to 2.15.") from error
+    raise RuntimeError(f"torch {torch.__version__} has no fake tensors. meshwise needs torch 2.11 to 2.15.") from error
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of operators with results that depend on their arguments' values. Fake tensors have no values."""

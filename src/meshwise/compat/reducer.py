@@ -117,7 +117,7 @@ def make_reducer(
     ddp = DistributedDataParallel(holder, bucket_cap_mb=bucket_mb, init_sync=False, process_group=group)
     for name in ("_rebuild_buckets", "prepare_for_forward", "prepare_for_backward"):
         if not hasattr(ddp.reducer, name):
-            raise RuntimeError(f"torch {torch.__version__} has no Reducer.{name}; meshwise needs torch 2.11 to 2.15.")
+            raise RuntimeError(f"torch {torch.__version__} has no Reducer.{name}. meshwise needs torch 2.11 to 2.15.")
     ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))
     return ddp
 

@@ -43,7 +43,7 @@ class Group:
         for name in ("fsdp_params", "post_backward", "finalize_backward", "reduce_grads"):
             if not hasattr(group, name):
                 raise RuntimeError(
-                    f"torch {torch.__version__} has no {name} in FSDP; meshwise needs torch 2.11 to 2.15."
+                    f"FSDP of torch {torch.__version__} has no {name}. meshwise needs torch 2.11 to 2.15."
                 )
         self._group = group
 

@@ -18,7 +18,7 @@ from meshwise.compat.tree import tensors_in
 try:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 except ImportError as error:  # pragma: no cover - no such torch is in range
-    raise RuntimeError(f"torch {torch.__version__} has no dispatch mode; meshwise needs torch 2.11 to 2.15.") from error
+    raise RuntimeError(f"torch {torch.__version__} has no wrapper subclasses. Use torch 2.11 to 2.15.") from error
 
 NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "record_stream", "is_pinned"}
 NOTHING |= {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}

@@ -69,7 +69,7 @@ def count_samples(data: Any, what: str) -> int:
     elif hasattr(data, "__len__"):
         count = len(data)
     else:
-        raise DataError(f"{what}: {type(data).__name__} has no length. Give a map-style dataset or a tuple of tensors.")
+        raise DataError(f"{what}: a {type(data).__name__} has no len(). Use a map-style dataset or a tuple of tensors.")
     if count == 0:
         raise DataError(f"{what} is empty. Give at least one sample.")
     return count

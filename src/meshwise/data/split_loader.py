@@ -79,11 +79,11 @@ class LoaderSpec:
 def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
     """Return how a user's loader is divided among the ranks. Raises UsageError if its batches cannot be divided."""
     if streams not in STREAMS:
-        raise UsageError(f"streams={streams!r} is not known. Use 'whole' or 'per-rank'.")
+        raise UsageError(f"streams must be 'whole' or 'per-rank', but it is {streams!r}.")
     if loader.batch_sampler is None:
         if streams == "whole":
             return _ready(loader, world)
-        raise UsageError("streams='per-rank' needs a loader with a batch_size; this one has batch_size=None.")
+        raise UsageError("streams='per-rank' needs a loader with a batch_size, but this loader has batch_size=None.")
     if isinstance(loader.dataset, IterableDataset):
         return _stream(loader, world, streams)
     count_samples(_rows(loader.dataset), "the data set of a loader")
@@ -255,7 +255,7 @@ def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
             batch = go_on(lambda: next(batches, None))
             rows = 0 if batch is None else _rows_of(batch)
             if world.size > 1 and len(set(counts := _compared(rows, _checksum(batch)))) != 1:
-                raise DataError(f"the ranks' batches differ: {', '.join(map(str, counts))} rows. {OTHER_ITEMS}")
+                raise DataError(f"the ranks' batches have unequal sizes: {', '.join(map(str, counts))}. {OTHER_ITEMS}")
             if batch is None:
                 return
             share = batch_slice(torch.arange(rows), 0, rows, rows, world)
@@ -295,7 +295,7 @@ def _compared(count: int, checksum: int) -> list[int]:
     counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
     if len(set(sums)) != 1 and len(set(counts)) == 1:
         raise DataError(
-            f"the ranks' streams differ, but each rank keeps only its share of a single stream. {OTHER_ITEMS}"
+            f"every rank must load the same batches, but their values differ between the ranks. {OTHER_ITEMS}"
         )
     return counts  # type: ignore[no-any-return]
 
@@ -317,9 +317,9 @@ def _checksum(items: Any) -> int:
 def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
     if len(set(counts)) != 1:
         raise DataError(
-            "the ranks read streams of different lengths (last batch: "
-            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). For a data set that splits itself by rank, "
-            "use mw.distribute(…, streams='per-rank')."
+            "every rank must load the same samples, but the ranks' last batches have different numbers of samples "
+            f"({', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). For a data set that splits itself by "
+            "rank, use mw.distribute(…, streams='per-rank')."
         )
     share = batch_slice(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
     return [got[i] for i in share.indices.tolist()] if got else [], share
@@ -331,7 +331,7 @@ def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tu
         return got, BatchSlice(torch.arange(len(got)), len(got), total)
     if last is None:
         raise DataError(
-            f"the stream of rank {world.rank} is empty. Give every rank at least one sample, or use streams='whole'."
+            f"the loader of rank {world.rank} returned no sample. Each rank needs at least one, or streams='whole'."
         )
     return [last], BatchSlice(torch.zeros(1, dtype=torch.int64), 0, total)
 

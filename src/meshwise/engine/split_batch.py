@@ -120,8 +120,8 @@ class Splits:
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):
             raise UsageError(
-                "mw.sum: mw.split has cut several batches, whose values must be added up differently (padding, or "
-                "whole=True). Call mw.sum after each mw.split, on the value of that batch."
+                "mw.sum: mw.split was called for several batches, and their values cannot be summed alike (one has "
+                "padding, or whole=True). Call mw.sum after each mw.split, on the value of that batch."
             )
         if self._unchecked:
             self._agreed.compare(collectives.all_reduce_mean(self._agreed.signs(torch.zeros(()))))
@@ -189,8 +189,8 @@ def _rows(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
     if len(counts) != 1 or 0 in counts:
         shapes = ", ".join(map(_shape, arrays))
         raise UsageError(
-            f"mw.split: the tensors of a batch need the same number of rows, at least one, but are {shapes}. Split "
-            "tensors of other sizes in a separate call, or name the dimension of the samples: mw.split(…, dim=1)."
+            f"mw.split: the tensors of a batch must have the same number of rows, at least one, but are {shapes}. "
+            "Split tensors of other sizes in a separate call, or name the dimension of the samples: mw.split(…, dim=1)."
         )
     return int(counts.pop())
 

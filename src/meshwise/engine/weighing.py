@@ -225,7 +225,7 @@ def refuse_joined_sum() -> None:
     """Raise UsageError for a loss that is a sum over this rank's samples, but has a term that covers the whole batch
     already."""
     raise UsageError(
-        f"{user_place()}: mw.backward(…, reduction='sum') of a loss with mw.sum(…, grad=True): the term of mw.sum "
+        f"{user_place()}: mw.backward(…, reduction='sum') got a loss with a term of mw.sum(…, grad=True). That term "
         "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and remove "
         "reduction='sum'."
     )
@@ -235,8 +235,8 @@ def check_sum_alone(weight: object, where: str) -> None:
     """Raise UsageError if a weight is given for a loss that is a sum over samples."""
     if weight is not None:
         raise UsageError(
-            f"{where}: weight= does not work with a sum over samples. Remove weight, or pass the mean over `weight` "
-            "items with reduction='mean'."
+            f"{where}: weight= works only for a mean, but this loss is a sum over samples. Remove weight=, or pass the "
+            "mean over that many items with reduction='mean'."
         )
 
 
@@ -261,7 +261,7 @@ def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
         told = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     if told is not None:
         raise UsageError(
-            f"A loss was passed with weight={told}. The weight is the number of items of its mean, 0 or more."
+            f"weight must be the number of items that the loss is a mean over, 0 or more, but it is {told}."
         )
     return torch.tensor(float(weight), dtype=dtype, device=like.device)
 

@@ -50,7 +50,7 @@ class BestEpoch:
         """Raise UsageError if `metrics` lacks the metric that `job.best` names."""
         if self._metric not in metrics:
             has = f"{', '.join(metrics)}.{nearest(self._metric, metrics)}"
-            raise UsageError(f"job '{self._job.name}': best={self._job.best!r} is no metric of this job: it has {has}")
+            raise UsageError(f"job '{self._job.name}': best={self._job.best!r} names no metric. The metrics are {has}")
 
     def take(self, metrics: Mapping[str, float], epoch: int, step: int, model: nn.Module) -> bool:
         """Return whether this evaluation is the best of the run so far. If it is, save the model's weights. Collective.

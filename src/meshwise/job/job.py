@@ -114,7 +114,7 @@ class Job:
     def __post_init__(self) -> None:
         missing = [name for name in ("model", "loss", "optimizer", "data") if getattr(self, name) is _MUST_BE_GIVEN]
         if missing:
-            raise UsageError(f"job '{self.name}' needs {', '.join(missing)}. Write Job({missing[0]}=..., ...).")
+            raise UsageError(f"job '{self.name}' lacks {', '.join(missing)}. Write Job({missing[0]}=..., ...).")
         for name in ("data", "test"):
             given = getattr(self, name)
             if given is not None and _is_dataset(given):
@@ -136,7 +136,7 @@ class Job:
         if self.best is not None:
             _check_best(self.name, self.best, self.test)
         elif self.patience is not None:
-            raise UsageError(f"job '{self.name}': patience={self.patience} needs a metric. Add best='max accuracy'.")
+            raise UsageError(f"job '{self.name}': patience={self.patience} needs best=. Add best='max accuracy'.")
         check_trackers([name for name in self.trackers if isinstance(name, str)])
         check_known(f"job '{self.name}': reduction", "mean" if self.reduction is None else self.reduction, REDUCTIONS)
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -180,7 +180,7 @@ def _check_best(job: str, best: str, test: Any) -> None:
     direction, _, metric = best.partition(" ")
     if direction not in ("max", "min") or not metric.strip():
         word = best.split()[-1] if best.split() else "accuracy"
-        raise UsageError(f"job '{job}': best={best!r} needs max or min. Use 'max {word}' or 'min {word}'.")
+        raise UsageError(f"job '{job}': best={best!r} must be a direction and a metric: 'max {word}' or 'min {word}'.")
     if test is None:
         raise UsageError(f"job '{job}': best={best!r} needs a test set, but the job has none. Add test=...")
 

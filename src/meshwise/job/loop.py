@@ -332,6 +332,6 @@ def _finish(run: JobRun) -> None:
     if saver is not None:
         saver.settle()
         if saver.wrong:
-            raise SaveError(f"the last state of the run, of step {run.state.step}, could not be saved: {saver.wrong}.")
+            raise SaveError(f"the last state of the run, at step {run.state.step}, could not be saved: {saver.wrong}.")
     if run.session.channel is None:
         barrier()  # without a launcher nobody waits for rank 0's files

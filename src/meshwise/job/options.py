@@ -159,24 +159,24 @@ class RunOptions(NodeOptions):
         _ = self.saves, self.memory_cap
         _ = self.seconds_limit  # raises for what is no duration
         if self.redundancy not in (None, 0, 1):
-            raise UsageError(f"--redundancy {self.redundancy}: use 1 for a second copy of the state in memory, or 0.")
+            raise UsageError(f"--redundancy must be 1 (a second copy in memory) or 0, but it is {self.redundancy}.")
         check_known("--on-nan", self.on_nan, ON_NAN)
         if self.on_spike is not None:
             check_known("--on-spike", self.on_spike, ["save"])
         if self.check_every is not None and self.check_every < 0:
-            raise UsageError(f"--check-every {self.check_every}: must be at least 1, or 0 to compare nothing.")
+            raise UsageError(f"--check-every must be at least 1, or 0 to compare nothing, but is {self.check_every}.")
         settle(self, "log_every")
         check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
-            raise UsageError("--devices '' names no device. Use 2xcpu or all, or remove --devices.")
+            raise UsageError("--devices is empty. Use 2xcpu or all, or remove --devices.")
         if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read at once: the run's record keeps the text
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.allow and self.plan != AUTO:
-            raise UsageError("--allow works only with --plan auto: a given plan says what changes. Remove --allow.")
+            raise UsageError("--allow works only with --plan auto: any other plan is used as it is. Remove --allow.")
         if self.restarts is not None and self.restarts < 0:
-            raise UsageError(f"--restarts {self.restarts}: must be at least 0.")
+            raise UsageError(f"--restarts must be at least 0, but it is {self.restarts}.")
         if self.restart_on not in (None, "exception"):
-            raise UsageError(f"--restart-on {self.restart_on}: use exception. Lost machines need no option.")
+            raise UsageError(f"--restart-on must be exception, but is {self.restart_on}. Lost machines need no option.")
         self.hang_seconds()
         for text in self.fault:
             parse_fault(text)
@@ -238,7 +238,7 @@ class RunOptions(NodeOptions):
                 "loader.load_state_dict). Start it again without --resume."
             )
         if job is not None and job != earlier.get("job"):
-            raise UsageError(f"the resumed run belongs to job '{earlier.get('job')}', not '{job}'. Omit the job.")
+            raise UsageError(f"--resume continues a run of '{earlier.get('job')}', not of '{job}'. Leave the job out.")
         before = tuple(earlier.get("args") or ())
         for text in self.args:
             if text not in before:
@@ -262,7 +262,7 @@ def settle(options: Any, *counts: str) -> None:
     for name in counts:
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, but it is {value}.")
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
     for name, annotation, _ in options_of(RunOptions):
         if name in left and not _is_of(left[name], annotation) and (name, type(left[name])) != ("settings", str):
-            raise UsageError(f"the record of the resumed run is damaged: {name} is {left[name]!r} there.")
+            raise UsageError(f"the record of the resumed run is damaged: it has {left[name]!r} as {name}.")
     if given.plan is not None:  # another plan: what changed the earlier one does not change this one
         left = {name: value for name, value in left.items() if name not in (*OF_THE_PLAN, "settings")}
     left = {name: value for name, value in left.items() if name not in map(_field, given.settings)}

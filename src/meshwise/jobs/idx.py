@@ -78,8 +78,8 @@ def read_images(where: Path, part: str) -> Images:
     pixels, labels = read_idx(image_file, "images"), read_idx(label_file, "labels")
     if len(pixels) != len(labels):
         raise DataError(
-            f"{image_file} holds {len(pixels):,} images and {label_file.name} holds {len(labels):,} labels. Each image "
-            "needs a label: take both files from one set."
+            f"{image_file} has {len(pixels):,} images, but {label_file.name} has {len(labels):,} labels. Each image "
+            "needs one label: use two files of the same data set."
         )
     return Images(pixels, labels.long())
 
@@ -111,8 +111,8 @@ def find_file(where: Path, part: str, kind: str) -> Path:
         raise DataError(f"{where} has no file {looked_for} with the {part} {kind}. Name a folder of IDX files.")
     if len(sets) > 1:
         raise DataError(
-            f"{where} holds several sets ({', '.join(one or 'one without a name' for one in sets)}). Name one of them, "
-            f"such as {folder / sets[-1]}, or put each in a separate folder."
+            f"{where} contains several data sets ({', '.join(one or 'one without a name' for one in sets)}). Name one "
+            f"of these, such as {folder / sets[-1]}, or put each in a separate folder."
         )
     return folder / matches[0][0]
 

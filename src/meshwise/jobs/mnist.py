@@ -104,5 +104,5 @@ def read_digits(where: Path, part: str) -> Images:
     images = read_images(where, part)
     height, width = images.pixels.shape[1:]
     if (height, width) != (SIDE, SIDE):
-        raise DataError(f"{where} has images of {height} x {width} pixels, and the mnist jobs need {SIDE} x {SIDE}.")
+        raise DataError(f"{where} has images of {height} x {width} pixels, but the mnist jobs need {SIDE} x {SIDE}.")
     return images

@@ -50,7 +50,7 @@ def find_job(
         hint = nearest(name, BUILT_IN)
         raise UsageError(f"there is no job '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
     if size and "size" not in inspect.signature(factory).parameters:
-        raise UsageError(f"job '{name}' comes in one size only. Use {name}.")
+        raise UsageError(f"job '{name}' has no sizes, so leave out the part after the colon. Use {name}.")
     return _call(word, factory, texts, size=size or None, data=folder, seed=seed)
 
 
@@ -63,18 +63,18 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
             )
         if texts:
             name = texts[0].partition("=")[0]
-            raise UsageError(f"--arg {texts[0]}: a Job takes no arguments. Make {word} a function of `{name}`.")
+            raise UsageError(f"--arg {texts[0]}: {word} is a Job, without arguments. Make it a function of `{name}`.")
         return found
     if not callable(found):
-        raise UsageError(f"{word} is a {type(found).__name__}. Make it a meshwise.Job, or a function that returns one.")
+        raise UsageError(f"{word} must be a meshwise.Job or a function returning one, but is a {type(found).__name__}.")
     signature = inspect.signature(found)
     if data is not None and "data" not in signature.parameters:
-        raise UsageError(f"--data {data}: job {word} takes no data folder. Give its function a parameter `data`.")
+        raise UsageError(f"--data {data}: the function {word} has no parameter `data` for a folder. Add it.")
     given["data"] = data
     arguments = {name: value for name, value in given.items() if value is not None and name in signature.parameters}
     typed = read_arguments(found, texts, word)
     if twice := arguments.keys() & typed.keys():
-        raise UsageError(f"{min(twice)} is given to {word} twice, by an option and by --arg. Give it once.")
+        raise UsageError(f"{min(twice)} is passed to {word} twice, by an option and by --arg. Pass it once.")
     arguments |= typed
     try:
         signature.bind(**arguments)
@@ -87,7 +87,7 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
     except Exception as error:
         raise WorkerFailed(f"{user_traceback(error).rstrip()}\n{word} failed: {error_text(error)}") from None
     if not isinstance(job, Job):
-        raise UsageError(f"{word} returned a {type(job).__name__}. Return a meshwise.Job.")
+        raise UsageError(f"{word} must return a meshwise.Job, but it returned a {type(job).__name__}.")
     return job
 
 

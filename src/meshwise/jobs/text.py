@@ -74,8 +74,8 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
         train, held_out = train or [held_out.pop()], held_out or [train.pop()]
     if not train or not held_out:
         raise DataError(
-            f"{asked} {root} has {len(names)} text files and needs two, one of them for the test set. Give --data a "
-            "folder with more text files."
+            f"{asked} {root} must have at least two text files, one of them for the test set, but it has {len(names)}. "
+            "Give --data a folder with more text files."
         )
     return train, held_out
 

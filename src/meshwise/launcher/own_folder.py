@@ -44,7 +44,7 @@ def continued(options: RunOptions) -> RunOptions:
     if not facts.get("sessions") or not isinstance(asked, dict):
         return options
     if options.job is not None and asked.get("job") not in (None, options.record()["job"]):
-        raise UsageError(f"--folder {folder}: the run there belongs to job '{asked['job']}', not '{options.job}'.")
+        raise UsageError(f"--folder {folder} contains a run of job '{asked['job']}', not of '{options.job}'.")
     now = options.record()
     same = {name for name, _, option in options_of(RunOptions) if option.recorded and now[name] == _listed(asked, name)}
     new = RunOptions()
@@ -78,7 +78,7 @@ def run_in(folder: Path, program: object) -> dict[str, Any]:
     word = str(program or facts.get("job", ""))
     script, there = word.endswith(".py"), str(facts.get("job", ""))
     if (script or there.endswith(".py")) and Path(there).name != Path(word).name:
-        raise UsageError(f"--folder {folder}: the run there belongs to '{there}', not '{word}'. Name another folder.")
+        raise UsageError(f"--folder {folder} contains a run of '{there}', not of '{word}'. Name another folder.")
     if (folder / names.STOP).exists():
         raise UsageError(
             f"{folder} was stopped by meshwise stop, so it does not restart by itself. Submit it again with meshwise "

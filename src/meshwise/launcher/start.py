@@ -103,7 +103,7 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
     began: when the command began, in seconds since 1970.
     """
     if options.min_nodes is not None and not 1 <= options.min_nodes <= options.nnodes:
-        raise UsageError(f"--min-nodes {options.min_nodes}: must be from 1 to --nnodes ({options.nnodes}).")
+        raise UsageError(f"--min-nodes must be from 1 to --nnodes ({options.nnodes}), but is {options.min_nodes}.")
     several = options.nnodes != 1 or options.node_rank or options.rdzv
     slots = worker_slots(options)
     asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}

@@ -92,11 +92,11 @@ def cap_memory(device: str, limit: int) -> None:
             torch.get_device_module(device).set_per_process_memory_fraction(limit / total)
         return
     if sys.platform != "linux":
-        raise UsageError("--memory-limit works for CPU workers only on Linux. Leave it out.")
+        raise UsageError("--memory-limit works for CPU workers only on Linux. Leave this option out.")
     data, used = _of_status("VmData"), _of_status("RssAnon")
     if limit <= used:
         raise UsageError(
-            f"--memory-limit {bytes_text(limit)}: a worker needs {bytes_text(used)} without a model. Raise the limit."
+            f"--memory-limit {bytes_text(limit)}: without a model, a worker needs {bytes_text(used)}. Raise the limit."
         )
     resource.setrlimit(resource.RLIMIT_DATA, (data - used + limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 

@@ -30,7 +30,7 @@ def machine_from_words(words: str) -> Machine:
     count is too large."""
     text = words.strip()
     if len(text) > 200:
-        raise UsageError(f"machine '{words[:60]}…': {len(words):,} characters are too many for a machine. {_WRITE}")
+        raise UsageError(f"machine '{words[:60]}…': {len(words):,} characters are too many for a description. {_WRITE}")
     named, at, behind = text.partition("@")
     groups = [_group(words, group) for group in named.split("+")]
     rate = _network(words, behind) if at else None
@@ -106,7 +106,7 @@ def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
 def _count(words: str, digits: str) -> int:
     if len(digits) > 9 or not 0 < int(digits) <= MOST_DEVICES:
         short = digits if len(digits) <= 12 else f"{digits[:9]}…"
-        raise UsageError(f"machine '{words[:60]}': the count {short} is not from 1 to {MOST_DEVICES:,}. {_WRITE}")
+        raise UsageError(f"machine '{words[:60]}': the count {short} must be from 1 to {MOST_DEVICES:,}. {_WRITE}")
     return int(digits)
 
 

@@ -139,7 +139,7 @@ def _load(model: nn.Module, path: Path) -> Path | None:
         load_weights(model, path / names.WEIGHTS)
         return None
     if not (path / names.CHECKPOINTS).exists():
-        raise CheckpointError(f"{path}: this run has saved no weights and no state. Name another run, or train it on.")
+        raise CheckpointError(f"{path}: this run has no weights and no checkpoint. Use another, or continue it.")
     return path / names.CHECKPOINTS
 
 

@@ -81,12 +81,12 @@ def _rows(value: Any, samples: int, job: str) -> Any:
         value = gather(value.detach()).cpu()
         found = f"a tensor of shape {tuple(value.shape)}"
         if value.is_complex():
-            raise UsageError(f"job '{job}' predicts complex numbers. Return torch.view_as_real(out). {HOW}")
+            raise UsageError(f"job '{job}' cannot predict complex numbers. Return torch.view_as_real(out). {HOW}")
     elif isinstance(value, list):
         value = map_tensors(lambda tensor: gather(tensor.detach()).tolist(), value)
         found = f"a list of length {len(value)}"
     else:
         found = f"a {type(value).__name__}"
     if not isinstance(value, Tensor | list) or (isinstance(value, Tensor) and not value.dim()) or len(value) != samples:
-        raise UsageError(f"job '{job}' predicts {found} for {samples} samples. It needs a row for each. {HOW}")
+        raise UsageError(f"job '{job}' must predict a row for each of {samples} samples, but predicts {found}. {HOW}")
     return value

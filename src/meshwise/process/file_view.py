@@ -136,9 +136,9 @@ class FileView:
         size, free = os.lstat(path).st_size, shutil.disk_usage(self._folder).free
         if size > free // 2:
             raise UsageError(
-                f"the script opens {path} for writing. meshwise check would change a copy of {bytes_text(size)} "
-                f"instead, and only {bytes_text(free)} are free in {self._folder}. Open it for reading, or set TMPDIR "
-                "to a folder with room."
+                f"the script opens {path} for writing. meshwise check lets it write to a copy instead, but "
+                f"{bytes_text(size)} are more than half of the {bytes_text(free)} that are free in {self._folder}. "
+                "Open it for reading, or set TMPDIR to a folder with room."
             )
 
     def names(self, path: str) -> list[str]:

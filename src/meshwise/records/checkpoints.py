@@ -191,7 +191,7 @@ def read_manifest(saved: Checkpoint) -> Manifest:
             raise ValueError("its hash differs from the recorded one")
         facts = json.loads(text)
         if facts["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {facts['format']}; this meshwise reads format {FORMAT}.")
+            raise CheckpointError(f"{path} has format {facts['format']}, but this meshwise reads only {FORMAT}.")
         manifest = _manifest(facts)
         if name_of(manifest.facts["step"], manifest.facts["attempt"]) != saved.path.name:
             raise ValueError(f"it belongs to {name_of(manifest.facts['step'], manifest.facts['attempt'])}")

@@ -78,10 +78,10 @@ def create_run_folder(parent: Path, job: str) -> Path:
             continue
         except OSError as error:
             raise UsageError(
-                f"--out {parent}: no folder can be made in it ({error.strerror}). Name another folder with --out DIR."
+                f"--out {parent}: no folder can be created in it ({error.strerror}). Name another with --out DIR."
             ) from None
         return folder
-    raise UsageError(f"--out {parent}: no folder can be made in it. Name another folder with --out DIR.")
+    raise UsageError(f"--out {parent}: no folder can be created in it. Name another folder with --out DIR.")
 
 
 def own_run_folder(folder: Path) -> Path:
@@ -89,7 +89,7 @@ def own_run_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--folder {folder} cannot be made ({error.strerror}). Name another folder.") from None
+        raise UsageError(f"--folder {folder} cannot be created ({error.strerror}). Name another folder.") from None
     return folder
 
 
@@ -140,7 +140,7 @@ def newest_run(parent: Path, *, queued: bool = False) -> Path:
     """
     runs = [path.parent for path in parent.glob(f"*/{RUN}")]
     if not runs:
-        raise UsageError(f"there is no run in {parent}/. Make one with `meshwise run`, or name its folder.")
+        raise UsageError(f"there is no run in {parent}/. Start one with `meshwise run`, or name the folder of a run.")
     return max(runs, key=lambda folder: (since(folder, queued=queued), folder.name))
 
 

@@ -122,8 +122,8 @@ def find_run(parent: Path, word: str) -> Path:
     if len(found) == 1:
         return parent / found[0]
     if found:
-        raise UsageError(f"{word}: {len(found)} runs have this in their name, such as {found[0]}. Write a longer part.")
-    raise UsageError(f"{word}: no such run in {parent}/.{nearest(word, known)} See meshwise runs.")
+        raise UsageError(f"{word} is part of the names of {len(found)} runs, such as {found[0]}. Write a longer part.")
+    raise UsageError(f"there is no run {word} in {parent}/.{nearest(word, known)} `meshwise runs` lists the runs.")
 
 
 def best_of(folder: Path) -> Best | None:

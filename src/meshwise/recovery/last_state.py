@@ -178,7 +178,7 @@ class LastState:
             if division(p) is None and not p.is_replicate()
         ]
         if partial:
-            raise UsageError(f"{partial[0]} is a DTensor with partial sums. Redistribute it to Shard or Replicate.")
+            raise UsageError(f"{partial[0]} is a DTensor with a Partial placement. Use Shard or Replicate.")
         self._objects, self._locals = list(tensors.values()), locals_of(tensors.values())
         self._of_optimizer = self._count()
         shapes = {name: held(tensor) for name, tensor in tensors.items()}

@@ -79,7 +79,7 @@ def export_weights(
     tensors = {name: value for name, value in model.items() if name not in other}
     shapes = {name: value.held if isinstance(value, Stored) else held(value) for name, value in tensors.items()}
     if strange := sorted({each.dtype for each in shapes.values()} - NAMES.keys()):
-        raise UsageError(f"safetensors has no {strange[0]}, which the model uses. Read the state with mw.checkpoint.")
+        raise UsageError(f"safetensors cannot store {strange[0]} of this model. Use mw.checkpoint instead.")
     groups: list[list[str]] = [[]]
     for name, each in shapes.items():
         if groups[-1] and sum(shapes[other].size for other in groups[-1]) + each.size > most:

@@ -167,7 +167,7 @@ class Writing:
             pause = min(pause * 1.2, SLOWEST)
             closed = closed or (time.monotonic() if self.closing.is_set() else 0.0)
             if closed and time.monotonic() - closed > LAST:
-                raise TimeoutError("the run ended before every rank had written")
+                raise TimeoutError("the run ended before every rank had written its part")
         return word
 
 

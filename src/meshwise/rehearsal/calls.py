@@ -88,7 +88,7 @@ def _told(one: Any) -> Any:
         return {_WORDS[type(one)]: str(one).split(".")[1]}
     if isinstance(one, torch.device):
         return {"device": "cpu"}
-    raise TypeError(f"an operator has an argument of {type(one)}, which cannot be written as JSON")
+    raise TypeError(f"an operator has an argument of type {type(one)}, which cannot be written as JSON")
 
 
 def _remade(one: Any, bound: int) -> Any:

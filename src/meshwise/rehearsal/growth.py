@@ -191,7 +191,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
         if len(short) == len(long):
             return type(long)(grown(one, other, times) for one, other in zip(short, long, strict=True))
         return type(long)(_longer(short, long, times))
-    raise Unlike(f"{short!r} of the shorter sequence cannot be extrapolated from {long!r} of the longer sequence")
+    raise Unlike(f"{short!r} in the shorter and {long!r} in the longer sequence cannot be extrapolated")
 
 
 def _longer(short: Sequence[Any], long: Sequence[Any], times: int) -> list[Any]:

@@ -224,7 +224,7 @@ class _Longer:
     def _fixed_refer(self, old: int, new: int) -> int:
         piece, moved = self.pieces.around(new), new - old
         if moved not in ((self.pieces.shift(new),) if piece is None else (piece.shift, piece.shift + piece.length)):
-            raise Unlike("the entry that an event refers to does not move with the repeated pieces")
+            raise Unlike("an event refers to an entry that does not shift by as much as the repeated pieces do")
         return old + self.times * moved
 
     def _copies(self, piece: Insertion) -> Iterator[Event | None]:
@@ -264,7 +264,7 @@ class _Longer:
             own = self._slope(others, refer, length)
             shift = self.pieces.shift(refer) if around is None else around.shift + (length if own < 0 else 0)
             if around is not None and not own:
-                raise Unlike("all copies of a repeated piece refer to the same copy")
+                raise Unlike("the events of all copies of a repeated piece refer to a single copy")
             refers.append(_Moved(refer + (self.times - 1) * shift, own))
         return refers, at
 

@@ -278,7 +278,7 @@ class _Given:
         first = next(tensors_in((args, kwargs)), None)
         given, rest = (out[0], out[1:]) if isinstance(out, tuple) and out else (out, None)
         if first is None or not isinstance(given, Tensor) or any(True for _ in tensors_in(rest)):
-            raise Unlike(f"{type(block).__name__} does not map one tensor to exactly one tensor")
+            raise Unlike(f"{type(block).__name__} must take at least one tensor and return exactly one tensor")
         if (given.shape, given.dtype, given.requires_grad) != (first.shape, first.dtype, given.requires_grad):
             raise Unlike(f"{type(block).__name__} returns a tensor with another shape or dtype than its input")
         self.rest = rest

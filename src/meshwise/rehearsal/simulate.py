@@ -105,7 +105,7 @@ def simulate(
 
 def _costs(works: Sequence[Work], prices: Prices) -> dict[int, list[Cost]]:
     if len({work.rank for work in works}) < len(works):
-        raise ValueError(f"each rank may have only one work, but these have ranks {[work.rank for work in works]}")
+        raise ValueError(f"each rank must have one trace, but the ranks are {[work.rank for work in works]}")
     if all(work.ranks <= len(prices.machine.devices) for work in works):
         costs = {work.rank: own for work in works if (own := costs_of(work, prices)) is not None}
         if len(costs) == len(works):

@@ -51,7 +51,7 @@ class BatchJob:
 def nodes_of(text: str) -> tuple[int, int]:
     """Parse a number of nodes such as `4` or `2-8`. Return the smallest and the largest number. Raises UsageError."""
     if not _NODES.fullmatch(text):
-        raise UsageError(f"--nodes {text}: write a number such as 4, or a range such as 2-8.")
+        raise UsageError(f"--nodes must be a number such as 4, or a range such as 2-8, but it is {text}.")
     low, _, high = text.partition("-")
     if int(high or low) < int(low):
         raise UsageError(f"--nodes {text}: the first number must be the smaller one. Write {high}-{low}.")

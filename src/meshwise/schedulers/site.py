@@ -111,20 +111,20 @@ def _checked(path: Path, key: str, value: Any, kind: type) -> Any:
         value = tuple(value)
     if type(value) is not kind:
         shape = {str: "a string in quotes", int: "a whole number", tuple: "a list of strings"}[kind]
-        raise UsageError(f"{path}: {key} = {value!r} must be {shape}.")
+        raise UsageError(f"{path}: {key} must be {shape}, but it is {value!r}.")
     for text in value if isinstance(value, tuple) else [value]:
         if isinstance(text, str) and any(ord(letter) < 32 or letter == "\x7f" for letter in text):
             raise UsageError(f"{path}: {key}: {text!r} has a line break or a control character. Remove it.")
     if isinstance(value, int) and value < 0:
-        raise UsageError(f"{path}: {key} = {value} must be 0 or more.")
+        raise UsageError(f"{path}: {key} must be 0 or more, but it is {value}.")
     return value
 
 
 def _check(site: Site, path: Path) -> None:
     if site.gpus not in GPU_FORMS:
-        raise UsageError(f"{path}: gpus = '{site.gpus}' must be one of {', '.join(GPU_FORMS)}.")
+        raise UsageError(f"{path}: gpus must be one of {', '.join(GPU_FORMS)}, but it is '{site.gpus}'.")
     if site.runtime not in CONTAINERS:
-        raise UsageError(f"{path}: runtime = '{site.runtime}' must be one of {', '.join(CONTAINERS)}.")
+        raise UsageError(f"{path}: runtime must be one of {', '.join(CONTAINERS)}, but it is '{site.runtime}'.")
     if site.mounts and not site.container:
         raise UsageError(f'{path}: mounts need a container. Add container = "image.sif".')
     for name in site.secrets:

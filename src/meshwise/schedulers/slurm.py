@@ -131,7 +131,7 @@ def _asked(command: Sequence[str], patience: float = PATIENCE) -> str:
             command, capture_output=True, text=True, timeout=patience, env=clean_environment(os.environ)
         )
     except FileNotFoundError:
-        raise UsageError(f"{command[0]} is not on this machine. Run meshwise where Slurm is installed.") from None
+        raise UsageError(f"{command[0]} is not installed here. Run meshwise where Slurm is installed.") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]} did not answer in {patience:.0f} s. Check Slurm's controller.") from None
     if done.returncode:

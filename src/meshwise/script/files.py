@@ -52,7 +52,7 @@ def save(thing: Any, path: str | Path) -> None:
     saves[name] += 1
     if plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
-            raise UsageError(f"mw.save under {plan} needs a state_dict. Write mw.save(thing.state_dict(), path).")
+            raise UsageError(f"under {plan}, mw.save saves only state dicts. Use mw.save(thing.state_dict(), path).")
         came_to("mw.save")
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)

@@ -50,7 +50,7 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
     for each in several:
         if not isinstance(each, DistributedLoader):
             raise UsageError(
-                f"mw.checkpoint: loader= is a {type(each).__name__}. Pass the DataLoader that mw.distribute returned. "
+                f"mw.checkpoint: loader= is a {type(each).__name__}, but must be the DataLoader of mw.distribute. "
                 "A loader that reads ahead does not know which batches the program has trained on."
             )
     return several

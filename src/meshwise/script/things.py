@@ -42,7 +42,7 @@ def check(things: Mapping[str, dict[str, Any]]) -> None:
         for each in things[kind].values():
             fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
             if not fits:
-                raise UsageError(f"mw.checkpoint: {kind}= is a {type(each).__name__}. Put it into the dict extra=.")
+                raise UsageError(f"mw.checkpoint: {kind}= is not for a {type(each).__name__}. Put it into dict extra=.")
 
 
 def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
@@ -51,12 +51,12 @@ def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[st
     for kind, own in things.items():
         if own.keys() != tree[kind].keys():
             raise CheckpointError(
-                f"{folder}: the saved state has {len(tree[kind])} of {kind}=, but mw.checkpoint was now passed "
-                f"{len(own)}. Pass the same objects as when the state was saved, or use another folder."
+                f"{folder} was saved with {len(tree[kind])} objects passed as {kind}=, but mw.checkpoint was now "
+                f"passed {len(own)}. Pass the same objects as when the state was saved, or use another folder."
             )
     for name, optimizer in things["optimizer"].items():
         if (kind := tree["optimizer"][name]["kind"]) != type(optimizer).__name__:
-            raise CheckpointError(f"{folder} was saved with {kind}, not {type(optimizer).__name__}. Use {kind}.")
+            raise CheckpointError(f"{folder} was saved with {kind}, not with {type(optimizer).__name__}. Use {kind}.")
 
 
 def kept_by(states: Iterable[CheckpointedLoop]) -> list[Any]:

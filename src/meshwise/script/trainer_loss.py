@@ -110,7 +110,7 @@ def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
     found = count_of_sum(loss) or [over for over, _, _ in cross_entropy_means(loss)]
     if len(found) != 1:
         raise UsageError(
-            f"Trainer: the loss of {type(ranks.trainer.model).__name__} has {len(found)} cross entropies that are "
-            "means over other items than samples. Pass a compute_loss_func that divides a sum by num_items_in_batch."
+            f"Trainer: the loss of {type(ranks.trainer.model).__name__} must have exactly one cross entropy over items "
+            f"such as tokens, but has {len(found)}. Pass a compute_loss_func that divides a sum by num_items_in_batch."
         )
     return found[0]

@@ -41,7 +41,7 @@ def step_windows(
         inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
         if not len(inside):
             known = f"{table.step[rows].min()} to {table.step[rows].max()}" if len(rows) else "none"
-            raise UsageError(f"--steps {steps[0]}:{steps[1]}: the run does not have these steps. It has {known}.")
+            raise UsageError(f"--steps {steps[0]}:{steps[1]}: the run has no steps in this range. It has {known}.")
         return [_window("chosen", timeline, table, inside)]
     if table.present[rows].all(axis=1).any():  # of a run that continues, what all ranks have written
         rows = rows[table.present[rows].all(axis=1)]

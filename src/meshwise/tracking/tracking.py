@@ -316,5 +316,5 @@ def _number(name: str, value: Any) -> float:
             )
         value = value.item()
     if not isinstance(value, int | float):
-        raise UsageError(f"mw.log: {name} is a {type(value).__name__}, but must be a number.")
+        raise UsageError(f"mw.log: {name} must be a number, but it is a {type(value).__name__}.")
     return float(value) if isinstance(value, bool) else value

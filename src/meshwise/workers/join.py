@@ -139,7 +139,7 @@ def _see_one_gpu(local_rank: int) -> None:
     if count < 2:  # none, or one that whoever started this process has chosen
         return
     if local_rank >= count:
-        raise UsageError(f"local rank {local_rank} has no GPU, because torch sees only {count}. Start fewer processes.")
+        raise UsageError(f"torch finds only {count} GPUs, so local rank {local_rank} has none. Start fewer processes.")
     if not torch.cuda.is_initialized():
         os.environ[VISIBLE] = visible(local_rank)
 

@@ -35,11 +35,11 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
-            raise UsageError(f"--nnodes {self.nnodes}: a run needs at least one machine. Use --nnodes 1 or more.")
+            raise UsageError(f"--nnodes must be at least 1, but it is {self.nnodes}.")
         if not 0 <= self.node_rank < self.nnodes:
             raise UsageError(
-                f"--node-rank {self.node_rank} with --nnodes {self.nnodes}: the rank of a machine must be from 0 to "
-                f"{self.nnodes - 1}."
+                f"--node-rank must be from 0 to {self.nnodes - 1} with --nnodes {self.nnodes}, but it is "
+                f"{self.node_rank}."
             )
 
     def rendezvous(
@@ -54,8 +54,8 @@ class NodeOptions:
         host, _, port = (self.rdzv or "").rpartition(":")
         if not host or not port.isdigit():
             raise UsageError(
-                f"--rdzv {self.rdzv or 'is missing'}: give the address of machine 0, the same on every machine, for "
-                "example --rdzv node0:29500."
+                f"--rdzv {self.rdzv or 'is missing'}: this option must be the address and port of machine 0, the same "
+                "on every machine, for example --rdzv node0:29500."
             )
         machines = joined((host, int(port)), self.node_rank, self.nnodes, local_size)
         machines.meet(asked, say)
@@ -106,4 +106,4 @@ def _refuse(where: str, secret: Secret, error: Exception) -> NoReturn:
             f"{where}: the process there does not know the secret that this machine has ({secret.source}). Start all "
             f"machines with the same --rdzv, in a folder that they share, or {SET_ONE}."
         )
-    raise UsageError(f"{where} cannot be reached ({error}). Is machine 0 started, and is the port right?")
+    raise UsageError(f"{where} cannot be reached ({error}). Check that machine 0 is started and the port is right.")

@@ -54,8 +54,8 @@ def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
     except OSError as error:
         where = tempfile.tempdir or os.environ.get("TMPDIR", "TMPDIR")
         raise UsageError(
-            f"a temporary folder cannot be made in {where} ({error.strerror}). Set TMPDIR to a folder that is writable "
-            "and has room."
+            f"a temporary folder cannot be created in {where} ({error.strerror}). Set TMPDIR to a folder that is "
+            "writable and has room."
         ) from None
     return folder, owned
 

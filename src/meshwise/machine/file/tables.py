@@ -87,7 +87,7 @@ def _timings(values: Mapping[str, Any], where: str) -> Timings:
     sizes = values["bytes"]
     for before, after in pairwise(sizes):
         if after <= before:
-            raise UsageError(f"{where}: bytes must increase, and {after} follows {before}. Sort the sizes.")
+            raise UsageError(f"{where}: the sizes in bytes must increase, but {after} follows {before}.")
     columns = {name: values.get(name, ()) for name in ("seconds", "p95", "p99")}
     for name, column in columns.items():
         if column and len(column) != len(sizes):

@@ -109,14 +109,14 @@ def measure_hosts(
     world = join().world
     if world.size == 1:
         raise UsageError(
-            "--hosts measures between hosts, and only this process takes part. Start it on each host, for instance "
-            "with torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m meshwise bench --hosts."
+            "--hosts measures between hosts, but only this process takes part. Start the command on each host, for "
+            "example with torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m meshwise bench --hosts."
         )
     chosen = [rank for rank, local in enumerate(gather_objects(world.local_rank)) if local == 0]
     if len(chosen) < 2:
         raise UsageError(
-            f"--hosts measures between hosts, and all {world.size} ranks are on one host. Start it on a second host "
-            "too, or leave --hosts out."
+            f"--hosts measures between hosts, but all {world.size} ranks are on one host. Start the command on a "
+            "second host too, or leave --hosts out."
         )
     group = group_of(chosen) if len(chosen) < world.size else None
     results: list[PathResult] = []

@@ -50,8 +50,8 @@ def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tup
     if asked and len(small) < len(sizes):
         most_word = _word(most) if sizes[0] > most else f"{_word(sizes[0])}:{_word(most)}"
         raise UsageError(
-            f"--sizes: measuring {bytes_text(sizes[-1])} needs {bytes_text(sizes[-1] * buffers)} in {buffers} buffers, "
-            f"and {bytes_text(free)} are free. Write at most --sizes {most_word}."
+            f"--sizes: to measure {bytes_text(sizes[-1])}, {buffers} buffers with {bytes_text(sizes[-1] * buffers)} in "
+            f"all are needed, but only {bytes_text(free)} are free. Write at most --sizes {most_word}."
         )
     return small or sizes[:1]
 
