@@ -114,7 +114,7 @@ HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
     [
         (["bench", "--sizes", "1X"], "'1X' is not a size. Write --sizes 1K:1G"),
         (["bench", "--sizes", "1K:512T", "--devices", "2xcpu"], "are free. Write at most --sizes 1K:"),
-        (["bench", "--seconds", "0"], "--seconds 0: must be from 0.1 to 86400"),
+        (["bench", "--seconds", "0"], "--seconds must be from 0.1 to 86400, but it is 0"),
         (["bench", "--devices", "2xcup"], "unknown kind of device 'cup'. Did you mean 'cpu'?"),
         (["bench", "--save", "nowhere/here.toml"], "must be a file in an existing folder"),
         (["bench", "--save", "."], "must be a file in an existing folder"),

@@ -238,8 +238,8 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("mnist-mlp", "--machine", "1xH100", "--price", "-1"), "--price -1"),
-        (("mnist-mlp", "--machine", "1xH100", "--steps", "0"), "--steps 0: must be at least 1"),
+        (("mnist-mlp", "--machine", "1xH100", "--price", "-1"), "0 or more, but it is -1"),
+        (("mnist-mlp", "--machine", "1xH100", "--steps", "0"), "--steps must be at least 1, but it is 0"),
         (
             ("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01", "--explain", "9"),
             "--explain 9: the list has only 1 plan",
@@ -248,7 +248,7 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
         (("mnist-mlp", "--machine", "2xH100", "--set", "data=2", "--batch-size", "3"), "no plan can divide"),
         (("mnist-mlp", "--machine", "2xH100", "--fits", "missing.toml"), "missing.toml"),
         (("mnist-mlp", "--machine", "2xH100", "--set", "tensor=4", "--fits", "four.toml"), "needs 4 devices"),
-        (("mnist-mlp", "--machine", "2xH100", "--devices", "4"), "--devices 4"),
+        (("mnist-mlp", "--machine", "2xH100", "--devices", "4"), "with at most 2 devices, but it is 4"),
         (("mnist-mlp", "--machine", "2xH100", "--within", "much"), "--within"),
         (("mnist-mlp", "--machine", "2xH100", "--allow", "magic"), "magic"),
         (("jobs.py:reads", "--machine", "1xH100"), "values"),

@@ -211,7 +211,7 @@ def test_a_run_that_does_not_fit_is_sent_only_anyway(command: Command, tmp_path:
         JOB.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 10**10), nn.Linear(10**10, 1))")
     )
     code, out, err = command("submit", "big.py:job", "--dry-run")
-    assert code == 2 and not out and "not sent: on 1 node × 2 H100" in err and "--anyway" in err
+    assert code == 2 and not out and "not submitted: on 1 node × 2 H100" in err and "--anyway" in err
     code, out, err = command("submit", "big.py:job", "--dry-run", "--anyway")
     assert code == 0 and "sent anyway, although on 1 node" in err and "--gpus-per-node=2" in out
 

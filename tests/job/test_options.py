@@ -186,7 +186,7 @@ def test_what_is_given_of_a_plan_makes_one_plan_together(tmp_path: Path) -> None
 )
 def test_every_no_step_is_refused(name: str, option: str) -> None:
     given: Any = {name: 0}
-    with pytest.raises(UsageError, match=f"{option}: must be at least 1"):
+    with pytest.raises(UsageError, match=f"{option.split()[0]} must be at least 1, but it is 0"):
         RunOptions(**given)
 
 

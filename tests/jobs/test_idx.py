@@ -95,7 +95,7 @@ def test_one_of_several_sets_is_read_by_its_name(tmp_path: Path) -> None:
     write_set(tmp_path, start="emnist-letters-train", count=3)
     write_set(tmp_path, start="emnist-digits-train", count=4)
     assert len(read_images(tmp_path / "emnist-letters", "train")) == 3
-    with pytest.raises(DataError, match=r"several sets \(emnist-digits, emnist-letters\).*/emnist-letters"):
+    with pytest.raises(DataError, match=r"several data sets \(emnist-digits, emnist-letters\).*/emnist-letters"):
         read_images(tmp_path, "train")
 
 
@@ -189,7 +189,7 @@ def test_bytes_after_the_last_image_are_refused(tmp_path: Path) -> None:
 
 def test_a_different_number_of_images_and_labels_is_refused(tmp_path: Path) -> None:
     write_set(tmp_path, labels=torch.arange(4))
-    with pytest.raises(DataError, match=r"holds 5 images and train-labels-idx1-ubyte holds 4 labels"):
+    with pytest.raises(DataError, match=r"has 5 images, but train-labels-idx1-ubyte has 4 labels"):
         read_images(tmp_path, "train")
 
 

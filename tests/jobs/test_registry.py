@@ -171,7 +171,7 @@ def test_a_job_of_the_program_itself_is_named_after_its_variable(monkeypatch: py
 
 
 def test_a_job_that_lacks_something_says_what() -> None:
-    with pytest.raises(UsageError, match=r"job 'mine' needs loss, data. Write Job\(loss=..., ...\)"):
+    with pytest.raises(UsageError, match=r"job 'mine' lacks loss, data. Write Job\(loss=..., ...\)"):
         Job("mine", model=len, optimizer=len)  # type: ignore[arg-type]
 
 

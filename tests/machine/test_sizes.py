@@ -44,7 +44,10 @@ def test_an_asked_size_that_does_not_fit_is_refused_and_a_default_one_left_out()
     sizes, free = read_sizes("1K:1G"), 1 << 30
     kept = fitting(sizes, free, 4, asked=False)
     assert kept == sizes[: len(kept)] and kept[-1] * 4 <= free * SHARE_OF_MEMORY < kept[-1] * 4 * 4
-    with pytest.raises(UsageError, match=r"1\.0 GiB needs 4\.0 GiB in 4 buffers, and 1\.0 GiB are free.*1K:128M"):
+    with pytest.raises(
+        UsageError,
+        match=r"measure 1\.0 GiB, 4 buffers with 4\.0 GiB in all are needed, but only 1\.0 GiB are free.*1K:128M",
+    ):
         fitting(sizes, free, 4, asked=True)
 
 

@@ -331,7 +331,7 @@ def test_a_run_folder_gives_its_weights_or_its_newest_state(tmp_path: Path) -> N
         ({"train": True, "data": (X,)}, "Use only one option"),
         ({"precision": "fp31"}, "fp31"),
         ({"settings": ("shard=3",), "devices": "2xcpu"}, "needs 3 devices|shard"),
-        ({"devices": ""}, "names no device"),
+        ({"devices": ""}, "--devices is empty"),
         ({"data": "{tmp}/data.py:x"}, "no such file"),
         ({"data": "somewhere"}, "is a Job, which has its data already"),
     ],
@@ -348,7 +348,7 @@ def test_bad_input_is_one_sentence(options: dict[str, Any], says: str, tmp_path:
 def test_a_model_is_given_with_its_data() -> None:
     with pytest.raises(mw.UsageError, match="needs a model and a data set"):
         mw.predict(net())
-    with pytest.raises(mw.UsageError, match="a list is not a model"):
+    with pytest.raises(mw.UsageError, match="needs a Job, an nn.Module or a function that builds one, but got a list"):
         mw.predict([1], (X,))
 
 

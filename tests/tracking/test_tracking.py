@@ -162,7 +162,7 @@ def test_what_is_checked_logs_nothing(folder: Path) -> None:
         ({"loss": torch.ones(3)}, r"loss has the shape \(3,\)\. Log one number, such as loss\.mean\(\)"),
         ({"loss": np.ones((2, 2))}, r"loss has the shape \(2, 2\)"),
         ({"name": "a"}, "name must be a number, but it is a str"),
-        ({"loss": None}, "loss is a NoneType"),
+        ({"loss": None}, "loss must be a number, but it is a NoneType"),
         ({"step": 3}, r"write mw\.log\(\.\.\., step=n\)"),
     ],
 )

@@ -276,7 +276,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
     for name, annotation, _ in options_of(RunOptions):
         if name in left and not _is_of(left[name], annotation) and (name, type(left[name])) != ("settings", str):
-            raise UsageError(f"the record of the resumed run is damaged: it has {left[name]!r} as {name}.")
+            raise UsageError(f"the record of the resumed run is damaged: {name} is {left[name]!r} there.")
     if given.plan is not None:  # another plan: what changed the earlier one does not change this one
         left = {name: value for name, value in left.items() if name not in (*OF_THE_PLAN, "settings")}
     left = {name: value for name, value in left.items() if name not in map(_field, given.settings)}

@@ -81,7 +81,7 @@ def create_run_folder(parent: Path, job: str) -> Path:
                 f"--out {parent}: no folder can be created in it ({error.strerror}). Name another with --out DIR."
             ) from None
         return folder
-    raise UsageError(f"--out {parent}: no folder can be created in it. Name another folder with --out DIR.")
+    raise UsageError(f"--out {parent}: no folder can be created in it. Name another with --out DIR.")
 
 
 def own_run_folder(folder: Path) -> Path:
