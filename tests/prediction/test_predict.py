@@ -348,7 +348,7 @@ def test_bad_input_is_one_sentence(options: dict[str, Any], says: str, tmp_path:
 def test_a_model_is_given_with_its_data() -> None:
     with pytest.raises(mw.UsageError, match="needs a model and a data set"):
         mw.predict(net())
-    with pytest.raises(mw.UsageError, match="needs a Job, an nn.Module or a function that builds one, but got a list"):
+    with pytest.raises(mw.UsageError, match=r"needs a Job, an nn.Module or a function that builds one, but got a list"):
         mw.predict([1], (X,))
 
 

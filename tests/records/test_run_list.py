@@ -107,7 +107,7 @@ def test_a_run_is_named_by_its_name_a_part_of_it_or_its_path(tmp_path: Path) -> 
         "gpt": "part of the names of 2 runs",
         "1123-gpt": "Did you mean '112",
         "": "empty",
-        "mlp": "no such",
+        "mlp": "there is no run mlp in",
     }.items():
         with pytest.raises(UsageError, match=said):
             find_run(tmp_path, word)

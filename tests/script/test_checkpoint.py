@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     end_sessions()
     with pytest.raises(CheckpointError, match="belongs to another model: weight has shape"):
         mw.checkpoint(tmp_path, model=nn.Linear(3, 1))
-    with pytest.raises(CheckpointError, match=r"has 1 of model=, but mw\.checkpoint was now passed 2\."):
+    with pytest.raises(CheckpointError, match=r"saved with 1 values of model=, but mw\.checkpoint was now passed 2\."):
         mw.checkpoint(tmp_path, model=[nn.Linear(3, 1), nn.Linear(3, 1)])
     with pytest.raises(CheckpointError, match=r"has 0 of optimizer=, but mw\.checkpoint was now passed 1\."):
         mw.checkpoint(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))

@@ -241,7 +241,7 @@ def _refuse_missing(secrets: Sequence[str], file: str) -> None:
     """
     if missing := [name for name in secrets if not os.environ.get(name)]:
         raise UsageError(
-            f"{', '.join(missing)} lists {file} as secrets, but these are not set. Set each before you submit."
+            f"{file} lists {', '.join(missing)} as secrets, but these are not set. Set each before you submit."
         )
 
 

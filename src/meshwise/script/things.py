@@ -51,7 +51,7 @@ def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[st
     for kind, own in things.items():
         if own.keys() != tree[kind].keys():
             raise CheckpointError(
-                f"{folder} was saved with {len(tree[kind])} objects passed as {kind}=, but mw.checkpoint was now "
+                f"{folder} was saved with {len(tree[kind])} values of {kind}=, but mw.checkpoint was now "
                 f"passed {len(own)}. Pass the same objects as when the state was saved, or use another folder."
             )
     for name, optimizer in things["optimizer"].items():
