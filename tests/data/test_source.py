@@ -149,7 +149,7 @@ def test_samples_are_counted(data: Any, count: int) -> None:
         ({}, "a dict of nothing"),
         ((X.numpy(), Y), "cannot be a tuple of ndarray"),
         ((torch.tensor(1.0),), "Give tensors with one row per sample"),
-        (iter([1, 2]), r"a list_iterator has no len\(\)"),
+        (iter([1, 2]), "a list_iterator has no len()"),
     ],
 )
 def test_what_is_no_data_set_is_told(data: Any, says: str) -> None:

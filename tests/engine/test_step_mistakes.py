@@ -55,7 +55,7 @@ def test_a_mistake_is_refused_for_the_right_reason(mistake: str, says: str, pool
 
 
 def test_a_weight_that_counts_nothing_is_refused_on_one_device_too() -> None:
-    with pytest.raises(mw.UsageError, match="weight must be .*, but it is -1"):
+    with pytest.raises(mw.UsageError, match=r"weight must be .*, but it is -1"):
         train("weight")
     end_sessions()
 

@@ -180,7 +180,7 @@ def test_arguments_reach_the_function_with_the_types_that_it_says(write: Callabl
     assert find_job(f"{path}:factory", args=["lr=3"]).name == "3.0 float"
     assert find_job(f"{path}:factory", args=["seed=7"]).seed == 7
     assert "has no parameter 'lrr'. Did you mean 'lr'?" in refusal(f"{path}:factory", args=["lrr=3"])
-    assert "seed is given" in refusal(f"{path}:factory", args=["seed=7"], seed=3)
+    assert "seed is passed" in refusal(f"{path}:factory", args=["seed=7"], seed=3)
     assert find_job("gpt", args=["size=tiny"]).name == find_job("gpt:tiny").name
 
 
