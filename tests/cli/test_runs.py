@@ -63,6 +63,7 @@ def test_json_has_plain_values(typed: Typed) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--status finish", "--status finish must be one of"),
         ("--status finish", "Did you mean 'finished'?"),
         ("open nothing", "there is no run nothing in runs/."),
         ("remove shard", "meshwise runs remove --yes NAME"),
