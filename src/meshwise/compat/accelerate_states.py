@@ -21,9 +21,9 @@ HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def be_alone(world: World, make: Callable[[], object]) -> Any:
-    """Reset accelerate's shared state to that of a single process, then call `make`, which creates an Accelerator.
-    The state still has this process's rank and local rank, so that only one process of the run writes files and logs.
-    Return the state, which all Accelerators of the process share."""
+    """Call `make`, which creates an Accelerator, with accelerate's shared state reset to a run of a single process.
+    Return that state, which all Accelerators of the process share. It keeps this process's rank and local rank, so that
+    only one process of the whole run writes files and logs."""
     states = import_module("accelerate.state")
     alone = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": world.device}, clear=True):
@@ -37,7 +37,7 @@ def be_alone(world: World, make: Callable[[], object]) -> Any:
 
 def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
     """Replace the random sampler of `loader` by accelerate's SeedableRandomSampler. The order of the samples in an
-    epoch then depends on (seed, epoch), as with accelerate on one device."""
+    epoch is then determined by `seed` and the epoch's number, as with accelerate on one device."""
     sampler: Any = loader.sampler
     seeded = import_module("accelerate.data_loader").SeedableRandomSampler(
         data_source=sampler.data_source,

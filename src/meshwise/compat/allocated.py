@@ -19,8 +19,9 @@ MEMORY = "[memory]"
 
 
 def allocations_of(call: Callable[[], object]) -> list[int]:
-    """Return the size in bytes of each host allocation during `call()`, in order of time. Memory that is freed appears
-    as a negative number. The result of `call` is freed only after the measurement."""
+    """Call `call()`, and return the size in bytes of each allocation of host memory meanwhile, in the order in which
+    they happened. A release of memory appears as a negative number. The result of `call` is kept until the measurement
+    has ended, so its release does not appear."""
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         given = call()
     results: Any = seen.profiler.kineto_results

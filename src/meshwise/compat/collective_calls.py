@@ -77,7 +77,7 @@ SOURCES = (
     ("distributed/optim/zero_redundancy_optimizer.py", "", "parameters"),
     ("distributed/checkpoint/", "", "the checkpoint"),
 )
-"""Parts of torch that call collectives: file or folder, the beginning of the function's name, and what is sent."""
+"""Places in torch that call collectives: the file or folder, the beginning of the function's name, and what is sent."""
 ENGINE = ("autograd/graph.py", "_engine_run_backward")
 IN_PYTHON = ("distributed/distributed_c10d.py", "torch/_ops.py")
 MOST_FRAMES = 60
@@ -86,11 +86,11 @@ TORCH = "torch/"
 
 @dataclass(frozen=True)
 class Call:
-    """A collective operation at the moment when it begins.
+    """Describes a collective operation that begins now.
 
     of: what the collective sends, such as `gradients`, or the source line of the user's code that calls it.
     size: the number of ranks in its process group.
-    blocking: whether the caller waits at once until the collective has ended.
+    blocking: whether the caller waits until the collective has ended, before it does anything else.
     in_python: whether Python code begins the collective, rather than C++ code."""
 
     kind: str
@@ -241,10 +241,11 @@ def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
 
 
 def _source(frame: FrameType | None) -> tuple[str, bool]:
-    """Return what a collective sends, and whether C++ code of torch begins the collective and waits for it.
+    """Return a text for what a collective sends, and whether torch's C++ code both begins the collective and waits for
+    it.
 
-    What it sends is a word such as `gradients`, if a known part of torch is on the stack; else the user's source line,
-    or an empty string if there is no user code."""
+    The text is a word such as `gradients` if the collective is called by a part of torch that is listed in SOURCES.
+    Otherwise it is the user's source line, or an empty string if no user code is on the stack."""
     frames = list(_frames(frame))
     if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer; threads of the engine have no frame
         return "gradients", False
@@ -259,8 +260,8 @@ def _source(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
-    """Yield (code, line number) of each stack frame, from the given one outwards. The last one is in the autograd
-    engine or is the first in user code. At most MOST_FRAMES frames are yielded."""
+    """Yield (code, line number) of each stack frame, from the given frame outwards. Stop after the first frame in user
+    code or in the autograd engine, and after MOST_FRAMES frames at the latest."""
     for _ in range(MOST_FRAMES):
         if frame is None:
             return
@@ -271,5 +272,6 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
 
 
 def _is(code: CodeType, file: str, function: str) -> bool:
-    """Return whether `code` is a function in this file or folder of torch, with a name that begins with `function`."""
+    """Return whether `code` is a function of torch in the file or folder `file`, and its name begins with
+    `function`."""
     return code.co_name.startswith(function) and f"{TORCH}{file}" in code.co_filename

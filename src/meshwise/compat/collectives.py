@@ -63,7 +63,8 @@ def backend_of(device: torch.device, group: Group = None) -> str:
 def begun() -> int:
     """Return how many collectives, sends and receives this process has begun, as counted by the backends.
 
-    Read in torch 2.11, 2.13 and 2.15: the groups are those of `_world.pg_map` in `distributed_c10d.py`.
+    Uses torch's private list of all process groups, `_world.pg_map` in `distributed_c10d.py` (checked in torch 2.11,
+    2.13 and 2.15).
     """
     backends: set[Any] = {
         group._get_backend(device)
@@ -148,11 +149,12 @@ def all_to_all(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
 
 
 def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
-    """Send and receive all these tensors at once, each to or from a rank of the group.
+    """Send and receive all these tensors at the same time. Each tensor comes with the group rank that it is sent to or
+    received from.
 
-    Tensors without elements are skipped on both ranks. Receives are posted before sends, for the reason given at the
-    top of this file. With nccl all messages form one group; otherwise two ranks that both send would wait for each
-    other."""
+    Tensors without elements are neither sent nor awaited. Receives are posted before sends, for the reason given at the
+    top of this file. With nccl, all messages form one nccl group. If they did not, two ranks that both send first would
+    wait for each other forever."""
     buffers = [(_contiguous(tensor.detach()), rank) for tensor, rank in receives]
     operations = [
         dist.P2POp(how, as_bytes(tensor), group=group, group_peer=rank)
@@ -194,8 +196,8 @@ def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of `tensor` as a flat uint8 tensor. This is a copy if the elements of `tensor` are not
-    contiguous in memory."""
+    """Return the bytes of `tensor` as a flat uint8 tensor. The result is a view if `tensor` is contiguous, else a
+    copy."""
     flat = _contiguous(tensor.detach()).reshape(-1)
     # One element is contiguous to torch whatever its stride, but not to `view`.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
@@ -220,8 +222,9 @@ def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
 
 
 def _reducible(tensor: Tensor, op: str) -> tuple[Tensor, str]:
-    """Return a tensor with the values of `tensor`, and an op, which every backend can reduce together. The returned
-    tensor is a contiguous copy in a wider dtype if needed. A tensor of bools is viewed as uint8."""
+    """Return a tensor and an op that every backend can use in an all-reduce, in place of `tensor` and `op`. The
+    returned tensor is contiguous, and is a copy in a wider dtype if no backend reduces the dtype of `tensor`. A tensor
+    of bools is viewed as uint8."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bool:
         return _contiguous(tensor).view(torch.uint8), _BOOL_OPS[op]

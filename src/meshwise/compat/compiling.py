@@ -30,7 +30,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def uncompile(model: nn.Module) -> bool:
-    """Make all compiled modules in `model` run eagerly. Return whether there were any.
+    """Make all compiled modules in `model` run eagerly. Return whether there were any. The wrapper that
+    `torch.compile(module)` returned is not removed, but only calls the module inside it.
 
     A module that `torch.compile(module)` returned stays in place, and calls the module that it wraps."""
     frame, found = _frame(), False
@@ -50,8 +51,9 @@ def is_used() -> bool:
 
 
 def pass_by(modules: Iterable[str]) -> None:
-    """Tell the compiler, if it is imported, not to trace the code of these Python modules. Compiled code then has a
-    graph break at each call into them. Read in torch 2.13: `_dynamo/trace_rules.py`."""
+    """Tell torch.compile, if it is already imported, not to trace the code of these Python modules. Compiled code then
+    has a graph break at each call into them. Changes a table in torch's `_dynamo/trace_rules.py` (checked in torch
+    2.13)."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     for name in modules if rules is not None and not _passed_by else ():
         rules.add(name)
@@ -60,7 +62,8 @@ def pass_by(modules: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
-    """Run compiled code eagerly in the block. What is first compiled in the block may stay eager afterwards."""
+    """Run compiled code eagerly in the block. A function that is called for the first time in the block may stay eager
+    afterwards."""
     if _frame() is not None:
         with torch.compiler.set_stance("force_eager"):
             yield

@@ -17,13 +17,13 @@ WIDE = {
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
-"""For each floating dtype, the wider dtype in which `meshwise check` computes instead."""
+"""For each narrow floating or complex dtype, the wider dtype in which `meshwise check` computes in its place."""
 
 
 def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a floating tensor to `dtype`, and leave integers as they are. A complex tensor becomes complex128 if
-    `dtype` is float64. For any other dtype it is not converted, because torch has no kernels for narrow complex
-    dtypes."""
+    """Return `tensor` converted to `dtype` if it is a floating tensor, and unchanged if it holds integers. A complex
+    tensor is converted to complex128 if `dtype` is float64. It is not converted for any other `dtype`, because torch
+    has no kernels for narrow complex dtypes."""
     if tensor.is_complex():
         return tensor.to(torch.complex128) if dtype == torch.float64 else tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

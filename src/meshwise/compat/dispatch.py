@@ -49,8 +49,8 @@ def intercept_operators(handler: Handler) -> AbstractContextManager[Any]:
 
 
 def without_interception() -> AbstractContextManager[Any]:
-    """Return a context manager in which no dispatch mode sees the operators that are called. An observer uses it to
-    compute something for itself."""
+    """Return a context manager in which operators bypass all dispatch modes. Code that observes a program through a
+    dispatch mode enters it, so that the operators of the observer itself are not observed."""
     return _disable_current_modes()
 
 
@@ -64,8 +64,8 @@ KEEP_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::m
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that the operator writes, such as `self` of `add_`, an `out`, or the running statistics of a
-    batch norm."""
+    """Return the arguments to which the operator writes, such as `self` of `add_`, an `out` argument, or the running
+    statistics of a batch norm."""
     schema = operator._schema
     untold = ("running_mean", "running_var") if schema.name in KEEP_STATISTICS else ()
     return [
@@ -76,7 +76,8 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def gives_view(operator: Any) -> bool:
-    """Return whether a result of the operator is a view of an argument that it does not write to."""
+    """Return whether the operator returns a view of one of its arguments, such as `transpose`. Operators that write to
+    the argument and return it, such as `add_`, do not count."""
     returned = (each.alias_info for each in operator._schema.returns)
     return any(alias is not None and not alias.is_write for alias in returned)
 
@@ -89,7 +90,8 @@ def named_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class StorageMap:
-    """Maps a storage to a value, for as long as the storage lives. Views of a tensor share the value of its storage."""
+    """A dict from the storages of tensors to values. An entry disappears when its storage is freed. Views of a tensor
+    share its storage, and so the value."""
 
     def __init__(self) -> None:
         # The weak reference keeps the storage's header, so that its address is not used again while it is a key.
@@ -103,7 +105,7 @@ class StorageMap:
         return None if found is None else found[1]
 
     def set(self, tensor: Tensor, value: Any) -> None:
-        """Set the value for the tensor's storage. Nothing happens if the tensor has no storage, as a sparse tensor."""
+        """Set the value for the tensor's storage. Do nothing if the tensor has no storage, such as a sparse tensor."""
         storage = _storage(tensor)
         if storage is None:
             return

@@ -16,7 +16,8 @@ CYCLES_A_SECOND = 2_000_000_000  # of the fastest devices; on a slower one the s
 
 
 def shown_gpus() -> int:
-    """Return how many CUDA devices the driver shows this process, even if CUDA_VISIBLE_DEVICES has changed since."""
+    """Return the number of CUDA devices that this process can use. A change of CUDA_VISIBLE_DEVICES does not affect it
+    once CUDA is initialized."""
     asked = getattr(torch._C, "_cuda_getDeviceCount", torch.cuda.device_count)  # a CPU build has no such count
     return int(asked())
 

@@ -38,9 +38,9 @@ except ImportError as error:  # pragma: no cover - no such torch is in range
     raise RuntimeError(f"torch {torch.__version__} has no fake tensors. meshwise needs torch 2.11 to 2.15.") from error
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors of operators with results that depend on their arguments' values. Fake tensors have no values."""
+"""The errors by which torch says that an operator's result depends on values, which its fake tensors do not have."""
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], "Call"], Any]
-"""(operator, arguments, keyword arguments, function that runs it on fake tensors) -> the operator's result."""
+"""A function that gets the operator, its arguments, its keyword arguments and its `Call`, and returns its result."""
 
 
 class FakeTensors(FakeTensorMode):
@@ -64,8 +64,8 @@ class FakeTensors(FakeTensorMode):
 
 
 class Call:
-    """One call of an operator on fake tensors. Calling the instance runs the operator. alike: the results that are
-    remembered for equal calls, None if there are none."""
+    """One call of an operator on fake tensors. Calling the instance runs the operator. alike: the remembered results of
+    earlier calls with equal arguments; None if nothing is remembered."""
 
     __slots__ = ("alike", "args", "func", "kwargs", "mode", "types")
 
@@ -125,8 +125,8 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
 
 
 def _without_constants(out: Any) -> None:
-    """Move known values of fake tensors from torch's attribute `constant` to `give_value`, because the simulated device
-    does not exist."""
+    """Record the values that torch keeps for a fake tensor in its attribute `constant` by `give_value`, and clear the
+    attribute. torch would use `constant` on the simulated device, which does not exist."""
     for tensor in tensors_in(out):
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)
@@ -165,8 +165,9 @@ _DEVICE = torch.ops.prim.device.default
 
 @functools.cache
 def plain_mode() -> FakeTensorMode:
-    """Return a fake tensor mode of torch without a handler. DTensor uses it to compute the shape of a result on whole
-    tensors, which no rank computes. The mode is made once, which takes a second or two."""
+    """Return torch's own fake tensor mode, without a handler. DTensor uses it to infer the shape of an operator's
+    result on whole tensors, without computing the result. The mode is created once, because that takes a second or
+    two."""
     return FakeTensorMode()
 
 
@@ -200,11 +201,11 @@ def calls_so_far() -> int:
 
 
 def sums_in_place(args: tuple[Any, ...]) -> bool:
-    """Return whether autograd is adding two gradients, and would write the sum into the first if they were plain
-    tensors (it never does so with tensor subclasses). Only a handler may call this function, which looks at a fixed
-    depth of the call stack.
+    """Return whether the current operator is autograd's addition of two gradients, and autograd would add the second to
+    the first in place if they were plain tensors. (It never adds tensor subclasses in place.) Call this only directly
+    in a handler, because it looks at a fixed depth of the call stack.
 
-    Read in torch 2.13: `csrc/autograd/input_buffer.cpp`, `accumulate`."""
+    Follows the function `accumulate` in `csrc/autograd/input_buffer.cpp` of torch 2.13."""
     caller = sys._getframe(3).f_code  # behind the handler and `_handled`: C++ calls these
     if caller.co_name != "_engine_run_backward" or torch.is_grad_enabled() or len(args) != 2:
         return False
@@ -215,7 +216,8 @@ def sums_in_place(args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def plain_for_optimizers() -> Iterator[None]:
-    """Make optimizers use their foreach kernels for fake parameters too, as for plain ones.
+    """In the block, make optimizers use their foreach kernels for fake parameters, as they do for plain parameters.
+    Changes `optim/optimizer.py` and `utils/_foreach_utils.py` of torch (checked in torch 2.11, 2.13 and 2.15).
 
     Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `utils/_foreach_utils.py`."""
     lists = {
@@ -232,8 +234,9 @@ def plain_for_optimizers() -> Iterator[None]:
 
 @functools.cache
 def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
-    """Return the tensor class to use where `subclass` would be used for real tensors. This is `kind` if `kind` is a
-    subclass of `subclass`, a class that derives from both if `kind` is a class of fake tensors, and else `subclass`."""
+    """Return a subclass of `subclass` for tensors of the class `kind`. Returns `kind` itself if it is a subclass of
+    `subclass` already. For a class of fake tensors, returns a new class that derives from both. For any other `kind`,
+    returns `subclass`."""
     if issubclass(kind, subclass):
         return kind
     return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
@@ -256,8 +259,8 @@ def real_values() -> contextlib.AbstractContextManager[Any]:
 
 
 def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Return the `(batch, facts)` pairs unchanged. In a rehearsal (see `rehearsing`), read each batch as real tensors,
-    and replace these by fake ones."""
+    """Return the pairs of a batch and its description unchanged. In a rehearsal (see `rehearsing`), let each batch be
+    read as real tensors, and then replace these tensors by fake tensors."""
     return _rehearsed(pairs) if rehearsing() else pairs
 
 
@@ -271,8 +274,8 @@ def _rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 
 def owner_of(tensor: Tensor) -> object:
-    """Return the `owner` of the `FakeTensors` mode that made this fake tensor. None if torch's own fake tensor mode
-    made it."""
+    """Return the `owner` of the `FakeTensors` mode that made this fake tensor. Return None if torch's own fake tensor
+    mode made the tensor."""
     return getattr(tensor.fake_mode, "owner", None)  # type: ignore[attr-defined]
 
 

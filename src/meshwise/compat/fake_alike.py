@@ -34,8 +34,8 @@ _META = torch.device("meta")
 class _Spec:
     """Describes one result of an operator call, so that it can be made again.
 
-    of: the index of the argument tensor that is the result or that the result is a view of; -1 if the result is new.
-    view: whether the result is a view of that argument."""
+    of: the index of the argument tensor from which the result was made. It is -1 if the result has new memory.
+    view: whether the result is a view of that argument. If not, the result is the argument itself."""
 
     __slots__ = ("device", "dtype", "of", "offset", "shape", "stride", "view")
 
@@ -48,8 +48,8 @@ class _Spec:
 class Alike:
     """The remembered results of equal operator calls.
 
-    written: the indices of the argument tensors that such a call writes.
-    noted: a dict for the caller's own notes about such calls."""
+    written: the indices of the argument tensors to which such a call writes.
+    noted: a dict in which the caller may keep further facts about such calls."""
 
     __slots__ = ("kind", "noted", "specs", "written")
 
@@ -58,7 +58,8 @@ class Alike:
         self.noted: dict[Any, Any] = {}
 
     def outputs(self, mode: Any, tensors: list[Any]) -> Any:
-        """Return new results, equal to what the operator would return for the argument tensors in `tensors`."""
+        """Return new fake results, like those that the operator would return for the argument tensors in `tensors`.
+        mode: the fake tensor mode in which to make them."""
         found = [_made(spec, mode, tensors) if type(spec) is _Spec else spec for spec in self.specs]
         return found[0] if self.kind is None else self.kind(found)
 
@@ -114,8 +115,8 @@ def found(key: tuple[Any, ...]) -> Alike | None:
 
 
 def remember(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, tensors: list[Any], out: Any) -> Alike | None:
-    """Remember the results `out` of a call, and return what is remembered. Return None, and remember nothing, if equal
-    calls might have other results."""
+    """Remember the results `out` of a call, and return the new `Alike`. Return None, and remember nothing, if an equal
+    call might have other results."""
     kind = type(out) if isinstance(out, list | tuple) else None
     if kind not in (None, list, tuple):
         return None

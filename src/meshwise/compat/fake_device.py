@@ -32,7 +32,7 @@ _records = [0]  # that were begun: a place is one of its own record
 
 
 class _Done:
-    """Base class of the device's streams and events. Their work has always ended, because nothing is computed."""
+    """Base class of the fake device's streams and events. `query()` is always true, because nothing is computed."""
 
     def synchronize(self) -> None:
         pass
@@ -42,8 +42,8 @@ class _Done:
 
 
 class Stream(_Done):
-    """A stream of the fake device. A stream records which launches it has to wait for, and its next launch reports
-    them."""
+    """A stream of the fake device. It collects the launches that the program makes it wait for, and reports them with
+    its next launch."""
 
     made = 0
 
@@ -85,8 +85,9 @@ class Stream(_Done):
 
 
 class Event(_Done):
-    """An event of the fake device, recorded after launch number `at` of the record of launches number `of`. FSDP2 keeps
-    events until the next step, when another record may have begun."""
+    """An event of the fake device. at: the number of the launch after which it was recorded. of: the number of the
+    record of launches that contains this launch. FSDP2 keeps events until the next step, when a new record may have
+    begun."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.at, self.of = -1, -1
@@ -151,14 +152,14 @@ def stream_of() -> Stream:
 
 
 def launched(stream: str, place: int) -> tuple[int, ...]:
-    """Record that launch number `place` goes to this stream. Return the numbers of the launches that it must wait
-    for."""
+    """Record that launch number `place` goes to this stream. Return the numbers of the earlier launches that it must
+    wait for."""
     _last[stream] = place
     return tuple(sorted(_pending.pop(stream, ())))
 
 
 def last_of(stream: str) -> int:
-    """Return the number of the newest launch in a stream; -1 if there is none."""
+    """Return the number of the newest launch in a stream, or -1 if the stream has none."""
     return _last.get(stream, -1)
 
 
@@ -232,7 +233,7 @@ def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
 
 _put_aside: list[BaseException] = []
 _raise_pending = ctypes.pythonapi.Py_IsInitialized
-"""Raises the pending error, as any call through ctypes does. A lookup of the function at that time would replace it."""
+"""Any C function: a call through ctypes raises the pending error. A later lookup of the function would replace it."""
 
 
 @functools.cache

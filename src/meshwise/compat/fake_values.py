@@ -29,9 +29,9 @@ UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 """Operators whose results have no values until they are written."""
 OVERWRITES = ("copy_", "fill_", "zero_", "random_")
 NOT_FINITE = ("isnan", "isinf")
-"""Operators that test whether a training has diverged. While unknown numbers are guessed, the answer is no."""
+"""Tests by which programs detect divergence. In the block of `guessing`, unknown values give False."""
 DRAWN = ("randperm", "randint", "random_")
-"""Operators that draw integers, which a program may use as indices, as for the order of samples or to cut a text."""
+"""Operators that draw integers. Programs use these as indices, for the order of samples or where a text is cut."""
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 
@@ -65,9 +65,9 @@ def value_of(fake: Tensor) -> Tensor | None:
 
 
 def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any]) -> bool:
-    """Return whether the values of the results may become known: the values of all argument tensors are known, or the
-    operator overwrites a tensor that has values, or the operator tests for numbers that are not finite. fakes: the fake
-    tensors among the arguments."""
+    """Return whether the values of an operator's results may become known. This is so if the values of all argument
+    tensors are known, if the operator overwrites a tensor that has values, or if it tests for numbers that are not
+    finite. fakes: the fake tensors among the arguments."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
     if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
@@ -76,8 +76,8 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
 
 
 def fake_batch(batch: Any, device: str | None = None) -> Any:
-    """Return a copy of a real batch with fake tensors. A tensor that is not of floats keeps its values, if it has at
-    most MOST elements. A tensor of floats loses its values."""
+    """Return a copy of a real batch with fake tensors. A tensor of integers or bools keeps its values, if it has at
+    most MOST elements. A tensor of floats does not."""
 
     def faked(tensor: Tensor) -> Tensor:
         there = torch.empty_like(tensor, device=device)
@@ -129,8 +129,8 @@ def with_values(
     """Return the result of `run()`, which runs an operator on fake tensors. If the values of all arguments are known,
     compute the values of the result too.
 
-    needs: the classes of the errors by which `run` says that the result depends on values. In that case the fake
-    tensors of the result are made in `mode`, with the shapes of the computed values."""
+    needs: the errors that `run` raises if the shape of the result depends on values. After such an error, the result is
+    made from the computed values, as fake tensors of `mode` with the same shapes."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)
@@ -170,8 +170,8 @@ def with_values(
 
 
 def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-    """Return whether to run the operator on real values. This is so if its tensors are small and if it draws no random
-    numbers other than integers."""
+    """Return whether the operator is cheap enough to run on real values too. Its tensors must be small, and it must not
+    draw random numbers other than integers."""
     if func.namespace != "aten":
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and operator_name(func) not in DRAWN:
@@ -195,8 +195,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _find(given: list[Tensor]) -> None:
-    """Mark the values of the first tensor as known again, if an operator is about to overwrite all memory of its
-    storage."""
+    """Before an operator overwrites the first tensor, mark the tensor's values as known again, if the tensor covers all
+    of its storage."""
     value = _beside(given[0])
     if value is not None and value.nbytes == value.untyped_storage().nbytes():
         _lost.set(value, False)

@@ -25,31 +25,33 @@ class Listener(Protocol):
     """Receives the traced CUDA events. Each method is called in the thread where the event happens."""
 
     def record(self, event: int, stream: Place) -> None:
-        """A CUDA event was recorded in a stream."""
+        """Called after a CUDA event was recorded in a stream."""
 
     def wait(self, event: int, stream: Place) -> None:
-        """A stream was told to wait for a CUDA event."""
+        """Called after a stream was told to wait for a CUDA event."""
 
     def delete(self, event: int) -> None:
-        """A CUDA event was deleted."""
+        """Called after a CUDA event was deleted."""
 
     def await_event(self, event: int) -> None:
-        """The host has waited for a CUDA event, or a query has returned that the event is completed."""
+        """Called after the host has waited for a CUDA event, or after a query has returned that the event is
+        completed."""
 
     def await_stream(self, stream: Place) -> None:
-        """The host has waited for a stream, or a query has returned that all work in the stream is completed."""
+        """Called after the host has waited for a stream, or after a query has returned that all work in the stream is
+        completed."""
 
     def await_device(self, device: int) -> None:
-        """The host has waited for all streams of a device."""
+        """Called after the host has waited for all streams of a device."""
 
     def allocate(self, address: int, stream: Place) -> None:
-        """Memory was allocated for use in a stream."""
+        """Called after memory was allocated for use in a stream."""
 
     def free(self, address: int) -> None:
         """Memory was freed."""
 
     def release(self) -> None:
-        """Cached free memory was returned to the device (`empty_cache`)."""
+        """Called after `empty_cache` has returned cached free memory to the device."""
 
 
 LATE = 0.02  # seconds
@@ -96,11 +98,11 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def _around(tell: Callable[[Listener, Any], None]) -> Callable[[str], Callable[[Any], Any]]:
-    """Return a function that wraps the method `query` or `synchronize` of a CUDA event or stream. When the method
-    returns and the work is completed, the wrapper calls `tell(listener, event or stream)`.
+    """Return a decorator for the method `query` or `synchronize` of CUDA events or streams. The decorated method calls
+    `tell(listener, event or stream)` after it has found that the work is completed.
 
-    If the process has several threads, `synchronize` returns a little later. Another thread that does not wait for this
-    thread, although it should, then runs first."""
+    If the process has several threads, `synchronize` also sleeps for a moment. If another thread ought to wait for this
+    thread but does not, the other thread then runs first, and the race becomes visible."""
 
     def named(name: str) -> Callable[[Any], Any]:
         def around(real: Any) -> Any:

@@ -33,7 +33,7 @@ def watch(settle: Callable[[Tensor], None]) -> None:
 
 
 def end() -> None:
-    """Stop what `watch` began: accesses to gradients are no longer intercepted."""
+    """Undo `watch`: accesses to gradients are no longer intercepted."""
     if WATCHING:
         WATCHING.clear()
         for kind in _CLASSES:

@@ -18,8 +18,8 @@ FILES = ("lightning/pytorch/trainer/trainer.py", "pytorch_lightning/trainer/trai
 
 
 def refuse_lightning(why: str) -> None:
-    """Raise UsageError if Lightning's Trainer is among the callers. why: the first part of the message, which ends with
-    the advice to write `trainer = mw.distribute(trainer)`."""
+    """Raise UsageError if Lightning's Trainer is among the callers. why: the beginning of the error message. The advice
+    to write `trainer = mw.distribute(trainer)` is appended to it."""
     if any(map(frame_in, FILES)):
         raise UsageError(f"{why} write trainer = mw.distribute(trainer) before trainer.fit().")
 
@@ -42,8 +42,8 @@ def logs_with(trainer: Any) -> tuple[Any, list[Any]]:
 
 
 def accumulates(trainer: Any) -> bool:
-    """Return whether the Trainer makes no optimizer step after the current batch, because the gradients of the next
-    batch are to be added."""
+    """Return whether the Trainer accumulates gradients: it makes no optimizer step after the current batch, so that the
+    gradients of the next batch are added."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
@@ -53,8 +53,8 @@ def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
 
 
 def end_epoch(loop: Any) -> None:
-    """End an epoch that was stopped early as Lightning ends a full epoch: step the schedulers, and run the validation
-    if it is due."""
+    """End an epoch that was stopped early in the same way as Lightning ends a full epoch: step the schedulers, and run
+    the validation if it is due."""
     loop.batch_progress.is_last_batch = True
     loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     if loop._should_check_val_epoch():

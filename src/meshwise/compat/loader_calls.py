@@ -52,8 +52,8 @@ def rest_of(iterator: Any, most: int) -> tuple[list[Any], bool]:
 
 
 def count_batches(count: Callable[[Any], int | None]) -> End:
-    """Make `len(loader)` of every DataLoader return `count(sampler)`. If `count` returns None, the DataLoader's own
-    number is returned. Return a function that undoes this."""
+    """Make `len(loader)` of every DataLoader return `count(sampler)`. If `count` returns None, return the DataLoader's
+    usual length. Return a function that undoes this."""
     return put([DataLoader], "__len__", lambda plain: lambda loader: count(loader._index_sampler) or plain(loader))
 
 
@@ -89,8 +89,7 @@ def _behind(data: Any) -> Any:
 
 def read_samples(read: Callable[[Callable[[int], Any], int], Any]) -> End:
     """Make DataLoaders read each sample of a batch by `read(get, index)`, where `get(index)` returns the sample. If the
-    data set is a `Subset`, the index is taken to be that of the data set inside it. Return a function that undoes
-    this."""
+    data set is a `Subset`, `index` is an index into the data set inside it. Return a function that undoes this."""
 
     def reading(plain: Any) -> Any:
         @functools.wraps(plain)

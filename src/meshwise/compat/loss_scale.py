@@ -24,7 +24,7 @@ from meshwise.compat.complex_numbers import as_real
 
 _before = WeakTensorKeyDictionary()
 SCALED: list[bool] = []
-"""Empty until a GradScaler has scaled a loss. Until then, `unscaled` need not be called."""
+"""Empty until a GradScaler has scaled a loss in this process. While it is empty, `unscaled` need not be called."""
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def note_scaling() -> None:
 
 
 class Scaler(torch.amp.GradScaler):
-    """A GradScaler that also unscales the gradients of complex parameters, which torch's does not."""
+    """A GradScaler that also unscales the gradients of complex parameters. torch's GradScaler skips them."""
 
     def _unscale_grads_(self, optimizer: Any, *facts: Any) -> Any:
         groups = [{"params": [_real_twin(p) for p in group["params"]]} for group in optimizer.param_groups]

@@ -18,20 +18,22 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 T = TypeVar("T")
 Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
-"""A function that returns a context manager in which a method runs as the model's forward does; None if it is entered
-already. The argument is an empty list, to which the method's output is appended when the method returns."""
+"""A function that returns a context manager in which a method runs as the model's forward does, or None inside such a
+context. The argument is an empty list, to which the method's output is appended when the method returns."""
 _AROUND = "_meshwise_around_methods"
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The base class of all batch norms, which inherit its forward."""
 
 
 def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own buffers by name. Writing to the dict changes the module without its `__setattr__`."""
+    """Return the dict of the module's buffers by name, without those of submodules. Writing to the dict changes the
+    module without its `__setattr__`."""
     return module._buffers
 
 
 def parameters_in(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own parameters by name. Writing to the dict changes the module without its `__setattr__`."""
+    """Return the dict of the module's parameters by name, without those of submodules. Writing to the dict changes the
+    module without its `__setattr__`."""
     return module._parameters  # type: ignore[return-value]
 
 
@@ -58,15 +60,16 @@ def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def generates_together(model: nn.Module) -> None:
-    """Make `generate` of transformers continue on every rank until all ranks have finished, because each of its steps
-    gathers parameters from all ranks."""
+    """Make the method `generate` of a transformers model continue on every rank until all ranks have finished. Each of
+    its steps gathers parameters from all ranks, so no rank may stop earlier."""
     for module in model.modules():
         if hasattr(module, "generate"):
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def twin_with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
-    """Return a shallow copy of `module` whose submodule `name` is `child`. Attributes set later are not shared."""
+    """Return a shallow copy of `module` whose submodule `name` is `child`. Attributes that are set later on one of the
+    two modules do not appear on the other."""
     twin = copy.copy(module)
     twin.__dict__.update(_modules={**module._modules, name: child})
     return twin
@@ -74,8 +77,8 @@ def twin_with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 
 def hooks_at_forward(module: nn.Module) -> None:
     """Make `module.forward(x)` run the module's hooks, as `module(x)` does. Some models call `forward` directly, such
-    as the encoder of SqueezeBERT. If the forward of a module is wrapped already, as for activation recomputation, the
-    module is not changed."""
+    as the encoder of SqueezeBERT. A module whose forward is wrapped already, for example for activation recomputation,
+    is not changed."""
     if "forward" in vars(module):
         return
     entered: list[bool] = []
@@ -84,7 +87,7 @@ def hooks_at_forward(module: nn.Module) -> None:
 
 
 class _Entered:
-    """A forward pre-hook that records that the module itself was called, rather than its method `forward`."""
+    """A forward pre-hook that records that the module was called by `module(x)`, and not by `module.forward(x)`."""
 
     def __init__(self, entered: list[bool]) -> None:
         self._entered = entered
@@ -103,8 +106,8 @@ def _with_hooks(
 
 
 def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Yield the modules that are being called in the stack of `frame`, innermost first. Read in torch 2.13:
-    `nn/modules`."""
+    """Yield the modules whose calls are on the stack of `frame`, innermost first (for the code of `nn/modules` in torch
+    2.13)."""
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
             yield frame.f_locals["self"]

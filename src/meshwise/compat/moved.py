@@ -37,8 +37,8 @@ class Moved:
     """What one operator of torch.distributed moves between ranks.
 
     kind: the collective, such as `all-gather`, or `wait`.
-    tensors: the tensors before a scatter or after a gather.
-    peer: the rank in the group that a send goes to or a receive comes from; else None.
+    tensors: the tensors that are moved: the input of a scatter or reduce-scatter, the output of a gather or all-gather.
+    peer: the group rank to which a send goes, or from which a receive comes; None for other operations.
     beside: whether the operator is asynchronous.
     work: the handle of the operation; None if it has none."""
 
@@ -51,7 +51,7 @@ class Moved:
 
 
 def moved_by(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
-    """Return what an operator of torch.distributed moves. Return None for any other operator."""
+    """Return what a call of an operator of torch.distributed moves. Return None for a call of any other operator."""
     if operator.namespace == "c10d":
         return _of_group(operator, arguments, result)
     if operator.namespace == "_c10d_functional":

@@ -52,6 +52,6 @@ def is_hooks(name: str) -> bool:
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks can be added to the optimizer. This is not possible if its class does not call
-    `Optimizer.__init__`, as some wrappers do not."""
+    """Return whether hooks can be added to the optimizer. This is impossible for some wrappers of optimizers, whose
+    classes do not call `Optimizer.__init__`."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -57,7 +57,7 @@ class Perturbed:
         self._random, self._open = random.Random(f"{seed}/{rank}"), list[_Exchange]()
 
     def note(self, what: str) -> None:
-        """Record a race, unless the same text was recorded before."""
+        """Record a race, described by the text `what`, unless the same text was recorded before."""
         if what not in self.races:
             self.races.append(what)
 
@@ -134,8 +134,8 @@ class _Exchange:
         return getattr(self.__dict__["work"], name)
 
     def settle(self) -> None:
-        """Copy the received data into the program's tensors, as the exchange has ended. Record a race if the program
-        has changed one of these tensors, or one that was being sent."""
+        """Copy the received data into the program's tensors, because the exchange has ended. Record a race if the
+        program has meanwhile changed a tensor that was being received or sent."""
         if self.settled:
             return
         self.settled = True

@@ -63,7 +63,7 @@ def around_evals(around: Around) -> End:
 
 def around_trains(around: Around) -> End:
     """Run each `module.train()` inside the context manager that `around()` returns. `train` calls itself for each
-    submodule, so the context is entered once for each of them too. Return a function that undoes this."""
+    submodule, so the context is entered again for each submodule. Return a function that undoes this."""
     return _replace([nn.Module], "train", around)
 
 
@@ -80,8 +80,8 @@ def _replace(owners: list[Any], name: str, around: Around) -> End:
 
 
 def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
-    """Replace the function `name` of each owner by `made_of(function)`, where `function` is that of the first owner.
-    Return a function that restores the original."""
+    """Replace the attribute `name` of each module or class in `owners` by `made_of(function)`, where `function` is that
+    attribute of the first one. Return a function that restores the originals."""
     plain: Any = getattr(owners[0], name)
     put = made_of(plain)
     for owner in owners:

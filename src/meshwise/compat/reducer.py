@@ -30,9 +30,9 @@ Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
 class PlainBucket:
-    """A bucket of gradients with the methods of torch's `GradBucket`. It replaces the reducer if one bucket holds all
-    parameters. Such a bucket is full only when the backward ends, so no communication could overlap with the
-    backward."""
+    """A bucket of gradients with the methods of torch's `GradBucket`. It is used without a reducer if one bucket holds
+    all parameters. Such a bucket is full only when the backward ends, so a reducer could not overlap its communication
+    with the backward."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -55,8 +55,8 @@ class PlainReducer:
     """DDP's reducer written in Python, for fake tensors, which the C++ reducer cannot handle. It has the same buckets
     in the same order, and makes the same copies and collectives.
 
-    Compared with DDP in tests/rehearsal/test_plain_reducer.py. Read in torch 2.13:
-    `csrc/distributed/c10d/reducer.cpp`."""
+    Follows `csrc/distributed/c10d/reducer.cpp` of torch 2.13. The test tests/rehearsal/test_plain_reducer.py compares
+    it with DDP."""
 
     def __init__(self, ready: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> None:
         """ready: the parameters, in the order in which a backward computes their gradients."""
@@ -102,7 +102,8 @@ def make_reducer(
     parameters: Sequence[nn.Parameter], bucket_mb: int, hook: Hook, group: Any = None
 ) -> DistributedDataParallel | PlainReducer | PlainBucket:
     """Make an object that puts the gradients of `parameters` into buckets, to be reduced over `group`. A reducer calls
-    `hook` with each full bucket. If one bucket holds all parameters, return that bucket, which is not a reducer.
+    `hook` with each full bucket. If one bucket can hold all parameters, return a single `PlainBucket`, for which the
+    caller must call `hook` itself.
 
     Collective. Raises RuntimeError if the reducer of this version of torch lacks a method that is needed."""
     if all(type(p.data) in (Tensor, FakeTensor) for p in parameters) and len(_assigned(parameters, bucket_mb)) == 1:

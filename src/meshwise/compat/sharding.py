@@ -53,7 +53,8 @@ class Group:
         return [part.sharded_param for part in self._group.fsdp_params]
 
     def made_from(self) -> dict[int, nn.Parameter]:
-        """Return a dict from `id(whole parameter)` to this rank's shard, of each parameter gathered at least once."""
+        """Return a dict from `id(whole parameter)` to this rank's shard. It has each parameter that was gathered
+        before."""
         return {id(whole): held for held, whole in self.wholes()}
 
     def wholes(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -72,7 +73,7 @@ class Group:
                 setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
 
     def before_reducing(self, call: Before) -> None:
-        """Call `call(self)` before each reduction of the group's gradients, if its parameters were ever gathered."""
+        """Call `call(self)` before each reduction of the group's gradients, once its parameters have been gathered."""
         reduce = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
@@ -93,11 +94,12 @@ class Group:
         return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
 
     def reached(self) -> list[bool]:
-        """Return for each parameter of the group whether it has a gradient that is not reduced yet."""
+        """Return a list that says for each parameter of the group whether it has a gradient that is not reduced yet."""
         return [_waiting(part) is not None for part in self._group.fsdp_params]
 
     def versions(self) -> int:
-        """Return a number that changes when a gathered parameter is written in place, except through `p.data`."""
+        """Return a number that changes when a gathered parameter is written in place. Writes through `p.data` do not
+        change it."""
         whole = [part._unsharded_param for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
         return sum(p._version for p in whole if not p.is_inference())
 
@@ -120,8 +122,8 @@ class Group:
         whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
 
     def gather_as_stored(self, indices: Collection[int]) -> None:
-        """Gather the parameters at `indices` in their stored dtype, the others in the mixed precision policy's
-        dtype."""
+        """Make gathers return the parameters at `indices` in the dtype in which they are stored, and all others in the
+        dtype of the mixed precision policy."""
         for index, part in enumerate(self._group.fsdp_params):
             part.init_dtype_attrs = functools.partial(_mixed_dtypes, part, part.init_dtype_attrs, index in indices)
 
@@ -140,8 +142,9 @@ class Group:
         return [g for g in found if g is not None]
 
     def let_go(self, places: Collection[int]) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]], nn.Parameter]]:
-        """Stop gathering and reducing the parameters at the indices `places`. Return for each: this rank's shard, now
-        NaN without memory; a list of (module, name) where it is registered; and a NaN parameter of its whole shape."""
+        """Stop gathering and reducing the parameters at the indices `places`. Return a tuple of three for each of them:
+        this rank's shard, which is now NaN and has no memory; a list of (module, name) where it is registered; and a
+        parameter of the whole shape, filled with NaN."""
         found = []
         for part in [self._group.fsdp_params[place] for place in places]:
             info, held = part._module_info, part.sharded_param
@@ -175,7 +178,8 @@ def groups_of(module: FSDPModule) -> list[Group]:
 
 
 def leave_forward(module: FSDPModule) -> None:
-    """Reset the state of a sharded model after an exception has left its forward. module: the root of the model."""
+    """Reset FSDP's state of a sharded model after an exception was raised in its forward. module: the root of the
+    model."""
     state: Any = module._get_fsdp_state()
     idle = type(state._training_state).IDLE
     state._training_state = idle
@@ -235,7 +239,7 @@ def place_in_memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor of a DTensor, not a copy. Return any other tensor unchanged."""
+    """Return the local tensor of a DTensor itself, not a copy. Return any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -245,7 +249,8 @@ def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return for each tensor that is not empty the XOR of its elements' bits. Of a DTensor, use the local tensor."""
+    """Return for each tensor that is not empty the XOR of its elements' bits. For a DTensor, this is the XOR over its
+    local tensor."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(t.detach() for t in tensors)]
     found = [torch.hash_tensor(t).view(torch.int64).cpu() for t in real if t.numel()]
     hashes: list[int] = torch.stack(found).tolist() if found else []
@@ -291,7 +296,8 @@ def mend_sharded_class(module: nn.Module) -> None:
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """Zero the module's gradients and those of its shards, which the module lacks while parameters are gathered."""
+    """Zero the gradients of the module's parameters, and those of its shards. While parameters are gathered, the shards
+    are not among the module's parameters."""
     parts = [p for _, sharded in sharded_modules(module) for group in groups_of(sharded) for p in group.parameters]
     for p in parts:
         p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
@@ -301,7 +307,8 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 def _mixed_dtypes(
     part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    """Set one parameter's dtypes, as stored or as `policy` says. init: the parameter's own `init_dtype_attrs`."""
+    """Set the dtypes of one FSDP parameter by calling `init`, its method `init_dtype_attrs`. as_stored: whether to
+    compute in the dtype in which it is stored, rather than in the dtype that `policy` sets."""
     init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
     part.reduce_dtype = policy.reduce_dtype
 
@@ -313,7 +320,8 @@ def _waiting(part: Any) -> Tensor | None:
 
 
 def packed(dim: int, sections: int) -> Placement:
-    """Return a placement that cuts a dimension into `sections` equal sections, and each section over the ranks."""
+    """Return a placement that cuts a dimension into `sections` equal sections, and then shards each section over the
+    ranks."""
     strided: Placement = placement_types._StridedShard(dim, split_factor=sections) if sections > 1 else Shard(dim)
     return strided
 
@@ -326,9 +334,9 @@ def division(placement: Placement) -> tuple[int, int] | None:
 
 
 def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
-    """Return (mesh axis, dim, sections) of each sharded axis, in the order in which a whole tensor is cut. FSDP cuts
-    the parts of an inner axis again along the same dim. torch expresses this, like several sections, as a strided
-    shard."""
+    """Return (mesh axis, dim, sections) of each sharded axis, in the order in which a whole tensor is cut. If an inner
+    mesh axis shards a dim, FSDP cuts these shards again along the same dim. torch expresses this as a strided shard,
+    which it also uses for several sections."""
     found = [(axis, *divided) for axis, each in enumerate(placements) if (divided := division(each)) is not None]
     plain = [each for each in found if each[2] == 1]
     strided = []

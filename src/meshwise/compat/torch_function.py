@@ -18,8 +18,8 @@ from torch.utils import checkpoint
 
 
 def on_parts() -> AbstractContextManager[None]:
-    """Return a context manager that disables `__torch_function__` of tensor subclasses. Operators then run on the
-    tensors as they are in this rank's memory."""
+    """Return a context manager that disables `__torch_function__` of tensor subclasses. Operators then run on this
+    rank's local part of each tensor."""
     off: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return off
 
@@ -37,8 +37,8 @@ def called(func: Callable[..., Any]) -> str:
 
 @functools.cache
 def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch that never passes itself to `__torch_function__` of tensor
-    subclasses. Its body runs instead, and only the operators in it are passed."""
+    """Return a copy of a Python function of torch that does not pass itself to `__torch_function__` of tensor
+    subclasses. Its body always runs, and passes only the operators that it calls."""
     body = types.FunctionType(
         func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
     )
@@ -47,9 +47,9 @@ def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def determinism_of_parts() -> str:
-    """Return the name of a `determinism_check` for `torch.utils.checkpoint` that describes a tensor subclass as it is
-    in this rank's memory. torch's own check would compare whole shapes with shapes of parts. If torch has no table of
-    checks, return the name of torch's own check (read in torch 2.11 to 2.15)."""
+    """Return the name of a `determinism_check` for `torch.utils.checkpoint` that compares the local parts of tensor
+    subclasses. torch's own check would compare the shapes of whole tensors with those of local parts. If this version
+    of torch has no table of checks, return the name of torch's own check (checked in torch 2.11 to 2.15)."""
     table = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" not in table:
         return "default"
@@ -64,9 +64,9 @@ def determinism_of_parts() -> str:
 
 
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
-    """Make the user's autograd functions get the arguments that `change(name, arguments)` returns. torch does not
-    report calls of these functions to tensor subclasses, so their forward would get whole tensors and their backward
-    parts. torch's own functions are not changed."""
+    """Call the user's subclasses of `torch.autograd.Function` with the arguments that `change(name, arguments)`
+    returns. torch does not pass such calls to `__torch_function__` of tensor subclasses. Without the change, a
+    function's forward would get whole tensors, and its backward local parts. torch's own functions are not changed."""
     own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -64,8 +64,7 @@ def _touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> I
 
 
 def _made(schema: Any, result: Any) -> Iterator[Tensor]:
-    """Yield those results of an operator that are new tensors by its schema, neither arguments nor views of
-    arguments."""
+    """Yield the results of an operator that are new tensors according to its schema, not arguments or views of them."""
     for returned, value in zip(schema.returns, result if len(schema.returns) > 1 else (result,), strict=False):
         if returned.alias_info is None:
             yield from tensors_in(value)

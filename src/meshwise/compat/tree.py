@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 T = TypeVar("T")
 Build = Callable[[list[Any]], Any]
-"""A function that makes a container of the same kind from new parts."""
+"""A function that makes a container from a list of its parts, of the same type as the container it was made for."""
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -64,8 +64,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
-    """Return the parts of a container, and a function that makes such a container from new parts. Return () and None
-    for anything that is no container."""
+    """Return the parts of a container, and a function that makes a container of the same type from new parts. Return ()
+    and None for an object that is not a container."""
     if isinstance(tree, PackedSequence):  # its batch sizes have to stay on the CPU
         parts = [tree.data, tree.sorted_indices, tree.unsorted_indices]
         return parts, lambda new: PackedSequence(new[0], tree.batch_sizes, *new[1:])

@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
 
 Meet = Callable[[str], None]
-"""A function called before an exchange, with its description. It returns when all ranks have come to it, or raises."""
+"""A function called with a text before ranks exchange data. It returns when all ranks have called it, or raises."""
 _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")
@@ -40,7 +40,8 @@ _weighs: dict[DeviceMesh, weakref.WeakMethod[Callable[[Tensor], Tensor]]] = {}
 
 
 def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] | None = None) -> None:
-    """From now on, make reads of tensors that are sharded over `mesh` return the whole value, after calling `meet`.
+    """From now on, let code that reads a tensor sharded over `mesh` see its whole value. `meet` is called before each
+    such read, because the read is collective.
 
     weigh: a method, held weakly, that scales a gradient by the weight of this rank's loss in the mean over ranks.
     """
@@ -181,7 +182,8 @@ def _install() -> None:
 
 
 def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's function that changes the placements of a tensor, to call `meet` before ranks exchange anything."""
+    """Wrap torch's function that changes the placements of a DTensor. The wrapper calls `meet` before ranks exchange
+    data."""
 
     @functools.wraps(exchange)
     def exchanged(local: Tensor, now: Any, then: Any, **options: Any) -> Tensor:
@@ -199,8 +201,8 @@ def _text(spec: Any) -> str:
 
 
 def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Run an operator that returns a single number on whole tensors, where DTensor would read only this rank's part, or
-    fail."""
+    """Gather the arguments of an operator that returns a single number, and run it on the whole tensors. DTensor would
+    read only this rank's part, or fail."""
     first: Any = arguments[0]
     if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
         return operator(first._local_tensor)  # as torch has it

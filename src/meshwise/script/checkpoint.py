@@ -60,8 +60,8 @@ def checkpoint(
             for x, y in loader: ...
 
     Call it after `mw.distribute`, on every rank. A resumed loop continues in the middle of its epoch, under any plan
-    and number of devices. It computes the numbers of a run that never stopped: bitwise on one and two devices, and on
-    any number of devices if it resumes between two epochs. A loop without a loader of `mw.distribute` calls
+    and number of devices. It computes the same numbers as a run that never stopped: bitwise on one and two devices, and
+    on any number of devices if it resumes between two epochs. A loop without a loader of `mw.distribute` calls
     `saved.step_done()` after each step. If it resumes, its dropout masks differ from those of a run that never stopped.
 
     model, optimizer, scheduler: one object, or a list or dict of objects.
@@ -74,8 +74,8 @@ def checkpoint(
     epoch of the loader. `meshwise run --save-every` overrides it. A run that is asked to stop saves its state, too.
     keep: how many saved states to keep, by default 2. `meshwise run --keep` overrides it.
 
-    Raises CheckpointError if the state is that of another model, or if no saved state is complete. Raises UsageError if
-    another program saves in `folder`."""
+    Raises CheckpointError if the state was saved for another model, or if no saved state is complete. Raises UsageError
+    if another program saves in `folder`."""
     came_to("mw.checkpoint")
     engine = default_engine()
     asked = json.loads(os.environ.get(SAVES, "{}"))
@@ -91,7 +91,7 @@ def checkpoint(
 
 
 class LoopState:
-    """The object that `mw.checkpoint` returns. It says where the loop resumes.
+    """The object that `mw.checkpoint` returns. It says at which epoch and step the loop resumes.
 
     restored: whether a saved state was found and restored."""
 
@@ -169,7 +169,8 @@ class LoopState:
             self.save()
 
     def save(self) -> None:
-        """Save the state now, between two steps. Collective. Raise LossError, and save nothing, if it is not finite."""
+        """Save the state now, between two steps. Collective. Raise LossError, and save nothing, if the state is not
+        finite."""
         if self._saver is None:
             return
         self._due = False
@@ -215,7 +216,8 @@ class LoopState:
             self.save()
 
     def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
-        """Record that `loader` has no further batch in this epoch. early: the program has left the loop before."""
+        """Record that `loader` has no further batch in this epoch. early: whether the program has left the loop before
+        its last batch."""
         if loader is not self._loader:
             return
         if early:  # the next batch was not asked for
@@ -224,8 +226,8 @@ class LoopState:
         self._between, self._due = True, self._due or self._by_epochs
 
     def _count(self) -> bool:
-        """Count the steps that have ended since the last count, including steps on batches of other loaders. Return
-        whether any has ended."""
+        """Add the steps that have ended since the last count, including steps on batches of other loaders. Return
+        whether there were any."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done
@@ -235,8 +237,8 @@ class LoopState:
     def epoch_begins(self, loader: DistributedLoader) -> None:
         """Save the state, if it is due, when a loop over `loader` begins.
 
-        What the program does between two epochs belongs to the first of them, so a resumed loop begins with the second
-        one."""
+        A state saved here includes what the program did after the last epoch, so a resumed loop begins with the next
+        epoch."""
         self._look_at_program(loader)
         if loader is self._loader and self._between:
             self._between = False
@@ -245,7 +247,7 @@ class LoopState:
                 self.save()
 
     def _look_at_program(self, loader: DistributedLoader | None) -> None:
-        """Warn of mistakes that the saved objects reveal. This is done once, when a loop begins."""
+        """Warn of mistakes that can be seen in the saved objects. Do this only once, when a loop begins."""
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
@@ -257,17 +259,18 @@ class LoopState:
             say(self._asked.unread(self._epoch, self._parts.extra))
 
     def finishes_epoch(self) -> bool:
-        """Return whether the program should continue until its next epoch or its end, before it stops on request.
+        """Return whether the program should not stop at once when it is asked to, but continue until its next epoch or
+        its end.
 
-        Inside a batch of another loader's loop, it should continue until the end of that loop. A state that is saved in
-        between would not record how much of a validation or of a scheduler's step was done."""
+        If a loop over another loader is running, the program should continue until that loop ends. A state that is
+        saved earlier would not record how much of a validation or of a scheduler's step was done."""
         finishes = self._between or (self._loader is not None and self._loader.in_batch)
         if finishes and (channel := rank_context().channel) is not None:
             channel.send("finishes_epoch")
         return finishes
 
     def stops(self) -> None:
-        """Save the state if possible, because the run was asked to stop. All ranks are before the same batch."""
+        """Save the state if possible, because the run was asked to stop. All ranks stop before the same batch."""
         if self._saver is None:
             return
         self._saver.settle()

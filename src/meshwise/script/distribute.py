@@ -71,7 +71,8 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     continue with the parameters that the plan makes. Loaders are replaced by new ones with the same `len`. Their
     `batch_size` is that of all devices together, and their order is that of torch's loaders. A loader that wraps a
     DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the new DataLoader. Schedulers are
-    returned unchanged. On one device, only loaders are replaced, so that a resumed loop may use any number of devices.
+    returned unchanged. On one device, only loaders are replaced. Their states can then be resumed on any number of
+    devices.
 
     The Trainers of transformers and Lightning are changed in place as a whole. Write
     `trainer = mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
@@ -204,8 +205,8 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
 
 
 def _program_begins(engine: Engine) -> None:
-    """Prepare for another program in this process. The new program is checked like the first one, and gets the same
-    notices."""
+    """Prepare for another training program in this process. It is checked like the first one, and notices may be
+    printed again."""
     program, given = engine.program, engine.given
     engine.notify.program_begins()
     given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
@@ -271,8 +272,8 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
 
 
 def _engine() -> Engine:
-    """Return the engine of the job with a loss function that is running now. Outside of such functions, return the
-    program's engine."""
+    """Return the engine of the job, if one of its loss functions is running now. Otherwise return the program's
+    engine."""
     return IN_LOSS[-1] if IN_LOSS else default_engine()
 
 

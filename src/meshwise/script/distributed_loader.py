@@ -54,7 +54,7 @@ class DistributedLoader:
         self.in_batch = False
         """Whether the program is working on a batch of this loader now."""
         self.given_at = -1
-        """How many steps had ended when the loader yielded the current batch."""
+        """How many optimizer steps had ended when the loader yielded the current batch."""
         self._before = (0, 0)  # samples and batches of this epoch that were given out before that one
         engine.given.loaders.add(self)
         self.wrapper: Wrapper | None = None
@@ -81,8 +81,9 @@ class DistributedLoader:
         return self._spec.length == self._batches_given
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position: the epoch, how many of its samples and batches were yielded, and two states of
-        the random generators. One is the state when the order of this epoch was drawn, the other is the state now.
+        """Return the loader's position: the epoch, how many samples and batches of the epoch were yielded, and two
+        states of the random generators. The first is their state when the order of this epoch was drawn, the second
+        their state now. A run on any number of devices can resume from the position.
 
         A run on any number of devices can resume from it."""
         state: dict[str, Any] = {"epoch": self._epoch, "index": self._index, "batches": self._batches_given}
@@ -97,8 +98,8 @@ class DistributedLoader:
         self._epoch, self._index, self._batches_given = epoch, batches * (self.batch_size or 1), batches
 
     def state_beside(self) -> dict[str, Any]:
-        """Return the `state_dict` to save while the loop over another loader also reads this loader. A batch that was
-        yielded since the last step will be read again after a resume. An epoch that the program has left counts as
+        """Return the `state_dict` to save if this loader is read inside the loop over another loader. A batch that was
+        yielded since the last step will be read again after a resume. An epoch that the program left early counts as
         finished."""
         state = self.state_dict()
         if self.in_batch and self.given_at == self._engine.phases.done:
@@ -204,9 +205,9 @@ class DistributedLoader:
         self._end_epoch()
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over (batch, this rank's slice of it) for the rest of the epoch. With `limit`, it yields
-        one batch of at most `limit` samples, or a whole batch if the program relies on whole ones. With limit=0, it
-        yields nothing."""
+        """Return an iterator over (batch, this rank's slice of the batch) for the rest of the epoch. With `limit`, it
+        yields one batch of at most `limit` samples, or of the usual size if the program relies on full batches. With
+        limit=0, it yields nothing."""
         if limit == 0:
             return iter(())
         if limit is not None and self._whole_batches:
@@ -218,7 +219,7 @@ class DistributedLoader:
 
     def _draws(self) -> Draws:
         """Return the object that draws the order of this epoch. A random order is drawn from the generator states of
-        rank 0. To get these states is collective, the first time in an epoch."""
+        rank 0. The first call in an epoch is collective, because rank 0 sends its states."""
         if self._order is not None:
             return self._generators.draws(self._order, again=True)
         together = self._spec.drawn and not self._spec.own

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def state_of_extra(extra: Any) -> Any:
-    """Return `extra` for saving: each object in it that has a state_dict is replaced by its state_dict."""
+    """Return a copy of `extra` to save, in which each object that has a state_dict is replaced by its state_dict."""
     if isinstance(extra, dict):
         return {name: state_of_extra(value) if hasattr(value, "state_dict") else value for name, value in extra.items()}
     return None if extra is None else extra.state_dict()
@@ -34,8 +34,8 @@ def restore_extra(extra: Any, saved: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """Return the restored value. If `own` can be updated in place, write `value` into it and return `own`; else return
-    `value`."""
+    """Restore one value. If `own`, the program's object, can be updated in place, write `value` into it and return it.
+    Otherwise return `value`."""
     if hasattr(own, "load_state_dict"):
         own.load_state_dict(value)
         return own
@@ -57,7 +57,7 @@ def unread_numbers(*, held: int, extra: Any) -> str:
     """Return a warning if `extra` is a dict with plain numbers to which the program keeps no reference, so that it
     cannot read or change them. Return an empty string otherwise.
 
-    held: `sys.getrefcount` of the dict, taken before this call, because the argument `extra` is a reference, too."""
+    held: `sys.getrefcount(extra)` before this call, which adds a reference itself."""
     names = [str(n) for n, v in extra.items() if isinstance(v, int | float)] if type(extra) is dict else []
     if not names or held > _HELD_ONCE:
         return ""

@@ -70,8 +70,8 @@ def save(thing: Any, path: str | Path) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Return whether a hook belongs to meshwise. A file with such a hook needs meshwise, and cannot be read as weights
-    only."""
+    """Return whether a hook was added by meshwise. A file that contains such a hook could only be read where meshwise
+    is installed, and not as weights only."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("meshwise.")
 
 

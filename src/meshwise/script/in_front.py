@@ -15,14 +15,14 @@ SAVED = "saved {0}. To resume from this state, call trainer.{1}."
 
 
 def is_made_from(thing: Any, name: str, *modules: str) -> bool:
-    """Return whether an object's class, or one of its base classes, has this name and is defined in one of these
-    modules. This imports nothing."""
+    """Return whether an object's class, or one of its base classes, is named `name` and defined in one of these
+    modules. The modules are not imported."""
     return any(cls.__name__ == name and cls.__module__ in modules for cls in type(thing).__mro__)
 
 
 def in_front(front: type, thing: Any, ranks: Any) -> None:
-    """Replace the class of an object by a new subclass of both `front` and that class, so that `front` overrides
-    methods. ranks: the attribute `meshwise` of the new class."""
+    """Replace the class of an object by a new class that derives from `front` and from the old class, so that methods
+    of `front` override those of the old class. ranks: becomes the attribute `meshwise` of the new class."""
     cls = type(thing)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
     thing.__class__ = type(cls.__name__, (front, cls), names)

@@ -91,8 +91,8 @@ def _is_float(value: Tensor) -> bool:
 
 
 def _attached(value: Tensor) -> Tensor:
-    """Return `value`, but always as a part of the autograd graph. Then every rank takes part in the backward, even if
-    its value is a constant, as a term without items may be."""
+    """Return `value`, attached to an autograd graph if it has none, such as a constant term of a rank without items.
+    Every rank then takes part in the backward, which is collective."""
     whole = gather(value)
     if whole.requires_grad or not _is_float(whole) or not torch.is_grad_enabled():
         return whole

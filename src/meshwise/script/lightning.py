@@ -83,8 +83,8 @@ def distribute_lightning(
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:
-    """Return a method that runs the Trainer's method `name`. If all ranks have agreed to stop, it raises the same
-    exception as any other program, where Lightning would exit with code 1."""
+    """Return a method that runs the Trainer's method `name`. If all ranks have agreed to stop, it raises the exception
+    that meshwise raises in any program. Lightning would exit with code 1 instead."""
 
     def run(self: TrainerOnRanks, *args: Any, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGINT)

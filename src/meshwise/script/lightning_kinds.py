@@ -55,8 +55,8 @@ class Kinds(TorchFunctionMode):
         return result
 
     def of(self, value: Tensor) -> str:
-        """Return how a scalar depends on the rows of the batch: MEAN, SUM, MAX, MIN, SAME (it does not depend on them,
-        or covers those of all ranks) or OTHER."""
+        """Return how a scalar depends on the rows of the batch: MEAN, SUM, MAX, MIN, SAME or OTHER. SAME means that it
+        does not depend on this rank's rows, or that it covers the rows of all ranks."""
         made = self._made.get(id(value))
         return SAME if made is None else made[1]
 

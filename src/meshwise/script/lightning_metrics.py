@@ -82,7 +82,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _aggregated(ranks: Ranks, name: str, value: Any, weight: Any = None) -> Tensor:
-    """Reduce a number over the rows of all ranks, for a metric that aggregates numbers, such as MeanMetric.
+    """Reduce a number over all ranks, for a torchmetrics metric that aggregates numbers, such as MeanMetric.
     Collective."""
     own = torch.as_tensor(value).detach()
     if weight is not None or name not in ("MeanMetric", "SumMetric", "MaxMetric", "MinMetric"):

@@ -30,9 +30,9 @@ from meshwise.transfer import collectives
 
 F = nn.functional
 ITEMS = "meshwise_items"
-"""An attribute of losses without an autograd graph. It holds how many items the loss is a mean over."""
+"""The name of an attribute of losses without an autograd graph: the number of items that the loss is a mean over."""
 AT_ONCE = 32
-"""How many values one collective reduces; fewer take as long. This also detects a rank that logs other values."""
+"""How many values one collective reduces. It always has this size, so it also detects a rank that logs other values."""
 OTHERS = (
     "Lightning: the ranks have logged different names in one step ({names}). Log the same names on every rank, with a "
     "value such as 0 where a rank has none."
@@ -56,8 +56,8 @@ TWO = (
 class Logged:
     """A value that a step has logged.
 
-    size: the batch size that goes with the value.
-    given: whether the program has given that batch size.
+    size: the batch size with which the value was logged.
+    given: whether the program passed that batch size to `self.log`.
     weight: how many items the value is a mean over; None if these are samples.
     logs: the name of the step, such as `training_step`, and the name of the value."""
 
@@ -79,14 +79,15 @@ class Ranks(OfTrainer):
     kind: whether losses are sums over samples, means over samples, or means over other items; None until the first
     loss.
     said: the weight and the reduction of the newest loss.
-    items: of the value that is being logged, how many items it is a mean over; None if these are samples.
-    logs: of the value that is being logged, the names of the step and of the value.
+    items: how many items the value that is being logged is a mean over; None if it is a mean over samples.
+    logs: the names of the step that is logging a value, and of that value.
     inside: whether a metric is being updated.
     states: the states of the loaders from a restored checkpoint.
     sizes: the batch sizes of the loaders.
-    open: the loops over loaders that have not ended: True has those of the training, False the others.
-    looked, looks: the steps whose first batch was watched, and the object that watches one now.
-    kinds: how each value depends on the rows of the batch, by the names of the step and of the value."""
+    open: the loops over loaders that have not ended. The key True has the training loops, False all others.
+    looked: the names of the steps whose first batch was watched.
+    looks: the object that watches the first batch of a step now; None outside of such a batch.
+    kinds: maps (name of the step, name of the value) to how the value depends on the rows of the batch."""
 
     add: Callable[[list[nn.Module]], None]
     share: Callable[[Any], Any]
@@ -125,8 +126,8 @@ class Ranks(OfTrainer):
             self.open[kind].clear()
 
     def agree(self, hook: str) -> None:
-        """Make all ranks use the same kinds for the values that a step logs: those found on the rank with the most
-        rows. A kind is MEAN, SUM, MAX, MIN, SAME or OTHER. Collective. hook: the name of the step, such as
+        """Make all ranks agree on how the values that a step logs depend on the rows: as on the rank with the most
+        rows. These kinds are MEAN, SUM, MAX, MIN, SAME and OTHER. Collective. hook: the name of the step, such as
         `training_step`."""
         own = {name: kind for (where, name), kind in self.kinds.items() if where == hook}
         _, found = max(collectives.gather_objects((self.rows, own)), key=lambda each: each[0])
@@ -143,7 +144,7 @@ class Ranks(OfTrainer):
 
     def flush(self, *, always: bool = False) -> None:
         """Reduce the logged values over the ranks, and give them to Lightning. Collective if any values were logged, or
-        if `always`."""
+        if `always` is True."""
         if self.alone:
             values, self.told = self.told, []
             for value in values:
@@ -183,8 +184,8 @@ class Ranks(OfTrainer):
 
 
 def _numbers(ranks: Ranks, each: Logged, device: str) -> Tensor:
-    """Return what this rank adds to five sums over the ranks: the weighted value, the weight, the batch size, whether
-    that size is this rank's number of rows, and whether this rank has samples."""
+    """Return a tensor of five numbers, which are then summed over the ranks: the value times its weight, the weight,
+    the batch size, 1 if that size is this rank's number of rows (else 0), and 1 if this rank has samples (else 0)."""
     has = ranks.samples > 0
     fits = each.size == ranks.rows
     of_items = each.given and not fits and each.size not in (*ranks.sizes, getattr(ranks.engine.part, "total", 1))
@@ -231,7 +232,7 @@ class ResultsOnRanks:
             ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
 
     def take(self, key: str, value: Any, batch_size: Any) -> None:
-        """Give a value to Lightning that is reduced over the ranks already."""
+        """Pass a value on to Lightning, which is already reduced over the ranks."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
 
 
@@ -240,7 +241,8 @@ def _as_it_is(value: Any, **_: Any) -> Any:
 
 
 def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
-    """Reduce a value over the ranks that was logged outside of a step, as at the end of an epoch. Collective."""
+    """Reduce over the ranks a value that was logged outside of a step, for example at the end of an epoch.
+    Collective."""
     every = collectives.gather_objects(float(value))
     if meta.is_sum_reduction or meta.is_max_reduction or meta.is_min_reduction:
         found = sum(every) if meta.is_sum_reduction else max(every) if meta.is_max_reduction else min(every)
@@ -317,7 +319,8 @@ def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: An
 
 
 def _counting(ranks: Ranks, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's cross entropy, to record how many items a loss is a mean over, if these are not samples."""
+    """Wrap torch's cross entropy. The wrapper records how many items a loss is a mean over, unless these are the
+    samples."""
 
     @functools.wraps(function)
     def cross_entropy(*args: Any, **options: Any) -> Tensor:

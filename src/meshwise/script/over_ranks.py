@@ -52,8 +52,8 @@ def _sum(engine: Engine, value: Number) -> Number:
 
 
 def _here(engine: Engine, value: Tensor) -> Tensor:
-    """Move `value` to this rank's device. A rank without items may have made a zero on the CPU, while other ranks have
-    a value on their device."""
+    """Move `value` to this rank's device. A rank without items may have created its zero on the CPU, while the other
+    ranks have their values on their devices."""
     return value.detach().to(engine.world.device)
 
 
@@ -113,8 +113,8 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
 
 
 def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
-    """Return the loop that has computed the value, if the source code shows it. Other loops may have run since. Return
-    None if it is unknown."""
+    """Return the loop in which the value was computed, as far as the source code shows it. This need not be the last
+    loop. Return None if the loop is unknown."""
     over, no_places = engine.reads.by_place, tuple[str, ...]()
     if weighed and not any(read.padded for read in over.values()):
         return None
@@ -148,7 +148,8 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
 
 
 def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many rows of this rank's tensors belong to each batch. Return None if rows are not samples.
+    """Return how many rows of this rank's tensors belong to each batch. Return None if the rows are not samples. After
+    a loop that was left early, the tensors may have rows of only its first batches.
 
     If the program has left the loop early, the rows may cover only the first batches that were read."""
     rows = {len(t) if t.dim() else -1 for t in tensors}
@@ -163,8 +164,8 @@ def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def _of_another_loop(engine: Engine) -> str:
-    """Return advice for the case that a value comes from a loop over a loader that is not distributed. Return an empty
-    string if there was no such loop."""
+    """Return advice for an error message, in case the value was computed in a loop over a loader that is not
+    distributed. Return an empty string if there was no such loop."""
     whole = engine.reads.whole
     return "" if whole is None else f" For values of the loop at {whole.place}, pass its loader to mw.distribute."
 
@@ -213,6 +214,7 @@ def joined(engine: Engine, value: Number) -> Number:
 
 
 def reduced(engine: Engine) -> None:
-    """Tell the guard `UnsummedLoops` that a value was reduced over the ranks. The value may cover all loops so far."""
+    """Tell the guard `UnsummedLoops` that a value was reduced over the ranks. It then warns of none of the loops so
+    far."""
     if (loops := engine.events.find(UnsummedLoops)) is not None:
         loops.reduced()

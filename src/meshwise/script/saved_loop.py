@@ -26,12 +26,12 @@ from meshwise.tracking import tracking
 from meshwise.workers.join import rank_context
 
 Loaders = DistributedLoader | Sequence[DistributedLoader] | None
-"""The loader of the training loop. Or a sequence of that loader and others that the same loop reads."""
+"""The loader of the training loop, or a sequence of this loader and further loaders that the same loop reads."""
 
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts of a loop that a saved state consists of.
+    """The parts of a training loop that are saved in its state.
 
     things: the models, optimizers and schedulers, by kind and then by name.
     made_with: settings of the program, which are compared with the saved ones when the loop resumes."""
@@ -76,8 +76,8 @@ def random_of(engine: Engine) -> tuple[Any, ...]:
 
 
 def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool) -> dict[str, Any]:
-    """Return this rank's part of the loop's state after step `step`. whole: whether to include what rank 0 writes for
-    all ranks."""
+    """Return this rank's part of the loop's state after step `step`. whole: whether to include the values that are
+    equal on all ranks, which only rank 0 writes."""
     of_model, rank = state_of if whole else held_of, rank_context().world.rank
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     return {

@@ -34,8 +34,8 @@ from meshwise.workers.launchers.find import place_in
 class HeldFolder:
     """A folder that this program has locked, to save states in it.
 
-    number: a number of this start of the program, used in the names of its states; None if the folder cannot be
-    written.
+    number: the number of this start of the program, which is part of the names of the states that it saves. None if the
+    folder cannot be written.
     lock: the lock on rank 0; None on other ranks."""
 
     path: Path
@@ -43,7 +43,7 @@ class HeldFolder:
     lock: FolderLock | None
 
     def tell_origin(self, saved: Checkpoint, say: Callable[[str], object]) -> None:
-        """Print from which saved state the program resumes, unless the same run has saved it."""
+        """Print which saved state the program resumes from. Print nothing if the same run has saved the state."""
         by, own = claims_of(self.path).get(saved.attempt, {}), _facts()
         if own["run"] and by.get("run") == own["run"]:
             return
@@ -71,8 +71,8 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """Return the lock, the number of this start of the program, and the reason for a refusal. If the folder cannot be
-    written, no reason is returned, because the first save will report the error."""
+    """Return the lock, the number of this start of the program, and an error message if another program holds the lock.
+    If the folder cannot be written, the message is empty, because the first save will report that."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)

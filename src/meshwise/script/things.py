@@ -22,7 +22,8 @@ Things = Any
 
 
 def named(things: Things) -> dict[str, Any]:
-    """Return a dict of the objects by the names that they have in a saved state. A single object has the empty name."""
+    """Return a dict of the objects by the names under which their states are saved. A single object has an empty
+    name."""
     if things is None:
         return {}
     if isinstance(things, list | tuple):
@@ -31,13 +32,13 @@ def named(things: Things) -> dict[str, Any]:
 
 
 def folded(states: dict[str, Any]) -> Any:
-    """Return the state_dicts of the models by name. If there is a single model without a name, return its state_dict
-    itself."""
+    """Return the dict of the models' state_dicts by name. If there is a single model without a name, return only its
+    state_dict."""
     return states[""] if list(states) == [""] else states
 
 
 def check(things: Mapping[str, dict[str, Any]]) -> None:
-    """Raise UsageError for an object that is not a model, optimizer or scheduler, although it was given as one."""
+    """Raise UsageError if an object was given as a model, optimizer or scheduler, but is not one."""
     for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
         for each in things[kind].values():
             fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")

@@ -49,15 +49,15 @@ def is_trainer(thing: Any) -> bool:
 
 
 def join_as_trainer() -> None:
-    """Replace the process group that TrainingArguments has opened by the one of meshwise, because the former may have
-    no backend for the CPU."""
+    """Replace the process group that TrainingArguments has created by meshwise's process group. The former may have no
+    backend for CPU tensors."""
     rank_context()
     rejoin()
 
 
 def model_of(trainer: Any) -> list[nn.Module]:
-    """Return a list of the Trainer's model, to which the plan is applied now. Return an empty list if the Trainer makes
-    its model later, by `model_init`."""
+    """Return a list with the Trainer's model, so that the plan can be applied to it now. Return an empty list if the
+    Trainer makes its model later, by `model_init`."""
     return [trainer.model] if trainer.model_init is None and isinstance(trainer.model, nn.Module) else []
 
 

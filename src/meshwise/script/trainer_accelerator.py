@@ -103,7 +103,8 @@ def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
 
 
 def _padded(own: Tensor, dim: int, value: float, first: bool) -> Tensor:
-    """Pad dimension `dim` of a tensor to the greatest size on any rank. Collective."""
+    """Pad dimension `dim` of a tensor with `value` to the greatest size that this dimension has on any rank.
+    Collective."""
     if dim >= own.ndim:
         return own
     most = int(collectives.all_reduce(torch.tensor(own.shape[dim]), "max"))

@@ -29,13 +29,13 @@ from meshwise.transfer import collectives
 
 TRAINER = "transformers.trainer"
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
-"""Endings of logged values that differ between ranks: times, and computed work, as each rank pads its own rows."""
+"""Endings of the names of logged values that may differ between ranks: times, and counts that depend on padding."""
 SWEEP = {"what": "hyperparameter_search", "instead": "write a loop over the trials, with a new Trainer for each"}
 
 
 def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which the model saves weights under the names that they have in the model. Trainer
-    expects these names when it loads weights, and skips others."""
+    """Return a context manager in which the model saves its weights under the names of its own parameters. Trainer
+    expects these names when it loads weights, and skips weights with other names."""
     save = getattr(model, "save_pretrained", None)
     if save is None or "save_original_format" not in inspect.signature(save).parameters:
         return contextlib.nullcontext()

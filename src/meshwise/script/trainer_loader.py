@@ -21,7 +21,7 @@ Share = tuple[Any, BatchSlice]
 
 
 class _Ahead:
-    """An iterator over (batch, this rank's slice of it) of a distributed loader, which can also look ahead."""
+    """An iterator over (batch, this rank's slice of the batch) of a distributed loader. It can also look ahead."""
 
     def __init__(self, pairs: Iterator[Share]) -> None:
         self._pairs, self._waiting = pairs, deque[Share]()
@@ -33,8 +33,8 @@ class _Ahead:
         return self._waiting.popleft() if self._waiting else next(self._pairs)
 
     def look(self, count: int) -> list[Share]:
-        """Return the next `count` batches, which can still be read afterwards. Random draws while they are read do not
-        count as draws of the current batch."""
+        """Return the next `count` batches without consuming them. Random draws made while they are read do not count as
+        draws of the current batch."""
         with nullcontext() if rehearsing() else without_interception():
             while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
                 self._waiting.append(pair)
@@ -42,14 +42,14 @@ class _Ahead:
 
 
 class Reader:
-    """Lets a Trainer look ahead in a distributed loader. It is set as the loader's `wrapper`, in place of a
-    `Wrapper`."""
+    """Lets a Trainer look at batches of a distributed loader before they are processed. Set as the attribute `wrapper`
+    of the loader."""
 
     def __init__(self) -> None:
         self.ahead = _Ahead(iter(()))
 
     def take(self) -> None:
-        """Return None, because the loop itself reads the batches."""
+        """Do nothing, because the Trainer's own loop reads the batches."""
 
     def pairs(self, inner: Iterator[Share]) -> Iterator[Share]:
         self.ahead = _Ahead(inner)
@@ -62,7 +62,7 @@ class TrainerLoader:
     end_of_dataloader, remainder = False, -1
 
     def __init__(self, loader: DistributedLoader, state: Any) -> None:
-        """state: accelerate's GradientState, which records which of the loops are at their last batch."""
+        """state: accelerate's GradientState, which records for each running loop whether it is at its last batch."""
         self._loader, self._state, self.skipped = loader, state, 0
         self._reader = loader.wrapper = Reader()  # type: ignore[assignment]
 
@@ -75,8 +75,8 @@ class TrainerLoader:
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the loader, and of its data set and samplers, which may draw the order of the samples by
-        it."""
+        """Set the epoch of the loader, and call `set_epoch` of its data set and samplers, whose order may depend on the
+        epoch."""
         for each in (self.batch_sampler, self.sampler, self.dataset):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)

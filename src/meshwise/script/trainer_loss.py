@@ -35,7 +35,8 @@ class Ranks(OfTrainer):
     weight: how many items the newest loss is a mean over; None if these are samples.
     computed: whether `compute_loss` has returned the newest loss.
     items: whether `compute_loss` has received `num_items_in_batch` for the newest loss.
-    kinds: what losses are, SUM, MEAN or ITEMS, by the value of `items`."""
+    kinds: maps `items` (True or False) to what such losses are: SUM, MEAN (over samples) or ITEMS (a mean over other
+    items)."""
 
     plan: Plan | None
     share: Callable[[Any], Any]
@@ -66,8 +67,8 @@ class Ranks(OfTrainer):
 
 
 def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any, options: dict[str, Any]) -> Any:
-    """Compute the first loss and return the result of `compute`. Find out by the loss's derivative and autograd graph
-    whether it is a sum, a mean over samples, or a mean over other items. Collective.
+    """Compute the first loss, and return the result of `compute`. From the loss's derivative and autograd graph, find
+    out whether it is a sum, a mean over samples, or a mean over other items. Collective.
 
     items: the value of `num_items_in_batch`; None if the loss is computed without it."""
     if items is not None:
@@ -105,8 +106,8 @@ def loss_of(result: Any) -> Tensor:
 
 
 def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
-    """Return how many items a cross entropy is a mean over, or by what number a sum was divided. Raise UsageError if
-    the loss contains several cross entropies, or none."""
+    """Return the number by which the loss was divided: the number of items of its cross entropy, or the divisor of its
+    sum. Raise UsageError if the loss contains several cross entropies, or none."""
     found = count_of_sum(loss) or [over for over, _, _ in cross_entropy_means(loss)]
     if len(found) != 1:
         raise UsageError(

@@ -54,7 +54,8 @@ def accumulate() -> Iterator[None]:
 def is_main() -> bool:
     """Return whether this process is rank 0. Use it for things to be done once, such as a plot or a line in a file.
 
-    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) must not depend on it."""
+    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) must not stand under `if
+    mw.is_main()`."""
     return rank_context().world.rank == 0
 
 
