@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwise.data.order import BatchSlice
 
 Seen: TypeAlias = tuple[int, int, BatchSlice | None, Tensor]
-"""Facts about one backward: its number, the number of its step, this rank's part of the batch, and this rank's loss."""
+"""Facts about one backward: its number, its step's number, this rank's part of the batch, and this rank's loss."""
 
 
 class Batches(Protocol):
@@ -41,20 +41,21 @@ class Carried(Protocol):
     """Compares values that must be equal on all ranks. A checksum of these values is sent along with each loss."""
 
     settings: Callable[[], tuple[Any, ...]]
-    """Returns those settings of the program that must be the same on all ranks, such as learning rates."""
+    """Returns the settings of the program that must be equal on all ranks, such as learning rates."""
     batches: Batches | None
     rehearses: bool
     """Whether this is a rehearsal: tensors have no values, and other ranks are assumed to do what this one does."""
 
     def signs(self, like: Tensor) -> Tensor:
-        """Return a checksum of this rank's values as a tensor of shape (n,), to send along with `like`."""
+        """Return a checksum of this rank's values, to be sent along with the loss, as a tensor of shape (n,) on the
+        device of `like`."""
         ...
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
         """Compare the values of the ranks.
 
-        means: the means over the ranks of the loss (or of the weighted loss and its weight), followed by those of the
-        numbers that were sent along.
+        means: the means over the ranks of the loss (or of the weighted loss and its weight), followed by the means of
+        the numbers that were sent along.
         seen: facts about the backward of the loss."""
 
     def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
@@ -62,4 +63,4 @@ class Carried(Protocol):
         Collective."""
 
     def finish(self) -> None:
-        """Compare what was sent along with the last loss, as no further loss follows."""
+        """Compare the checksums that were sent along with the last loss, because no further loss follows."""

@@ -110,7 +110,7 @@ class Engine:
         self.events.listen(watcher, When.WATCH, only=("backward_begins", "step_begins", "step_ends"))
 
     def close(self) -> None:
-        """Close the engine. Optimizers then step without the engine."""
+        """Close the engine. Later steps of the optimizers no longer call it."""
         self.given.close()
         self.ends.close()
         self.part, self.watcher = None, None

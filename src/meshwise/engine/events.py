@@ -36,8 +36,8 @@ Kind = TypeVar("Kind")
 
 
 class When(enum.IntEnum):
-    """The order in which listeners are called at the events that begin something. At the other events the order is
-    reversed."""
+    """The order in which listeners are called at events that begin something, such as a backward. At events that end
+    something the order is reversed."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -46,12 +46,13 @@ class When(enum.IntEnum):
 
 @dataclass(eq=False)
 class Probation:
-    """A listener of an engine's events, and how long it is called.
+    """A listener of an engine's events, which may be called only for a limited time.
 
     only: the names of the events at which it is called.
-    backwards: after how many backwards, counted over all loops, it is no longer called.
-    batches: after how many batches of a loop it is no longer called in that loop.
-    anew: called when the counts start again, because a new program or a loop at another source line begins."""
+    backwards: the number of backwards, over all loops, after which the listener is no longer called.
+    batches: the number of batches of a loop after which the listener is no longer called in that loop.
+    anew: a function that is called when these counts start again, because a new program or a loop at another source
+    line begins."""
 
     listener: object
     when: When
@@ -63,8 +64,8 @@ class Probation:
 
 
 class OfLoop(NamedTuple):
-    """The methods to call at the next batches of a loop. due: the number of batches after which they must be looked up
-    again."""
+    """The listeners' methods to call at the next batches of a loop. due: the number of batches of the loop after which
+    these methods must be looked up again."""
 
     state: object
     due: float

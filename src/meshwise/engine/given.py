@@ -47,13 +47,14 @@ class Given:
 
     splits: the batches passed to `mw.split`; None until its first call.
     schedulers: the learning rate schedulers.
-    fed: weak references to those schedulers whose `step` takes a metric.
+    fed: weak references to the schedulers with a `step` that takes a metric.
     loaders: the distributed loaders.
     loop_states: the objects that `mw.checkpoint` returned.
     earlier: objects that were given by earlier programs in this process.
-    waits: whether the current batch's gradients wait for a later batch of the same step, in a loop that cannot save
-    them.
-    saves: how often each file was saved. All ranks count alike, so that they can synchronize.
+    waits: whether the program accumulates gradients and is not at the last batch of the step, in a loop that cannot
+    save these gradients.
+    saves: how often each file was saved. The counts are equal on all ranks, so ranks can use them to wait for the same
+    save.
     loads: how often a file was loaded, counted like `saves`."""
 
     splits: Splits | None = None

@@ -17,7 +17,7 @@ from meshwise.engine.program import Program
 
 def held_bytes(program: Program) -> dict[str, float]:
     """Return how many bytes this rank holds on its device, in a dict with the keys `parameters`, `gradients`,
-    `optimizer` (its state) and `buffers`. Gradients count as 0 while they wait to be reduced."""
+    `optimizer` (its state) and `buffers`. Gradients that are not reduced yet count as 0."""
     models, device = program.models, torch.device(program.world.device).type
     groups = (group for model in models for _, module in sharded_modules(model) for group in groups_of(module))
     gathered = {whole: part for group in groups for whole, part in group.made_from().items()}

@@ -24,10 +24,10 @@ class LoopRead:
 
     loader: the number of the loader in a script.
     place: the user's source line.
-    step: the number of the step that a job's batch is for.
+    step: in a job, the number of the step that the current batch belongs to.
     given: how many batches the loop has yielded.
-    over: whether the loop has come to its end, rather than being left early.
-    samples: how many samples of each batch this rank had; 0 if it had only a padding sample.
+    over: whether the loop has reached its last batch's end. It has not if the program left it early.
+    samples: for each batch, how many samples this rank had. 0 if it had only a padding sample.
     padded: whether any batch had fewer samples than there are ranks.
     part: this rank's slice of the current batch.
     batch: the current batch; None after the loop."""
@@ -62,7 +62,7 @@ class WholeRead:
 
 
 class Loops:
-    """The loops of a script that have begun and not ended, whether nested or read side by side."""
+    """The loops of a script that have begun and not ended. They may be nested, or advance together as by `zip`."""
 
     def __init__(self, world: World) -> None:
         self._world, self.ranks = world, world.size
@@ -72,7 +72,7 @@ class Loops:
         self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
-        """The loop that ended after the last batch or backward, if any. Values then belong to that whole loop."""
+        """The newest loop, if it has ended and nothing came after it. A value then covers all batches of this loop."""
         self.by_place: dict[str, LoopRead] = {}
         """The newest program's finished loops by source line. A later loop at the same line replaces an earlier one."""
         self.over: Counter[tuple[str, int]] = Counter()
@@ -82,8 +82,9 @@ class Loops:
         """The loop that yielded the newest batch, if the loader of that loop is not distributed; else None."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Return whether no loop has begun at this source line over this loader before. Also return True the second,
-        fourth, eighth time and so on, because a program may change what it does in later epochs."""
+        """Return True for the first loop at this source line over this loader, and again for its second, fourth, eighth
+        repetition and so on, because a program may change what it does in later epochs. Return False for all other
+        loops."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1
@@ -110,8 +111,9 @@ class Loops:
         self.ended = self.whole = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
-        """Record that the loop `read` has ended. Return this rank's slice of the batch that the program is in now: that
-        of the outer loop, or of an `mw.split` outside of loops; else None."""
+        """Record that the loop `read` has ended. Return this rank's slice of the batch that the program is working on
+        now. This is the batch of the outer loop, or outside of loops the batch of the last `mw.split`. Return None if
+        there is no such batch."""
         for reads in (self._open, self.round):
             if read in reads:
                 reads.remove(read)
@@ -120,10 +122,12 @@ class Loops:
         return self._open[-1].part if self._open else self._alone
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
-        """Raise UsageError if a value may cover several batches of which this rank has different shares.
+        """Raise UsageError if it is unclear which batch a value covers, and this rank has different shares of these
+        batches.
 
         verb: the meshwise function that is called on the value.
-        weighed: whether the program gave a weight for the value. Then only different padding is an error."""
+        weighed: whether the program gave a weight for the value. If it did, different shares are allowed, unless the
+        batches are padded differently."""
         backward = verb == "mw.backward"
         parts = [part for read in self.round for part in (read.earlier if backward else None, read.part) if part]
         padded = {min(part.total, self.ranks) for part in parts}
@@ -145,7 +149,7 @@ class Loops:
 
     def backward(self, *, weighed: bool) -> None:
         """Record a backward, so that later values belong to later batches. weighed: whether the program gave a weight
-        for the loss. It may then continue with the batch of another loader."""
+        for the loss. If it did, the next loss may be computed from the current batch of another loader."""
         self._weighed, self.whole = weighed and len(self.round) > 1, None
         self.round = self.round if self._weighed else []
         self.ended = None if self._open or self._alone is not None else self.ended

@@ -28,10 +28,10 @@ from meshwise.transfer.splitmix import mixed
 
 
 class ModelStream:
-    """The stream of random numbers from which models draw in their forward, from the first `mw.split` on.
+    """The stream of random numbers from which models draw in their forward, once the program has called `mw.split`.
 
     draws: makes random draws exactly as one device does, if requested.
-    paused: returns whether other code sets the random state for each batch at the moment."""
+    paused: returns whether other code is setting the random state for each batch at the moment."""
 
     def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
         self._world, self._exact, self._paused = world, draws, paused
@@ -97,7 +97,7 @@ class ModelStream:
 
 
 class _Hook:
-    """A hook on a model that works in this process only. A copy of the model keeps the hook. A pickled hook does
+    """A hook on a model that works only in this process. A copy of the model keeps it, but after unpickling it does
     nothing."""
 
     def __init__(self, call: Callable[[], None] | None = None) -> None:

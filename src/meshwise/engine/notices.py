@@ -11,8 +11,8 @@ from meshwise.transfer import collectives
 
 
 class Notices:
-    """Prints each notice for the user once, on rank 0. say: prints a line. untrue: notices that are not true here, and
-    are not printed."""
+    """Prints each notice for the user once, on rank 0. say: prints a line. untrue: notices that would be false in this
+    run, and are therefore not printed."""
 
     def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
         self._say, self.untrue = say, untrue

@@ -58,7 +58,7 @@ class Phases:
 
     @property
     def step_done(self) -> bool:
-        """Whether a step has ended that is not in `steps` yet. Steps are added to `steps` when the next batch is
+        """Whether a step has ended that is not counted in `steps` yet. `steps` is updated when the next batch is
         requested."""
         return self._open and (self._stepped or not self.optimizers)
 
@@ -69,7 +69,7 @@ class Phases:
 
     @property
     def half(self) -> bool:
-        """Whether there was a backward in a step that has not ended yet."""
+        """Whether a step is half done: it has had a backward, but has not ended yet."""
         return self._open and not self.step_done
 
     def go_on(self, steps: int) -> None:
@@ -77,7 +77,7 @@ class Phases:
         self.steps = steps
 
     def batch_asked(self, loop: LoopRead | None) -> None:
-        """Record that a loop requests its next batch, which may not exist. loop: None if the batch is one of
+        """Record that a loop requests its next batch, which may not exist. loop: None if the program makes the batch by
         `mw.split`."""
         self._recorder = current()
         if self._open and (self._stepped or not self.optimizers):

@@ -53,11 +53,11 @@ WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its
 class _Holds:
     """The parameters that an optimizer holds.
 
-    count: how many there are.
+    count: the number of these parameters.
     ours: whether any of them belongs to the program's models.
-    foreign: those that belong to none of these models.
-    replaced: whether the plan has replaced any of them by a new parameter.
-    new: whether the optimizer has not stepped with them yet."""
+    foreign: the parameters that belong to none of the program's models.
+    replaced: whether the plan has put a new parameter in place of any of them.
+    new: whether the optimizer has made no step with these parameters yet."""
 
     count: int
     ours: bool
@@ -131,8 +131,8 @@ class Program:
         return "cpu" if first is None else str(first.device)
 
     def begins_with(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether another program in this process begins with these models. This is so if any of them is new and
-        if backwards have been run before."""
+        """Return whether these models begin another training program in this process. This is so if any of them is new,
+        and if the current program has run a backward already."""
         new = any(all(model is not known for known in self.models) for model in models)
         begins = new and self.backwards > self.began
         if begins:
@@ -174,8 +174,8 @@ class Program:
         """Forget models that the program no longer uses. If no model is left, forget the plan too. Collective if there
         were any models.
 
-        All ranks collect garbage first, because some ranks may not have deleted yet what others have. A model that any
-        rank has deleted (such as a best model that only rank 0 keeps) is forgotten on all ranks."""
+        All ranks run the garbage collector first, because a model may be deleted on one rank and only unreachable on
+        another."""
         if not self._roots:
             return
         self.in_use = []
@@ -262,7 +262,8 @@ class Program:
         self._drop()
 
     def check_has_models(self) -> None:
-        """Raise UsageError in a backward on several ranks if no model is left whose gradients could be reduced."""
+        """Raise UsageError if a backward begins on several ranks, but all models were deleted, so that no gradient can
+        be reduced."""
         if self.world.size > 1 and (self.plan is None or not self._alive):
             gone = "has no reference left" if self._roots else "was never distributed"
             raise UsageError(
@@ -302,7 +303,7 @@ class Program:
 
     def check_step(self, optimizer: Optimizer) -> bool:
         """Prepare a step of `optimizer`: reduce the gradients that are not reduced yet. Return whether the optimizer
-        belongs to the program. Raise UsageError if the ranks would silently diverge after the step."""
+        belongs to the program. Raise UsageError if this step would make the ranks diverge without an error."""
         reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
         ours = holds.ours
         if reduction is not None or self._replaced:
@@ -338,8 +339,8 @@ class Program:
             raise UsageError(NOT_OURS if none else STEPPED_TWICE)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
-        """Return which parameters the optimizer holds. They are looked up again if the optimizer or the program has new
-        ones."""
+        """Return which parameters the optimizer holds. The parameters are looked up again if the optimizer or the
+        program has got new parameters."""
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])

@@ -27,7 +27,7 @@ def seed_alike(text: str) -> Callable[[], None]:
     (The initial seed of torch is the same on all ranks anyway.) Return a function that undoes the seeding, unless the
     program has drawn or seeded since.
 
-    text: a text that all ranks of this run share with each other, and with no other run."""
+    text: a text that is equal on all ranks of this run, and different in every other run."""
     before = random.getstate(), numpy.random.get_state(legacy=False)
     seed = zlib.crc32(text.encode())
     random.seed(seed)
@@ -88,7 +88,8 @@ def set_states(device: str, kept: list[Tensor]) -> None:
 
 
 class StepDraws:
-    """Makes the random draws in an optimizer's step equal on all ranks, although other draws differ by rank."""
+    """Makes the random draws in an optimizer's step equal on all ranks, while draws outside of the step differ by
+    rank."""
 
     def __init__(self, world: World) -> None:
         self._world = replace(world, rank=0)

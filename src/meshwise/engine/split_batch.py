@@ -76,7 +76,7 @@ class Splits:
         return mine
 
     def cut(self, batch: tuple[Any, ...], mine: BatchSlice, dim: int, models: Iterable[nn.Module]) -> tuple[Any, ...]:
-        """Return this rank's rows of a batch. Random draws of `models` are those for these rows from now on."""
+        """Return this rank's rows of a batch. From now on, `models` make the random draws that belong to these rows."""
         key = self.stream.begin(mine, models)
         if self._world.size == 1:
             return batch
@@ -113,9 +113,9 @@ class Splits:
         return bool(self._parts) and part is self._parts[-1]
 
     def check_sum(self) -> bool:
-        """Return whether each rank's value covers the whole batch already, so that nothing must be summed. Raise
-        UsageError if the value covers several batches that need different treatment. Collective if batches were split
-        that no backward has compared."""
+        """Return True if each rank's value covers the whole batch already, so that nothing must be summed. Raise
+        UsageError if the value covers several batches, and only some of them are to be summed. Collective if some
+        batches have not been compared yet between the ranks by a backward."""
         parts, self._used = self._parts, True
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):
@@ -208,8 +208,8 @@ def _shape(array: Any) -> str:
 
 
 def _checksum(tree: Any) -> Tensor:
-    """Return a checksum of the tensors, arrays, numbers and strings in a tree, as a scalar on the device of the last of
-    them."""
+    """Return a checksum of the tensors, arrays, numbers and strings in a tree. It is a scalar tensor on the device of
+    the last tensor."""
     total = torch.zeros((), dtype=torch.int64)
     for leaf in all_leaves(tree):
         own = _sum_of(leaf)

@@ -52,7 +52,7 @@ AS_WRITTEN = [
         *("injection", "transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
     )
 ]
-"""Modules that torch.compile does not trace. A program may compile a function that contains a whole step."""
+"""Modules that torch.compile must not trace, in case a program compiles a function that contains a whole step."""
 
 
 def batches(
@@ -68,7 +68,8 @@ def batches(
 
     name: what the loop is called in reports.
     size: the number of samples in a batch.
-    limited: returns another source, whose next batch has at most the given number of samples.
+    limited: called with a number of samples, returns an iterator whose next batch has at most so many samples. loop:
+    the record of the loop, if it is a script's loop or the training loop of a job.
     loop: the record of a script's loop, or of a job's, which has step numbers."""
     watcher, now = engine.watcher, loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
@@ -111,7 +112,8 @@ def batches(
 def _limited(
     watcher: Watcher, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
 ) -> Iterator[Batch]:
-    """Return the source for the next batch. The batch may have fewer samples if the watcher shortens the loop."""
+    """Return the iterator from which to take the next batch. If the watcher shortens the loop, this is `limited(...)`,
+    with fewer samples in the batch."""
     watcher.batch_asked()
     limit = watcher.batch_limit(size) if limited is not None else None
     return source if limit is None or limited is None else limited(limit)
@@ -148,7 +150,7 @@ def backward(
 def _run_backward(
     engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None, part: BatchSlice | None, summed: bool
 ) -> Tensor:
-    """Run the backward, and return the global loss. before: the loss without the scale of a loss scaler."""
+    """Run the backward, and return the global loss. before: the loss as it was before the loss scaler multiplied it."""
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
         return _alone(engine, loss, before, weight)

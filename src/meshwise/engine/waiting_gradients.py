@@ -28,10 +28,11 @@ ALONE = (
 
 @contextlib.contextmanager
 def keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Return a context manager for a backward that leaves its gradients unreduced (`reduce` is False), or that adds to
-    unreduced gradients. All gradients are reduced as soon as code outside of a backward reads or sets one of them.
+    """Return a context manager for a backward under `mw.accumulate`, or for the next backward after it. If `reduce` is
+    False, the gradients stay unreduced until code outside of a backward reads or sets one of them. Then all are
+    reduced.
 
-    watched: another context manager for the backward, which is entered inside."""
+    watched: another context manager for the backward, which is entered inside this one."""
     gradient_reads.end()
     with watched:
         yield

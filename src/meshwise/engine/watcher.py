@@ -49,8 +49,8 @@ class Watcher(Protocol):
         backward."""
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """Record the global loss of all backwards since gradients were last reduced. scale: the factor of a job's loss
-        scaler, by which the gradients are still multiplied."""
+        """Record the global loss of all backwards since the gradients were last reduced. scale: the factor of a job's
+        loss scaler, by which the gradients are multiplied until the optimizer's step."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer begins a step, with reduced gradients."""

@@ -26,11 +26,11 @@ Losses = list[tuple[Tensor, Tensor | float]]
 class StepWeights:
     """Scales this rank's losses so that gradients become those of the mean over the global batch.
 
-    Weights that are known in advance (numbers of samples) scale each loss before its backward, without communication.
-    Weights that only the loss function knows (numbers of tokens) are summed over the ranks during the backward, and
-    gradients are divided by the sum before they are averaged. Until then, gradients are divided by the first weight, so
-    that they are neither huge nor tiny. They are not divided if `coupled`, when ranks exchange gradients inside the
-    backward."""
+    If the weights are numbers of samples, they are known in advance, and each loss is scaled before its backward,
+    without communication. Other weights, such as numbers of tokens, are known only to the loss function. They are
+    summed over the ranks during the backward, and the gradients are divided by the sum before they are averaged. Until
+    then, gradients are divided by the first weight, so that they are neither huge nor tiny. With `coupled`, ranks
+    exchange gradients inside the backward, and gradients are not divided by the first weight."""
 
     def __init__(self, ranks: int, coupled: bool) -> None:
         self._ranks, self.coupled = ranks, coupled
@@ -44,7 +44,7 @@ class StepWeights:
         """Return the scalar on which to call backward.
 
         weight: the weight of the loss; None if this is the number of samples in `part`.
-        before: `mean` without the scale of a loss scaler."""
+        before: `mean` as it was before a loss scaler multiplied it."""
         seen = mean.detach() if before is None else before.detach()
         if weight is not None:
             return self._scale(mean, weight, seen)
@@ -77,8 +77,8 @@ class StepWeights:
         return total / weight
 
     def means(self) -> Tensor:
-        """Return the means over the ranks: of the sum of weighted losses, of the sum of weights, and of the numbers in
-        `more`."""
+        """Return a tensor of means over the ranks: first the mean of each rank's sum of weighted losses, then the mean
+        of each rank's sum of weights, then the means of the numbers in `more`."""
         assert self._wait is not None
         return self._wait() / self._ranks
 
@@ -104,10 +104,10 @@ def totals_of(steps: Sequence[Losses]) -> Tensor:
 
 
 def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
-    """Convert a sum over this rank's samples of `part` to their mean times `over`.
+    """Convert a sum over this rank's samples of `part` to their mean, multiplied by `over`.
 
-    over: the number of samples in the whole batch, so that the weighted mean over the ranks is the sum over the batch;
-    or 1."""
+    over: 1, or the number of samples in the whole batch. In the second case, the weighted mean over the ranks is the
+    sum over the batch."""
     return total * (over / max(part.samples, 1))
 
 
@@ -222,7 +222,7 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
 
 
 def refuse_joined_sum() -> None:
-    """Raise UsageError for a loss that is a sum over this rank's samples, but has a term that covers the whole batch
+    """Raise UsageError for a loss that adds a sum over this rank's samples and a term that covers the whole batch
     already."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') got a loss with a term of mw.sum(…, grad=True). That term "
@@ -241,8 +241,8 @@ def check_sum_alone(weight: object, where: str) -> None:
 
 
 def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple[Tensor, Tensor | float | None]:
-    """Return a loss and its weight. If this rank's batch is only padding, return 0 for both, because the mean of
-    nothing is NaN, and a weight of 0 would not remove a NaN from a sum."""
+    """Return the loss `mean` and its weight. If this rank has only padding, return 0 for both. The mean over no samples
+    would be NaN, and a weight of 0 would not remove the NaN from a sum over ranks."""
     if weight is None:
         return mean, None
     weight = weight if samples else weight * 0

@@ -86,7 +86,7 @@ def _told(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if it runs a script on several ranks."""
+    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
     if engine.script and engine.world.size > 1:
         behind = BehindLoop(engine)
         engine.events.listen(behind, batches=1)

@@ -93,7 +93,7 @@ def _count(backwards: list[int], p: Tensor) -> None:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if it runs a script on several ranks."""
+    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
     if engine.script and engine.world.size > 1:
         updates = HandUpdates(engine.program)
         engine.events.listen(updates, batches=BATCHES, anew=updates.begins)

@@ -31,6 +31,6 @@ class ChangelessSteps:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if it runs a script."""
+    """Add this check to an engine that runs a script. Do nothing for the engine of a job."""
     if engine.script:
         engine.events.listen(ChangelessSteps(engine), backwards=1)

@@ -24,6 +24,6 @@ class DrawsNote:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if it runs a script with exact random draws."""
+    """Add this check to an engine that runs a script with exact random draws. Do nothing for other engines."""
     if engine.script and engine.draws is not None:
         engine.events.listen(DrawsNote(engine))

@@ -153,7 +153,7 @@ def _samples(part: BatchSlice | None) -> str:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if it runs a script."""
+    """Add this check to an engine that runs a script. Do nothing for the engine of a job."""
     if engine.script:
         losses = FiniteLosses(engine)
         alone = engine.world.size == 1

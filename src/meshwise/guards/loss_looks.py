@@ -56,7 +56,7 @@ class LossLooks:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if there are several ranks."""
+    """Add this check to an engine that runs on several ranks. Do nothing on one device."""
     if engine.world.size > 1:
         looks = LossLooks(engine)
         engine.events.listen(looks, backwards=BACKWARDS, anew=looks.begins)

@@ -158,6 +158,6 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if it runs a script on several ranks."""
+    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
     if engine.script and engine.world.size > 1:
         engine.events.listen(LastLook(engine), only=("loop_ends",))

@@ -301,7 +301,7 @@ def _close(one: _Array, other: _Array) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, for a job as well as for a script."""
+    """Add this check to the engine of a script or of a job."""
     engine.events.listen(SameData())  # no event: `check_data` is called where data is given
 
 

@@ -114,7 +114,7 @@ def _are_same(ranks: list[tuple[str, list[float]]]) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if it runs a script on several ranks."""
+    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
     if engine.script and engine.world.size > 1:
         loops = UndistributedLoops(engine.reads, engine.world, engine.notify)
         engine.events.listen(loops)  # no event: batches come from torch's loaders

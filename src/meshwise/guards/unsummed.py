@@ -260,7 +260,7 @@ def drops(code: CodeType, at: int) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine, if it runs a script on several ranks."""
+    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
     if engine.script and engine.world.size > 1:
         loops = UnsummedLoops(lambda: engine.program.models, engine.notify, engine.events.begins)
         engine.events.listen(loops, only=("batch_asked", "loop_ends"), batches=2)

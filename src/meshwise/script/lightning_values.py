@@ -257,8 +257,8 @@ def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
 
 
 def loss_kind(ranks: Ranks, loss: Tensor) -> tuple[Tensor | None, str | None]:
-    """Return the weight and the reduction of a loss, for `mw.backward`. The first loss decides for all losses on all
-    ranks whether they are sums, means over samples, or means over other items."""
+    """Return the weight and the reduction of a loss, for `mw.backward`. The first loss of the run decides for all later
+    losses, on all ranks, whether they are sums, means over samples, or means over other items."""
     if ranks.alone:
         return None, None
     if ranks.kind is None:

@@ -193,7 +193,7 @@ def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
     """Gather the rows of all ranks, ordered by batch, and within a batch by rank.
 
     table: how many samples each rank has in each batch, shape (ranks, batches).
-    of: what is sent, for reports."""
+    of: a text for reports that says what is sent."""
     if int(table[rank].min()) == 0 and len(rows) == int(table[rank].clamp(min=1).sum()):  # some are padding
         rows = rows[torch.repeat_interleave(table[rank] > 0, table[rank].clamp(min=1)).to(rows.device)]
     most = int(table.sum(1).max())

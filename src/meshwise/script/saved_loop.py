@@ -76,8 +76,8 @@ def random_of(engine: Engine) -> tuple[Any, ...]:
 
 
 def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool) -> dict[str, Any]:
-    """Return this rank's part of the loop's state after step `step`. whole: whether to include the values that are
-    equal on all ranks, which only rank 0 writes."""
+    """Return this rank's part of the loop's state after step `step`. whole: whether to include the values that only
+    rank 0 writes, on behalf of all ranks."""
     of_model, rank = state_of if whole else held_of, rank_context().world.rank
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     return {
