@@ -65,8 +65,8 @@ class Commands(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        """Invoke a command like click. In addition, report an interruption (Ctrl-C) or that the called program has
-        ended the process, which click does not."""
+        """Invoke a command as click does. Also report what click does not report: an interruption (Ctrl-C), and that a
+        called program has ended the process."""
         try:
             return super().invoke(ctx)
         except Exception:
@@ -121,8 +121,8 @@ def main() -> None:
 
 
 def _end(call: str) -> None:
-    """End this process with an error, because the program that a command reads or calls has called the function
-    `call`."""
+    """End this process with an error, because a program that a command reads has called `call`, such as `mw.run`, while
+    it was read."""
     error = UsageError(sudden_end.OF_COMMAND.format(call=call))
     _print_error(error)
     if os.isatty(2):
@@ -168,8 +168,8 @@ def _print_error(error: MeshwiseError) -> None:
 
 
 def _flush() -> None:
-    """Flush stdout, even if nobody reads it any more or a job has closed it. Raises OSError if it cannot be written for
-    another reason."""
+    """Flush stdout. Do nothing if its reader is gone or if a job has closed it. Raise OSError if it cannot be written
+    for another reason."""
     with contextlib.suppress(AttributeError, ValueError):
         try:
             sys.stdout.flush()

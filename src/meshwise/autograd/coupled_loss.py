@@ -34,12 +34,13 @@ CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0"
 """Operators that select elements by size. The last three, and `amax` without a dim, select among all elements."""
 SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
-"""A loss that is made of only these operators couples no samples, except through a softmax over samples."""
+"""Operators that couple no samples. The only exception is LogSoftmax if its dim is the dim of samples."""
 _seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool | None:
-    """Return True if the loss of a batch of `samples` samples is not a mean or sum of separate terms per sample.
+    """Return True if the loss of a batch of `samples` samples is not a mean or sum of terms that each depend on one
+    sample.
 
     Returns None if this cannot be determined. Runs the backward of the loss function twice, but not that of the model.
     Draws no random numbers and leaves no gradients behind.
@@ -125,7 +126,8 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
-    """Return whether the node selects the largest or smallest elements along a dim that spans several samples."""
+    """Return whether the node selects the largest or smallest elements, or sorts, along a dim that spans several
+    samples."""
     below = node.next_functions[0][0] if kind in CHOICES else None
     if below is None:
         return False
@@ -144,10 +146,10 @@ def _compares(node: Any, kind: str, samples: int) -> bool:
 
 @functools.cache
 def notice_hooks() -> None:
-    """Record from now on which tensors the program registers gradient hooks on.
+    """From now on, record on which tensors the program registers gradient hooks.
 
-    Searching all objects of the process for such tensors is not possible: the search would hold references to tuples
-    that other threads are still filling, and filling them would then fail.
+    A later search through all objects of the process would not be safe. It would hold references to tuples that other
+    threads are still filling, and filling them would then fail.
     """
     for name in ("register_hook", "retain_grad"):
         setattr(Tensor, name, _noticed(getattr(Tensor, name)))
@@ -163,8 +165,8 @@ def _noticed(method: Any) -> Any:
 
 
 def _has_hooked(nodes: set[Any]) -> bool:
-    """Return whether the program has gradient hooks on results of `nodes`. Such hooks would also see this module's
-    gradients."""
+    """Return whether the program has gradient hooks on results of `nodes`. Such hooks would be called by the backwards
+    that this module runs, too."""
     return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
 
 

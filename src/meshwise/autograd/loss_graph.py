@@ -36,7 +36,7 @@ SUMS = ("AddBackward0", "SubBackward0")
 FACTORS = ("MulBackward0", "DivBackward0")
 OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
           "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
-"""Operators that penalties are built of, besides SUMS and FACTORS."""
+"""Operators of which penalties on parameters consist, in addition to SUMS and FACTORS."""
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
@@ -44,7 +44,7 @@ OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumB
 PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
-"""Operators that return one row of a model's output per sample, besides products with a parameter."""
+"""Operators that return one row per sample at the end of a model. Products with a parameter do so too."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
 ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
           "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
@@ -54,8 +54,8 @@ LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor, weighed: bool = False) -> str:
-    """Return the name of a loss that `loss` sums over samples without dividing; an empty string if the graph shows
-    none.
+    """Return the name of a loss function that `loss` sums over samples, without dividing by their number. Return an
+    empty string if the graph shows no such sum.
 
     weighed: also accept rows that were multiplied by other numbers, such as rewards, although these numbers may contain
         a division.
@@ -95,7 +95,7 @@ def adds_rows(loss: Tensor, samples: int) -> bool:
 
 
 def _is_of_one_row(term: Any) -> bool:
-    """Return whether every product of a parameter and data that `term` depends on has a single row of data."""
+    """Return whether `term` depends only on products of a parameter and a single row of data."""
     rows = set()
     for node, following in _walk(term):
         saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
@@ -106,8 +106,8 @@ def _is_of_one_row(term: Any) -> bool:
 
 
 def mean_term(loss: Tensor) -> str:
-    """Return the name of a loss that is a term of `loss` and a mean over samples. An empty string if the graph shows
-    none."""
+    """Return the name of a loss function that is a term of `loss` and a mean over samples. Return an empty string if
+    the graph shows no such term."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
@@ -120,8 +120,8 @@ def mean_term(loss: Tensor) -> str:
 
 
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
-    """Yield each node once, starting at `node`, together with the queue of open nodes. The caller appends to the queue
-    the nodes to visit next."""
+    """Walk a graph breadth-first from `node`. Yield each node once, together with the queue of nodes to visit. The
+    caller appends to the queue those inputs of the node that are to be visited."""
     open_nodes, seen = deque([node]), {None}
     while open_nodes:
         node = open_nodes.popleft()
@@ -135,9 +135,10 @@ def _below(node: Any) -> list[Any]:
 
 
 def _of_each(elements: Any, weighed: bool) -> str:
-    """Return the name of the loss that is computed for each row of a model's output.
+    """Return the name of the loss function that `elements` contains, computed separately for each row of a model's
+    output.
 
-    Returns an empty string if operators may have been applied that do not work within each row.
+    Returns an empty string if operators have been applied that may mix rows.
     """
     what = "a loss"
     for node, following in _walk(elements):
@@ -159,10 +160,10 @@ def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
 
 
 def _divides_not(product: Any, weighed: bool) -> bool:
-    """Return whether one factor of a product is constant and cannot be one over a number of items.
+    """Return whether one factor of a product is constant, and the product does not divide by a number of items.
 
-    A factor of whole numbers, such as a mask, is accepted. With `weighed`, other factors are accepted as well, unless
-    their elements are all equal or add up to one.
+    The constant must consist of whole numbers, as a mask does. With `weighed`, any constant is accepted, unless its
+    elements are all equal or add up to one.
     """
     (left, _), (right, _) = product.next_functions
     factor = product._saved_self if left is None else product._saved_other if right is None else None
@@ -237,7 +238,7 @@ def is_of_items(loss: Tensor, rows: int) -> bool:
 
 
 def _count(target: Tensor, counted: float, ignored: int) -> str:
-    """Return source code for the number of targets that are not ignored, with variable names of the user's code if
+    """Return source code that counts the targets that are not ignored. It uses variable names of the user's code if
     possible."""
     frame = user_frame()
     own = {} if frame is None else dict(frame.f_locals)
@@ -256,7 +257,7 @@ def _count(target: Tensor, counted: float, ignored: int) -> str:
 
 
 def signed(number: int) -> int:
-    """Convert a number that a node stores as an unsigned 64-bit integer back to a signed one."""
+    """Convert a number that an autograd node stores as an unsigned 64-bit integer back to the signed integer."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -274,9 +275,10 @@ def _divisor(node: Any) -> list[Tensor]:
 
 
 def count_of_sum(loss: Tensor) -> list[Tensor]:
-    """Return the number by which `loss` divides its only sum, as a list of one tensor. Reads no values.
+    """If the last operator of `loss` divides a sum by a number, return this number as a list of one tensor. Reads no
+    values of tensors.
 
-    The list is empty if the last operator of `loss` is not such a division.
+    Otherwise the list is empty.
     """
     node = loss.grad_fn
     return _divisor(node) if node is not None and node.name() == "DivBackward0" else []

@@ -12,7 +12,8 @@ from meshwise.compat.dispatch import without_interception
 
 
 def scale_of(loss: Tensor) -> float:
-    """Return the factor by which `loss` was finally multiplied: the product of the plain numbers in its last operators.
+    """Return the factor by which the program has multiplied a loss to get `loss`: the product of the plain numbers in
+    its last operators.
 
     For `loss / 4 / 4`, this is 1/16.
     """

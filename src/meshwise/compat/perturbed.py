@@ -41,7 +41,7 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
     "irecv": (0, None),
     "barrier": (None, None),
 }
-"""For each function of torch.distributed: the indices of the arguments that it writes and sends; None if none."""
+"""For each function of torch.distributed: the indices of the arguments that it writes and sends, or None."""
 OFTEN, LATE = 0.2, 0.002  # every fifth exchange begins or ends up to 2 ms late
 SELDOM, VERY_LATE = 0.04, 0.05
 BYTE = 0xFF  # of what is moved as bytes: NaN in every floating dtype

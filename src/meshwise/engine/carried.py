@@ -44,7 +44,7 @@ class Carried(Protocol):
     """Returns the settings of the program that must be equal on all ranks, such as learning rates."""
     batches: Batches | None
     rehearses: bool
-    """Whether this is a rehearsal: tensors have no values, and other ranks are assumed to do what this one does."""
+    """Whether this is a rehearsal: tensors have no values, and other ranks are assumed to behave like this rank."""
 
     def signs(self, like: Tensor) -> Tensor:
         """Return a checksum of this rank's values, to be sent along with the loss, as a tensor of shape (n,) on the

@@ -57,7 +57,7 @@ class Engine:
 
     carried: Carried
     around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
-    """Returns a context manager for a backward, given its loss's weight. None before the first `mw.split`."""
+    """Called with a loss's weight; returns a context manager for its backward. None before the first `mw.split`."""
     recording: Recording | None = None
     """The recording of the run, which is closed together with the engine."""
     watcher: Watcher | None = None
@@ -73,7 +73,7 @@ class Engine:
     narrow: Dtypes | None = None
     """The dtypes in which the models compute; None if these are the dtypes of the stored tensors."""
     stored: Dtypes | None = None
-    """The dtypes to which batches are cast; None if the plan stores float32."""
+    """The dtypes to which batches are cast. None if the plan stores tensors in float32: batches are then not cast."""
 
     def __init__(
         self,
@@ -85,9 +85,8 @@ class Engine:
         script: bool = False,
     ) -> None:
         """say: prints a line for the user.
-        draws: makes random draws exactly as one device does; None if the user did not request that.
-        script: whether the training loop is in a user's script, so that the engine knows of it only by the script's
-        calls."""
+        draws: makes the random draws that one device would make; None if the user did not request that.
+        script: whether the training loop is in a user's script. The engine then sees only the script's calls."""
         self.world, self.gate, self.draws = world, gate, draws
         self.notify = Notices(say, untrue=OF_DRAWS if draws is not None else ())
         # A function, not a method: a copy of a model copies what its batch norms hold.

@@ -72,7 +72,7 @@ class Loops:
         self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
-        """The newest loop, if it has ended and nothing came after it. A value then covers all batches of this loop."""
+        """The newest loop, if it has ended and no batch came after it. A value then covers all batches of this loop."""
         self.by_place: dict[str, LoopRead] = {}
         """The newest program's finished loops by source line. A later loop at the same line replaces an earlier one."""
         self.over: Counter[tuple[str, int]] = Counter()

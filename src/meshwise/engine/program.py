@@ -83,12 +83,12 @@ class Program:
         self.joined_at: int | None = None
         """How many backwards there were at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
         self.coupled_gradients = False
-        """Whether this rank's gradients depend on other ranks, since ranks exchange gradients in the backward."""
+        """Whether ranks exchange gradients inside the backward, so that gradients depend on other ranks' losses."""
         self.pipeline: Pipeline | None = None
         """Runs the stages of this rank, if the plan has a pipeline; else None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
-        """How many backwards have run in this session or job. `began`: how many before its newest program began."""
+        """How many backwards have run in this session or job. `began`: this number when its newest program began."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}

@@ -98,8 +98,8 @@ class StepDraws:
         self._before: list[Tensor] = []
 
     def begins(self, key: tuple[int, int] | None) -> None:
-        """Seed the generators for an optimizer's step. key: the key for the draws of the current batch. If it is None,
-        nothing is changed, because all ranks draw the same numbers before the first batch with a key."""
+        """Seed the generators for an optimizer's step. key: the key for the draws of the current batch. With None, do
+        nothing: before the first batch that has a key, all ranks draw the same numbers anyway."""
         if key is None:
             return
         self._last, self._steps = key, self._steps + 1 if key == self._last else 0

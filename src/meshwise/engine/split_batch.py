@@ -114,8 +114,8 @@ class Splits:
 
     def check_sum(self) -> bool:
         """Return True if each rank's value covers the whole batch already, so that nothing must be summed. Raise
-        UsageError if the value covers several batches, and only some of them are to be summed. Collective if some
-        batches have not been compared yet between the ranks by a backward."""
+        UsageError if the value covers several batches that must be summed in different ways. Collective if some batches
+        have not been compared yet between the ranks by a backward."""
         parts, self._used = self._parts, True
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):

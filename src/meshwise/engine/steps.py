@@ -68,9 +68,8 @@ def batches(
 
     name: what the loop is called in reports.
     size: the number of samples in a batch.
-    limited: called with a number of samples, returns an iterator whose next batch has at most so many samples. loop:
-    the record of the loop, if it is a script's loop or the training loop of a job.
-    loop: the record of a script's loop, or of a job's, which has step numbers."""
+    limited: called with a number of samples, returns an iterator whose next batch has at most so many samples.
+    loop: the record of this loop, if it is a loop of a script or the training loop of a job."""
     watcher, now = engine.watcher, loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
     if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):

@@ -35,11 +35,11 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed_bits
 
 SIGNS = CARRIED - 1
-"""How many numbers of 1 or -1 are sent along with the loss. Different values pass as equal with probability 2**-32."""
+"""How many numbers, each 1 or -1, are sent along with the loss. A difference is missed with probability 2**-32."""
 _Held = tuple[list[Any], Settings, Seen | None]
 PLAIN = frozenset((int, float))
 STEPS_OF_A_JOB = 8
-"""In how many of a job's first steps the ranks' batches are compared, with one more collective in each step."""
+"""The number of a job's first steps that compare the ranks' batches, which takes one more collective in each step."""
 
 
 class Agreed:
@@ -47,7 +47,7 @@ class Agreed:
 
     settings: returns the values of this rank to compare, such as learning rates and sums of parameters.
     notify: prints a line for the user; an empty line prints nothing.
-    losses: the guard that is told of losses that are not finite."""
+    losses: the guard to which losses that are not finite are reported."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Agreed:
         self._check_earlier(earlier)
 
     def finish(self) -> None:
-        """Check the means that came with the last loss, as no further loss follows."""
+        """Check the means that came with the last loss, because no further loss follows."""
         earlier, self._on_its_way = self._on_its_way, None
         self._check_earlier(earlier)
 

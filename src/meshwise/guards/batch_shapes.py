@@ -51,13 +51,13 @@ class BatchShapes:
             self.given[loader] = SHAPES, place, shapes_beside_samples(batch, len(part.indices))
 
     def take(self) -> Settings:
-        """Return the recorded shapes, which are sent along with this backward, and forget them."""
+        """Return the recorded shapes, to be sent along with this backward, and clear the record."""
         given = tuple(self.given.values())
         self.given.clear()
         return given
 
     def differ(self, ranks: Sequence[Settings]) -> str:
-        """Return a sentence that says how the ranks' batches differ in shape, the first time that they do; else an
+        """The first time that the ranks' batches differ in shape, return a sentence that says how. Otherwise return an
         empty string."""
         for settings in ranks:
             for (name, place, mine), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):

@@ -33,7 +33,8 @@ DRAWS = (
 
 
 class BehindLoop:
-    """Checks whether a model is called after a loop on the last batch of that loop, and draws random numbers."""
+    """Checks whether a program calls a model with a loop's last batch after that loop has ended, and the model draws
+    random numbers."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
@@ -42,7 +43,7 @@ class BehindLoop:
         self._before: Tensor | None = None
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """Stop checking if a new loop begins."""
+        """Stop checking, if this is the first batch of a new loop."""
         if loop.given == 0:
             self.ends()
 

@@ -71,7 +71,7 @@ class CoupledLosses:
         return COUPLED.format(place=where or user_place(), ranks=plan.devices)
 
     def close(self) -> bool:
-        """Stop watching for collectives. Return whether the program itself has called a collective since the last
-        check."""
+        """Stop watching for collectives. Return whether the program itself, not meshwise, has called a collective since
+        the last check."""
         foreign, self._foreign = self._foreign, None
         return foreign is not None and foreign.close()

@@ -11,7 +11,7 @@ from meshwise.engine.engine import Engine
 
 
 class DrawsNote:
-    """Checks after each backward whether the random draws of the forward could be made as on one device
+    """Checks after each backward whether all random draws of the forward were equal to those of one device
     (`--exact-random`)."""
 
     def __init__(self, engine: Engine) -> None:

@@ -50,13 +50,14 @@ class FiniteLosses:
         self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
 
     def models_added(self) -> None:
-        """Exclude parameters from the check that are not finite when their model is given to `mw.distribute`."""
+        """Exclude from the check the parameters that are not finite already when their model is given to
+        `mw.distribute`."""
         if not rehearsing():
             self._never |= not_finite_names(self._program.numbered_models())
 
     def look(self) -> None:
-        """Check the losses that have not been checked yet. On an accelerator, check those of the previous call instead,
-        because reading the newest losses would have to wait for the device."""
+        """Check the losses that have not been checked yet. On an accelerator, check only those that came before the
+        previous call, because reading newer losses would have to wait for the device."""
         waiting, self._waiting = self._waiting, []
         earlier, self._on_its_way = self._on_its_way, None
         if waiting and not rehearsing():
@@ -76,7 +77,7 @@ class FiniteLosses:
                 self.found(seen)
 
     def found(self, seen: Seen) -> None:
-        """Count a mean loss that is not finite, and report the first one on every rank. Collective for the first one.
+        """Count a mean loss that is not finite. Report the first such loss on every rank, which is collective.
         seen: facts about the backward of the loss."""
         number, step, part, own = seen
         self._count, self._last = self._count + 1, number
@@ -91,8 +92,8 @@ class FiniteLosses:
         self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Keep the loss of a backward for the next check. This is used on one device. On several ranks, `Agreed` checks
-        losses."""
+        """Keep the loss of a backward for the next check. This is called only on one device, because on several ranks
+        `Agreed` checks the losses."""
         if mean is not None:
             self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
 
@@ -130,7 +131,8 @@ class FiniteLosses:
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """Return a sentence that says what is not finite at the end of a program; empty if everything is."""
+        """Return a sentence that says what is not finite at the end of a program. Return an empty string if everything
+        is finite."""
         backwards = self._program.backwards
         self.look()
         self.look()

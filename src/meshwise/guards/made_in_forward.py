@@ -39,7 +39,7 @@ Made = tuple[str, str, str, Tensor]
 
 def note_made(program: Program, made: list[Made]) -> RemovableHandle:
     """From now on, append to `made` each parameter that is created inside a forward of the program's models. Return the
-    handle of the hook that does this."""
+    handle by which the hook that does this can be removed."""
     return register_module_parameter_registration_hook(functools.partial(_registered, program, made, [0]))
 
 

@@ -39,8 +39,8 @@ NAMED = {*NAMES.values(), PLATEAU}
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:
-    """Return a sentence that says how the settings of a rank differ from those of rank 0. Return an empty string if
-    they do not."""
+    """Return a sentence that says how the settings of a rank differ from those of rank 0. Return an empty string if all
+    are equal."""
     for rank, settings in enumerate(ranks):
         if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
             continue
@@ -102,7 +102,7 @@ def _alike(one: float, other: float) -> bool:
 
 def diverged(ranks: Sequence[Settings], kind: str) -> str:
     """Return a sentence that says how the ranks' parameters, or one of their buffers, differ. Return an empty string if
-    they do not. kind: PARAMETERS or BUFFER."""
+    all are equal."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):
@@ -124,15 +124,16 @@ _BUFFER = (
 
 
 class LastLook:
-    """Compares the ranks' parameters at the end of a program. They are not compared if a rank has written its
-    parameters after the last training loop, because rank 0 may load other values to save or evaluate them."""
+    """Compares the ranks' parameters at the end of a program. If a rank has changed its parameters after the last
+    training loop, nothing is compared, because rank 0 may load other values to save or evaluate them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._key = engine, f"meshwise/replicas/{next(_made)}"
         self._backwards, self._versions = 0, list[int]()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Record how often the parameters were written until the end of a loop, which may be the last training loop."""
+        """At the end of a loop that has trained, record how often the parameters have been written so far. It may be
+        the last training loop."""
         program = self._engine.program
         if program.backwards != self._backwards:
             self._backwards, self._versions = program.backwards, versions(program.named_parameters().values())

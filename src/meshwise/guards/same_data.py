@@ -54,12 +54,12 @@ _Array = numpy.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Held:
-    """The facts to compare about one attribute of a data set.
+    """The facts about one attribute of a data set that are compared over the ranks.
 
-    size: how many rows it has.
-    told: facts that must be equal on all ranks.
-    numbers: some of its numbers, which may differ by rounding.
-    row: whether it has one row for each sample."""
+    size: how many rows the attribute has.
+    told: facts that must be exactly equal on all ranks.
+    numbers: some of the attribute's numbers, which may differ between ranks by rounding.
+    row: whether the attribute has one row for each sample."""
 
     size: int
     told: tuple[Any, ...] = ()
@@ -68,7 +68,8 @@ class Held:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """The number of rows and a checksum. They are equal if all compared facts are equal bit for bit."""
+        """The number of rows and a checksum of the other facts. Two equal results mean that all compared facts are
+        bitwise equal."""
         return self.size, zlib.crc32(b"".join(map(_Array.tobytes, self.numbers)), zlib.crc32(repr(self.told).encode()))
 
 
@@ -82,7 +83,8 @@ class SameData:
         """Raise DataError if the ranks have different data sets or samplers. Collective.
 
         samples: the size of the data set; None if it has none.
-        say: prints a note about an attribute that differs, but that does not have one row for each sample."""
+        say: prints a note. It is called for a differing attribute without one row for each sample, which is not an
+        error."""
         everyone = collectives.everyone()  # those too that work on the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
@@ -264,7 +266,7 @@ def _places(size: int, most: int) -> list[int]:
 
 
 def _stretches(array: Any) -> Iterator[Any]:
-    """Yield some runs of the elements of a tensor or an array, without copying the rest."""
+    """Yield some runs of consecutive elements of a tensor or an array. Only these elements are copied."""
     size = math.prod(array.shape)
     if size <= STRETCHES * STRETCH:
         flat = array.reshape(-1)
@@ -283,8 +285,9 @@ def _as_array(tensor: Tensor) -> _Array:
 
 
 def _differ(one: Held, other: Held) -> bool:
-    """Return whether two ranks hold different values. A run of numbers that is all zero on one rank may consist of rows
-    that are not filled yet. Such runs count only if they are more than half of all runs."""
+    """Return whether two ranks hold different values. A run of numbers that differs, but is all zero on one rank, may
+    consist of rows that are not filled yet. Such runs count as a difference only if they are more than half of all
+    runs."""
     if (one.size, one.told) != (other.size, other.told) or len(one.numbers) != len(other.numbers):
         return True
     apart = [pair for pair in zip(one.numbers, other.numbers, strict=True) if not _close(*pair)]

@@ -45,7 +45,7 @@ _made = itertools.count()  # every rank makes its engines in the same order
 class UndistributedLoops:
     """Watches loops over DataLoaders that are not distributed, until `close()`.
 
-    reads: what this rank has read in loops; the newest batch is recorded there.
+    reads: the record of this rank's loops, in which the newest batch is recorded.
     say: prints a text for the user."""
 
     def __init__(self, reads: Loops, world: World, say: Callable[[str], None]) -> None:
@@ -70,8 +70,8 @@ class UndistributedLoops:
 
     @contextlib.contextmanager
     def adding(self, verb: str, value: Any) -> Iterator[None]:
-        """Return a context manager for a collective that sums `value` over the ranks. Warn after it if every rank has
-        read the same whole loader and sums the same value."""
+        """Return a context manager for a collective that sums `value` over the ranks. At its end, warn if every rank
+        has read the same whole loader and sums the same value."""
         loop, ranks = self._reads.whole, self.world.size
         if loop is None or loop.compared == MOST:
             yield

@@ -85,7 +85,7 @@ class Loop:
     foreign: Foreign | None = None
 
     def watch(self) -> None:
-        """Register hooks to watch the loop's first batch, which begins now."""
+        """Register hooks on the models that watch what the loop does with its first batch, which begins now."""
         self.foreign = Foreign()
         if compiling.is_used():
             return
@@ -108,7 +108,8 @@ class Loop:
         self.hooks.clear()
 
     def end_watch(self) -> None:
-        """Remove all hooks, and record whether the program itself has called a collective meanwhile."""
+        """Remove all hooks, and record whether the program itself, not meshwise, has called a collective since they
+        were added."""
         self.remove_hooks()
         if self.norms is not None:
             self.norms.remove()
@@ -127,11 +128,12 @@ class Loop:
 
 
 class UnsummedLoops:
-    """Watches the loops of a program for evaluations with results that are not summed over the ranks.
+    """Watches the loops of a program. It warns if an evaluation's results are not summed over the ranks.
 
     models: returns the models that were given to `mw.distribute`.
     say: prints a sentence for the user.
-    expects: called with this object when a loop begins, so that its methods are called at the next backward too."""
+    expects: called with this object when a loop begins. It must arrange that `backward_begins` is called at the next
+    backward."""
 
     def __init__(
         self,
@@ -185,8 +187,8 @@ class UnsummedLoops:
             self._training.add((loop.place, loop.loader))
 
     def reduced(self) -> None:
-        """Record that values were reduced over the ranks. They may belong to loops that have finished or that are still
-        running."""
+        """Record that values were reduced over the ranks. They may have been computed in loops that have finished or
+        that are still running."""
         for loop in self._open.values():
             loop.reduced = True
         self._forget_waiting()

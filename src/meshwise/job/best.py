@@ -28,10 +28,10 @@ class BestEpoch:
     """The best evaluation of a run so far. It is the same on all ranks, because metrics are computed over all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
-        """Begin without a best evaluation. If the run is resumed, read the best evaluation from the run folder.
+        """Begin without a best evaluation, or in a resumed run with the one that the run folder records.
 
         folder: the run folder, in which the weights of the best evaluation are saved. With None, no weights are saved.
-        resumed: whether the run continues an earlier one. If so, all ranks must make this call (collective).
+        resumed: whether the run continues an earlier run. The call is then collective.
 
         Raises UsageError if the resumed run chose its best evaluation by another metric.
         """
@@ -77,7 +77,8 @@ class BestEpoch:
         return self._job.patience is not None and since >= self._job.patience * every
 
     def why_over(self, state: RunState) -> str:
-        """Return a sentence on why the run ended early. An empty string if the run trained all its epochs."""
+        """Return a sentence that says why the run ended early. Return an empty string if the run trained all its
+        epochs."""
         if state.epoch >= self._job.epochs or not self.is_over(state):
             return ""
         after, then = f"epoch {state.epoch} of {self._job.epochs}", f"epoch {self.found.epoch}" if self.found else ""

@@ -23,7 +23,8 @@ Sum = tuple[Tensor, Tensor]
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:
     """Return the job's metrics over the whole test set, or only the loss if the job has no metrics. Collective.
 
-    Padding samples have weight 0. First, all ranks take the model's buffers, such as running statistics, from rank 0.
+    Padding samples have weight 0. First, rank 0 sends its buffers of the model, such as running statistics, to all
+    ranks.
     """
     collectives.broadcast_tensors(list(model.buffers()))
     sums: dict[str, Sum] = {}
@@ -45,7 +46,8 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Micro
 
 
 def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
-    """Return each metric of a batch with its weight. On a pipeline stage other than the last, return an empty dict."""
+    """Return each metric of a batch with its weight. Only the last pipeline stage has them. Other stages return an
+    empty dict."""
     pipeline, cast = engine.program.pipeline, engine.cast(batch)
     if pipeline is None:
         return _measure(job, model, cast, part)
@@ -58,7 +60,8 @@ def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: Batc
 
 
 def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
-    """Return the sums of the last pipeline stage, on every rank of the pipeline. Without a pipeline, return `sums`."""
+    """Send `sums` from the last pipeline stage to all stages, and return them. Without a pipeline, return `sums`
+    unchanged."""
     pipeline, device = engine.program.pipeline, engine.program.device
     if pipeline is None:
         return sums

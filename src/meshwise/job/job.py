@@ -27,7 +27,7 @@ _MUST_BE_GIVEN: Any = ...
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """The argument with which a job's callbacks are called after each epoch, on every rank.
+    """The facts about an epoch that has ended. A job's callbacks get them after each epoch, on every rank.
 
     epoch: the number of the epoch, counted from 1.
     epochs: the number of epochs of the job.
@@ -151,7 +151,8 @@ class Job:
 
     @property
     def evaluates(self) -> tuple[int, str]:
-        """`validate_every` as a count and a unit, such as `(500, "steps")`. The count is 0 if the value is invalid."""
+        """The field `validate_every` as a count and a unit, such as `(500, "steps")`. The count is 0 if the field is
+        invalid."""
         whole = isinstance(self.validate_every, int | str) and not isinstance(self.validate_every, bool)
         return _count_and_unit(str(self.validate_every)) if whole else (0, "epochs")
 

@@ -46,7 +46,8 @@ PATIENCE, LOOK = 5.0, 0.005  # seconds for a step in flight to be whole again, a
 
 
 def among(plan: Plan, world: World) -> Among:
-    """Return how the ranks share the work of keeping a run's last state. Replicas are on the outermost mesh axis."""
+    """Return which parts of a run's last state each rank keeps. Ranks that differ only on the outermost mesh axis are
+    replicas."""
     attempt = int(os.environ.get(ATTEMPT, "1"))
     divided = plan.parameters_divided or plan.state_divided
     if world.size > 1 and plan.data == world.size and not divided and world.kind == "cpu":
@@ -56,7 +57,8 @@ def among(plan: Plan, world: World) -> Among:
 
 
 class LastStep:
-    """The state of a run after its last step, which survives the loss of a rank. Call `keep` after each step."""
+    """Keeps copies of a run's state after its last step, so that the run can continue after a rank was lost. Call
+    `keep` after each step."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class LastStep:
         """Prepare to keep the state.
 
         folder: the run folder.
-        redundancy: the value of --redundancy, or None if it was not given.
+        redundancy: the value of the option --redundancy; None if the user did not give it.
         notify: a function that prints a line for the user, once for all ranks.
         """
         self._state, self._world, self._notify = state, world, notify
@@ -87,7 +89,7 @@ class LastStep:
         self._lock = threading.Lock()  # the state is noted by one thread, and left by another
 
     def keep(self) -> None:
-        """Keep the state, after a step and everything that belongs to the step. Collective in the first steps."""
+        """Keep the current state. Call this after everything that belongs to a step. Collective in the first steps."""
         began, last, step = time.perf_counter(), self._last, self._state.step
         due = self._every > 0 and step % self._every == 0
         with self._lock:
@@ -102,7 +104,7 @@ class LastStep:
         self._before = began
 
     def _begin(self) -> None:
-        """Check whether there is enough memory for copies of the state. If not, tell the user and make none.
+        """Check whether there is enough memory for copies of the state. If not, tell the user, and make no copies.
         Collective."""
         self._begun = True
         if self._whole:
@@ -145,7 +147,7 @@ class LastStep:
     def leave(self) -> bool:
         """Write the state after the last step to disk, when a step has failed or hangs.
 
-        Returns whether the state is on disk, or another rank has begun to write it.
+        Returns True if this rank has written it, or if another rank that holds the same state has begun to write it.
         """
         with self._lock:
             if not self._last.is_whole():
@@ -158,8 +160,8 @@ class LastStep:
         return left
 
     def _is_first(self) -> bool:
-        """Return whether this rank is the first to write the state. One copy is enough if each rank holds the whole
-        state."""
+        """Return whether no other rank has begun to write the state. Only the first rank writes it if all ranks hold
+        the whole state."""
         try:
             os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -167,7 +169,7 @@ class LastStep:
         return True
 
     def answer(self, channel: WorkerChannel) -> None:
-        """Let the launcher ask this rank to write its state, by a message on the side channel.
+        """From now on, write this rank's state when the launcher asks for it by a message on the side channel.
 
         The state is written in the thread that listens to the launcher, even during a step.
         """

@@ -33,7 +33,7 @@ class LeftOut:
     """The batches that a run leaves out because their loss or gradient was not finite. All ranks hold the same list."""
 
     is_step = False
-    """False: a step without an update does not count as a step."""
+    """False, because a step whose batch is left out does not count as a step."""
 
     def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
         """Read the batches that earlier attempts have left out. Collective.
@@ -53,8 +53,8 @@ class LeftOut:
         self.in_a_row = 0
 
     def ranges(self, epoch: int, begin: int = 0) -> list[tuple[int, int]]:
-        """Return the left-out batches of an epoch that end after sample `begin`, as pairs (first, stop) for
-        `batch_bounds`."""
+        """Return the left-out batches of an epoch, as pairs (index of the first sample, index after the last sample)
+        for `batch_bounds`. Batches that end at sample `begin` or before are omitted."""
         return [(first, stop) for of, first, stop in self._every if of == epoch and stop > begin]
 
     def step_begins(self) -> None:

@@ -58,7 +58,7 @@ from meshwise.workers.join import RankContext, join
 
 
 def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
-    """Run `job` on this rank until it ends. Return a dict of facts about the run on this rank. Collective.
+    """Run `job` on this rank until it ends. Return a dict that describes the finished run on this rank. Collective.
 
     folder: the run folder, which must exist. With None, nothing is recorded or saved.
     send: a function that takes the run's messages. By default, messages go to the launcher.
@@ -261,7 +261,8 @@ def _train_epoch(run: JobRun) -> bool:
 
 
 def _has_spiked(run: JobRun) -> bool:
-    """Return whether a loss since the last check was a spike. If so, tell the user. Collective when a check is due."""
+    """Check the losses since the last check for spikes, if a check is due, and tell the user of the first spike. Return
+    whether there was one. Collective when a check is due."""
     step = run.state.step
     if run.spikes is None or not run.spikes.is_due(step):
         return False

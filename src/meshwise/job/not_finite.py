@@ -30,7 +30,8 @@ MOST_IN_A_ROW = 20  # steps that are skipped before the run is held to be lost
 
 
 def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
-    """Raise UsageError if the optimizer needs a closure and `on_nan` is not `stop`. Its steps cannot be skipped."""
+    """Raise UsageError if the optimizer needs a closure and `on_nan` is not `stop`. The step of such an optimizer
+    cannot be skipped."""
     if on_nan != STOP and needs_closure(optimizer):
         raise UsageError(
             f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, so a step "
@@ -56,7 +57,7 @@ class KeptBuffers:
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of `model` on this rank. Of a sharded gradient, this is the local shard."""
+    """Return the gradients of `model` on this rank. A sharded gradient appears as this rank's shard."""
     return [local_of(p.grad) for p in model.parameters() if p.grad is not None]
 
 
@@ -67,7 +68,7 @@ def any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def agreed(found: Tensor) -> bool:
-    """Return whether `found` is 1 on at least one rank. Collective."""
+    """Return True on all ranks if `found` is 1 on at least one rank. Collective."""
     return bool(float(collectives.all_reduce(found, "max", collectives.everyone(), of="whether gradients are finite")))
 
 
@@ -75,7 +76,7 @@ class SkippedSteps:
     """The check that skips the update of each step with gradients that are not finite, and counts these steps."""
 
     is_step = True
-    """True: a step without an update counts as a step."""
+    """True, because a step counts as a step even if its update is skipped."""
 
     def __init__(self, model: nn.Module, notify: Callable[[str], None]) -> None:
         self._model, self._notify, self._kept = model, notify, KeptBuffers(model)
@@ -107,6 +108,7 @@ class SkippedSteps:
         return True
 
     def note(self) -> str:
-        """Return a text for the summary on how many steps were skipped. An empty string if there were none."""
+        """Return a text for the run's summary that says how many steps were skipped. Return an empty string if no step
+        was skipped."""
         skipped = f"{plural(self.count, 'step')} skipped (--on-nan skip): gradients that are not finite"
         return skipped if self.count else ""

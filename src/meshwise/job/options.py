@@ -35,7 +35,7 @@ AUTO = "auto"
 AUTO_OF_A_SCRIPT = "--plan auto works only for jobs, not for scripts. Save a plan with meshwise plan --save FILE."
 """The error message for `--plan auto` with a script. For a script, the plan must be a saved one."""
 OF_THE_PLAN = ("accumulate", "precision")
-"""Fields of the plan that have an option of their own, besides `--set`."""
+"""Fields of the plan that can be set by an option of the same name, and not only by `--set`."""
 JOB = Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True)
 ARGUMENT = OfJobs("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE")
 
@@ -187,7 +187,7 @@ class RunOptions(NodeOptions):
 
     @property
     def gives_plan(self) -> bool:
-        """Whether the user gave a plan, or any field of a plan."""
+        """Whether the user gave a plan, or set any field of a plan by an option."""
         return self.plan is not None or bool(self.settings)
 
     def plan_on(self, devices: int) -> Plan:
@@ -215,7 +215,8 @@ class RunOptions(NodeOptions):
         return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
 
     def override(self, job: Job) -> Job:
-        """Return `job` with the epochs, the batch size and the seed of these options, as far as they are given."""
+        """Return a copy of `job`, in which the epochs, the batch size and the seed are replaced by those of these
+        options that the user gave."""
         given = {name: getattr(self, name) for name in ("epochs", "batch_size", "seed")}
         return replace(job, **{name: value for name, value in given.items() if value is not None})
 
@@ -266,10 +267,11 @@ def settle(options: Any, *counts: str) -> None:
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
-    """Return the recorded options that `given` does not replace.
+    """Return the options from a run's record `earlier` that still hold when the run is resumed with the options
+    `given`.
 
-    An option is also replaced if `given` sets the same field of the plan by another option. Raises UsageError if a
-    recorded value has the wrong type.
+    A recorded option is left out if `given` has this option, or sets the same field of the plan in another way. Raises
+    UsageError if a recorded value has the wrong type.
     """
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
@@ -288,7 +290,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
 
 
 def _is_of(value: Any, annotation: Any) -> bool:
-    """Return whether a recorded value has one of the types in the annotation of an option."""
+    """Return whether a recorded value has a type that the annotation of its option allows."""
     several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = [get_origin(kind) or kind for kind in several]
     if isinstance(value, tuple):

@@ -25,7 +25,7 @@ from meshwise.transfer import collectives
 
 
 class ReplicaCheck:
-    """The comparison of a run's replicas, which must be bitwise equal.
+    """Compares the replicas of a run's model and optimizer state, which must be bitwise equal.
 
     every: the number of steps between two comparisons. With 0, replicas are never compared.
     """

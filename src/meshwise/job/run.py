@@ -86,7 +86,7 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
 
 
 def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
-    """Return a loss scaler. It is enabled only if the plan computes in float16."""
+    """Return a loss scaler for the device. If the plan does not compute in float16, the scaler is disabled."""
     return Scaler(device.split(":")[0], enabled=plan.dtypes.scaled)
 
 
@@ -158,7 +158,7 @@ class JobRun:
     last: LastStep | None = None
     """Keeps the state after the last step. None if there is no launcher that holds memory for the state."""
     evaluated: tuple[int, bool] = (-1, False)
-    """The step of the last evaluation, and whether that evaluation was the best so far."""
+    """The step of the last evaluation, and whether this evaluation was better than all before it."""
     began: dict[str, int] = field(default_factory=dict)
     """The epoch and the step at which this start of the run began."""
 

@@ -22,7 +22,8 @@ EVERY = 10  # steps between two looks
 
 
 class Spikes:
-    """The detector of spikes in a run's losses. Each loss is over all ranks, so every rank finds the same spikes."""
+    """Detects spikes in a run's losses. All ranks get the same losses, which are means over all ranks, and so find the
+    same spikes."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=WINDOW)
@@ -34,7 +35,8 @@ class Spikes:
         return step % EVERY == 0
 
     def look(self, losses: Sequence[float], step: int) -> str:
-        """Return a sentence on the first spike among the losses since the last call. An empty string if there is none.
+        """Return a sentence that describes the first spike among the losses since the last call. Return an empty string
+        if there is no spike.
 
         losses: all losses so far. The last one is the loss of step `step`.
         """

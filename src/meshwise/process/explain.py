@@ -31,14 +31,16 @@ def explain(
     recorder: Recorder,
     smaller: Callable[[], tuple[Plan, str] | None] = lambda: None,
 ) -> None:
-    """Add notes to an error of a run: the rank, the step and the phase in which it was raised.
+    """Add notes to an error that ends a run. They name the rank, the step and the phase in which the error was raised.
+    If memory ran out, another note says how much memory was used, and what to do. Errors that meshwise raises itself
+    get no note.
 
     After running out of memory, a note also says how much memory was used and what to do. Errors of meshwise get no
     note.
 
-    steps: the number of finished steps. None before training begins.
-    smaller: a function that returns a plan that needs less memory, and a text on what it changes. None if there is
-        none.
+    steps: the number of finished steps; None if training has not begun.
+    smaller: a function that returns a plan that needs less memory and a text that says what this plan changes, or None
+        if there is no such plan.
     """
     if isinstance(error, MeshwiseError):
         return

@@ -25,7 +25,8 @@ IN_MEMORY = ("", ":memory:")  # names that sqlite knows, and that are no files
 
 
 def free_folders() -> list[str]:
-    """Return the folders that hold no files of the user: system folders, caches, and folders of meshwise.
+    """Return the folders in which programs may write directly, because they hold no files of the user: system folders,
+    caches, and folders of meshwise. A folder that contains the current folder is left out.
 
     A folder that contains the current folder is left out.
     """
@@ -36,7 +37,9 @@ def free_folders() -> list[str]:
 
 
 class FileView:
-    """A view of the real files, in which files that lie in `folder` hide the real files of the same path.
+    """A view of the file system in which files are never changed in place. Changed files are kept in `folder`, where
+    each hides the real file of the same path. A path outside `folder`, with symbolic links followed, is called a
+    logical path.
 
     A path outside `folder`, with symbolic links followed, is called a logical path.
     """
@@ -49,7 +52,7 @@ class FileView:
         self._free = (*(each + os.sep for each in free_folders()), folder + os.sep)
 
     def logical(self, path: Any, follow: bool = True, at: int | None = None) -> str | None:
-        """Return the logical path of `path`. Return None if `path` is to be used unchanged.
+        """Return the logical path of `path`. Return None if the program is to use `path` unchanged.
 
         follow: whether to follow a link at the end of the path.
         at: the file descriptor of the folder to which `path` is relative. None for the current folder.
@@ -74,14 +77,14 @@ class FileView:
         return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
 
     def is_real(self, path: str) -> bool:
-        """Return whether there is a real file at a logical path that the view does not hide."""
+        """Return whether a real file exists at a logical path, and the view does not hide it."""
         return os.path.lexists(path) and not (
             os.listdir(self._gone) and any(os.path.lexists(self._mark(each)) for each in _parents(path))
         )
 
     def place(self, path: str) -> str:
-        """Return where the file of a logical path lies. If there is no such file, return its path inside the view's
-        folder."""
+        """Return the path at which the file of a logical path is stored: the real path, or a path inside the view's
+        folder. If there is no such file, return the path inside the view's folder."""
         mine = self.files + path
         return path if not os.path.lexists(mine) and self.is_real(path) else mine
 
@@ -96,7 +99,7 @@ class FileView:
     def written(self, path: Any, follow: bool = True, at: int | None = None, *, keep: bool = False) -> Any:
         """Return the path at which to write the file that a program names `path`.
 
-        keep: first copy the contents of the file there.
+        keep: whether to copy the file there first, with its contents.
         follow, at: as in `logical`.
         """
         logical = self.logical(path, follow, at)
@@ -113,15 +116,16 @@ class FileView:
         return mine
 
     def changed(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Return the path at which to change the file of `path` in place. The contents of the file are first copied
-        there."""
+        """Return the path at which to change a part of the file that a program names `path`. The file is copied there
+        first."""
         return self.written(path, follow, at, keep=True)
 
     def copy(self, path: str, *, inside: bool = False) -> None:
         """Copy a real file into the view's folder.
 
         path: the logical path.
-        inside: copy a folder with everything that the view shows in it. Otherwise, only an empty folder is made.
+        inside: whether to copy a folder with everything that the view shows in it. If not, only an empty folder is
+        made.
         """
         mine = self.files + path
         if os.path.isdir(self.place(path)) and not os.path.islink(self.place(path)):
@@ -161,7 +165,7 @@ class FileView:
 
 
 def _parents(path: str, itself: bool = True) -> Iterator[str]:
-    """Yield the parents of an absolute path from the root down: `/a`, `/a/b` and so on. itself: yield the path itself,
-    too."""
+    """Yield the parents of an absolute path from the root down: `/a`, `/a/b` and so on. itself: whether to yield the
+    path itself, too."""
     parts = path.split(os.sep)
     return (os.sep.join(parts[:end]) for end in range(2, len(parts) + itself))

@@ -21,7 +21,7 @@ from meshwise.workers.join import rank_context
 def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     """Return the plan of this script. It is chosen at the first call of mw.distribute.
 
-    The plan is chosen anew once all models of earlier calls are gone.
+    After all models of earlier calls were deleted, the next call chooses a plan again.
 
     given: the `plan` argument of the call.
 
@@ -64,9 +64,10 @@ def plan_of_run(world: World) -> Plan | None:
 
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
-    """Check that `plan` fits this number of ranks and a user's own training loop, and return it.
+    """Return `plan`, after a check that it can be used with this number of ranks and with a training loop in a user's
+    script.
 
-    On one device, the mesh axes of the plan are removed, so that `python script.py` runs.
+    On one device, return a copy without mesh axes, so that `python script.py` runs with a plan for several devices.
     """
     if world.size == 1 and plan.devices > 1:
         notify(f"one device: the axes of {plan}, and techniques that need several devices, are ignored.")

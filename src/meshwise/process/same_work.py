@@ -19,10 +19,10 @@ from meshwise.workers.join import made_process_group
 
 
 def refuse_same_work(script: str, world: World) -> None:
-    """Let a script raise UsageError at its first optimizer step with gradients, if every worker would do the same work.
+    """Make a script raise UsageError at its first optimizer step with gradients, if all workers would do the same work.
 
-    Every worker does the same work if several workers run the script, it has passed no model to mw.distribute, and it
-    has made no process group itself (as with DDP, accelerate or Trainer).
+    That is so if several workers run the script, and the script has neither passed a model to mw.distribute nor made a
+    process group itself (as with DDP, accelerate or Trainer).
     """
     if world.size == 1:
         return

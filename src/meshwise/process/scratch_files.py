@@ -61,7 +61,7 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
 )
 LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
 CLASSES = {owner for owner in (*LISTS, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
-"""Classes that hold functions to replace. (OTHERS: owner, name, position of the path argument, method of FileView.)"""
+"""Classes with methods to replace. An entry of OTHERS: owner, name, index of the path argument, method of FileView."""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
 
@@ -100,7 +100,7 @@ _LEFT = ("posix", "_io", __name__, FileView.__module__)  # imports of modules go
 
 
 class _Functions:
-    """Replacements for Python's file functions, which act on the files of a view."""
+    """Replacements for Python's file functions. They act on the files of a `FileView`."""
 
     def __init__(self, view: FileView) -> None:
         self._view, self._inside = view, threading.local()
@@ -129,7 +129,8 @@ class _Functions:
             yield vars(owner)[name], functools.partial(self._other, position, getattr(self._view, use))
 
     def guarded(self, original: Function, instead: Function) -> Function:
-        """Return a function that calls `instead`. Calls made inside a replacement go to the original function."""
+        """Return a function that calls `instead`. If it is called from inside another replacement, it calls the
+        original function."""
 
         @functools.wraps(original, updated=())
         def call(*arguments: Any, **named: Any) -> Any:
@@ -251,7 +252,8 @@ class _Functions:
 
 
 class _Entry:
-    """An `os.DirEntry` with a path in the folder that the program named, wherever its file really lies."""
+    """Like an `os.DirEntry`, for a file that may be stored in the view's folder. Its path is in the folder that the
+    program named."""
 
     def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
         self._entry = entry

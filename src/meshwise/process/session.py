@@ -54,7 +54,7 @@ def _begin() -> None:
 
 
 def show(text: str) -> None:
-    """Tell the engine's watcher, if there is one, that the current line of the user's program shows a text."""
+    """Tell the engine's watcher, if there is one, that the program prints or logs a text at the user's current line."""
     watcher = engines[-1].watcher if engines else None
     if watcher is not None:
         watcher.shown(user_place(), text)
@@ -123,7 +123,8 @@ def program_ends() -> None:
 
 
 def _process_ends() -> None:
-    """Call `program_ends` at exit. Only print its error, which can no longer change the exit code."""
+    """Call `program_ends` at exit. If it raises an error, only print the error, because the exit code can no longer
+    change."""
     try:
         program_ends()
     except LossError as error:
@@ -146,8 +147,8 @@ def end_sessions() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[Engine]:
-    """Yield a new default engine for a rehearsed program. In the meantime, the engines of this process are set
-    aside."""
+    """Yield a new default engine for a rehearsed program. The engines of this process are restored at the end of the
+    block."""
     before, divided = engines[:], collectives.dividing()
     engines.clear()
     collectives.divide_among(None)
@@ -168,7 +169,7 @@ def _new() -> Engine:
 
 
 def tell(text: str) -> None:
-    """Print a line for the user: through our launcher if there is one, else on stderr."""
+    """Print a line for the user. The launcher of meshwise prints it if there is one. Otherwise it goes to stderr."""
     channel = rank_context().channel
     if channel is not None:
         channel.send("note", text=text)

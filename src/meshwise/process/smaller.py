@@ -26,12 +26,12 @@ _DRAWS = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|noise|sam
 def smaller_plan(
     plan: Plan, model: nn.Module, batch_size: int | None, world: World, *, apart: bool = False
 ) -> tuple[Plan, str] | None:
-    """Return the plan to try after running out of memory, and a text on what it changes. None if nothing is left to
-    try.
+    """Return a plan that needs less memory than `plan`, and a text that says what it changes. Return None if no such
+    plan is known.
 
-    batch_size: the size of the global batch. None for a user's loop, which splits its batches itself.
+    batch_size: the size of the global batch; None for a user's own loop, which determines the size itself.
     world: the ranks that divide a batch.
-    apart: whether the loss is known to be a mean of terms that each depend on one sample.
+    apart: whether the loss is known to be a mean of terms, each of which depends on only one sample.
     """
     rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
     divided = world.size > 1 or plan.accumulate > 1
@@ -51,12 +51,14 @@ def smaller_plan(
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Check whether the model has a batch norm. The result for a sample then depends on its microbatch."""
+    """Check whether the model has a batch norm. If it has, the result for a sample depends on the other samples of its
+    microbatch."""
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Check whether a forward pass may draw random numbers. True if this is unclear.
+    """Check whether a forward pass may draw random numbers, judged by the settings and the source code of the modules.
+    Return True if this is unclear.
 
     This is judged by the settings and the source code of the modules.
     """

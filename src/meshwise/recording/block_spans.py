@@ -20,7 +20,7 @@ from meshwise.timeline.recorder import Mark, current
 
 
 def record_blocks(model: nn.Module) -> None:
-    """Record the spans of each block of `model` from now on."""
+    """From now on, record a span for each forward and each backward of each block of `model`."""
     backward = _Backward()
     for name, block in blocks_of(model):
         _Block(name, block, backward)

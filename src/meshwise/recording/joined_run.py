@@ -37,8 +37,8 @@ WAIT, ROUND = 5.0, 0.1  # seconds in which the others come to their ends, and be
 
 
 class JoinedRun:
-    """One rank's share in recording a run that another launcher started. attempt: the number of the run's attempt, from
-    1."""
+    """Records a run that another launcher than meshwise's has started, on one of its ranks. attempt: the number of the
+    run's attempt, from 1."""
 
     def __init__(self, folder: Path, attempt: int, store: Any) -> None:
         self.folder, self.attempt, self._store, self._over = folder, attempt, store, False
@@ -105,10 +105,11 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """Return the failure that ended the run when the store is gone, because rank 0 served it and has ended.
+        """Return the failure that ended the run, if the process group's store is gone because rank 0, which hosts it,
+        has ended.
 
-        If rank 0 recorded no end of the run, and this rank failed only because it lost a connection, the failure is
-        that rank 0 disappeared. Otherwise it is `mine`.
+        Returns a failure that says that rank 0 disappeared, if rank 0 has recorded no end of the run and this rank
+        failed only because it lost a connection. Otherwise returns `mine`.
         """
         with contextlib.suppress(UsageError):  # a folder that this machine does not share
             last = names.read_run(self.folder)["sessions"][-1]
@@ -121,8 +122,8 @@ def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
     """Open the run on rank 0 by calling `open_run`, and send the folder and attempt number to the other ranks.
     Collective.
 
-    open_run: returns the run folder and the number of the attempt. If `open_run` raises an error, rank 0 raises the
-        error too, and the other ranks exit with its exit code.
+    open_run: returns the run folder and the number of the attempt. If `open_run` raises an error, it is raised on rank
+        0, and the other ranks exit with the exit code of that error.
     """
     world = rank_context().world
     store = store_of_ranks() if world.size > 1 else None

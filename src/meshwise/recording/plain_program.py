@@ -42,7 +42,7 @@ from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
 MOST_ACCUMULATED = 64
-"""After this many backwards without an optimizer step, each batch (without a loader, each backward) is a step."""
+"""After so many backwards without an optimizer step, each batch counts as a step; without a loader, each backward."""
 UNSEEN = 1.0
 """Child processes are reported if they have used at least this many seconds of CPU time."""
 BETWEEN_RANKS = ("send", "receive")
@@ -54,7 +54,7 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
     """Watch the calls that this process makes to torch, from now on.
 
     say: prints a line for the user.
-    own_group: called when the program makes a process group itself, as a program does that never calls meshwise.
+    own_group: called when the program makes a process group itself, which shows that it trains without meshwise.
     """
     context = rank_context()
     context.gate.interrupts = True
@@ -69,10 +69,10 @@ def end() -> Recording | None:
 
 
 def tell_what_is_missing(script: str) -> None:
-    """Warn the user at the end of a program about training that was not recorded, or that exchanged nothing.
+    """At the end of a program, warn the user if its training was not recorded, or if its workers exchanged nothing.
 
-    Rank 0 warns if the workers exchanged nothing, so that each worker trained a separate model. A warning is also
-    printed if no step was recorded although child processes of the program used CPU time.
+    If the workers exchanged nothing, each worker has trained a separate model. Only rank 0 warns of this. Also warn if
+    no step was recorded, although child processes of the program used CPU time.
     """
     theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     for program in _programs:
@@ -98,7 +98,7 @@ class PlainProgram:
     def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
         self.world, self._own_group, self.say = world, own_group, say
         self.exchanges = world.size == 1
-        """Whether ranks have exchanged values, as far as the watched calls show."""
+        """Whether ranks have exchanged values, as far as the watched calls show. True for a single rank."""
         self._by_reducer: list[str] = []
         self._everyone = f"{','.join(map(str, range(world.size)))}/{heartbeat.PLAIN}"
         self._recorder = Recorder(world.device, on=False)
@@ -109,7 +109,7 @@ class PlainProgram:
         self._inside = False
         self._asked: Mark = 0
         self._since: Mark | None = None
-        """When the last watched call ended and the program went on by itself. None during a watched call."""
+        """The time at which the last watched call ended. None while a watched call runs."""
         self._read = self._trained = self._stepped = self._evaluates = False
         """_read: a batch was read. _trained: a backward ran since that batch, or since model.eval(). _stepped: a step
             has ended, and the next has not begun. _evaluates: model.eval() was called."""
@@ -219,7 +219,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _train(self) -> Iterator[None]:
-        """Record the end of an evaluation at the first `module.train()` after it."""
+        """Record that an evaluation has ended, if this is the first `module.train()` after a `module.eval()`."""
         if not self._is_inside():
             self._ends.pop()()
             recorder = self._recorder
@@ -274,7 +274,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """Watch the collectives of the process group that is made in the with-body, if the program makes it itself."""
+        """Watch the collectives of the process group that is made in the block, unless meshwise makes it."""
         was = dist.is_initialized()
         yield
         if was or made_process_group() or not dist.is_initialized() or self._clocks is not None:
@@ -315,8 +315,8 @@ class PlainProgram:
         return ended
 
     def _waits(self) -> Ended | None:
-        """Record the computation that ends when a wait for an asynchronous collective begins. The wait itself is not
-        part of it."""
+        """Record the time since the last watched call as computation, because a wait for an asynchronous collective
+        begins. The wait itself is not part of it."""
         recorder, since = self._recorder, self._since
         if since is None or self._is_inside():
             return None

@@ -67,7 +67,7 @@ class Clocks:
         return () if self._probe is None else self._probe.sample(rounds)
 
     def close(self) -> None:
-        """Close the clock server on rank 0; on other ranks, close the connection to it."""
+        """Close the clock server on rank 0. On other ranks, close the connection to the server."""
         for end in (self._probe, self._server):
             if end is not None:
                 end.close()

@@ -41,8 +41,9 @@ LETS_GO = ("pop", "popleft", "clear")
 def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iterator[str]:
     """Yield warnings about the user's loop over a distributed loader that has just ended.
 
-    ended: how many loops of this program have ended at each source line; this loop is added. Only the first, second,
-    fourth, eighth time and so on is checked, because a buffer may fill up in later loops.
+    ended: how many loops of this program have ended at each source line. This loop is added to the count. At each line,
+    only the first loop and its second, fourth, eighth repetition and so on are checked. Later loops are included
+    because a buffer may fill up in them.
     uneven: whether this rank's share of the global batch varied between batches."""
     frame = user_frame()
     if frame is None:
@@ -62,7 +63,8 @@ def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iter
 
 
 def _of_batch(loop: ast.For) -> set[str]:
-    """Return the names of the loop variables, and the names to which the loop assigns them or parts of them."""
+    """Return the names of the loop variables, and of other variables to which the loop assigns them or parts of
+    them."""
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in inside(loop):
         for name, value in given(node):
@@ -115,7 +117,7 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
 
 
 def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
-    """Return whether a sum is divided by the `len` of something, such as a data set, which is equal on all ranks."""
+    """Return whether a sum is divided by `len(x)`, such as the size of a data set, which is equal on all ranks."""
     for node in inside(source.scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _uses(node.left, kept):
             right = node.right
@@ -125,15 +127,15 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
-    """Return whether the function reads a sum after the loop. `kept` is an entry of a dict or an attribute, which other
-    functions could read too."""
+    """Return whether the function that contains the loop reads a sum after the loop. kept: the sum, an entry of a dict
+    or an attribute."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 
 
 def _uses(node: ast.AST, kept: ast.expr) -> bool:
-    """Return whether code reads a name, an entry such as `stats["loss"]`, or an attribute such as `self.total`, given
-    as `kept`. Also return True if it reads the whole object that holds the entry or attribute."""
+    """Return whether code reads `kept`: a name, an entry such as `stats["loss"]`, or an attribute such as `self.total`.
+    Also return True if it reads the dict or object that holds the entry or attribute."""
     if isinstance(kept, ast.Name):
         return reads(node, kept.id)
     if not isinstance(kept, ast.Subscript | ast.Attribute):
@@ -154,8 +156,8 @@ def _uses(node: ast.AST, kept: ast.expr) -> bool:
 
 
 def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether code of the function may reduce a value over the ranks, or may pass the value to code elsewhere.
-    This includes the container of the value, and values computed from it."""
+    """Return whether the function may reduce the value `kept` over the ranks, or may pass it to other code that might.
+    Values computed from it, and the container that holds it, are followed too."""
     name = kept.id if isinstance(kept, ast.Name) else ""
     functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
@@ -211,7 +213,8 @@ def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[in
 
 
 def _extended(node: ast.AST, rows: set[str]) -> str:
-    """Return the name of the list to which a statement appends the samples of a batch; empty if there is none."""
+    """Return the name of the list to which a statement appends the samples of a batch. Return an empty string
+    otherwise."""
     if isinstance(node, ast.For) and any(reads(node.iter, name) for name in rows):
         appends = [n for n in ast.walk(node) if _is_call_of(n, "append")]
         return next((n.func.value.id for n in appends if n.args), "")  # type: ignore[attr-defined]
@@ -221,8 +224,8 @@ def _extended(node: ast.AST, rows: set[str]) -> str:
 
 
 def _pushed(node: ast.AST, rows: set[str]) -> str:
-    """Return the name of the object with a method that is called on a batch, as in `memory.push(x, y)`; empty if there
-    is none."""
+    """Return the name of an object that a call passes the batch to, as `memory` in `memory.push(x, y)`. Return an empty
+    string if the node is no such call."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return ""
     holder, gives = node.func.value, any(reads(each, name) for each in node.args for name in rows)
@@ -230,8 +233,8 @@ def _pushed(node: ast.AST, rows: set[str]) -> str:
 
 
 def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
-    """Return whether an object has a full deque of single samples from batches like `batch`. A module of PyTorch or of
-    Python does not count."""
+    """Return whether an attribute of the object is a full deque of single samples from batches like `batch`. Return
+    False for a PyTorch module and for a Python module."""
     if isinstance(thing, nn.Module | ModuleType):
         return False
     dims = {tensor.dim() for tensor in tensors_in(batch)}

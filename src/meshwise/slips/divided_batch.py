@@ -24,8 +24,8 @@ DEEP = 3  # names behind names
 
 
 def says_divided(size: int | None, ranks: int) -> str:
-    """Return a warning if a loader that is given to `mw.distribute` has a batch size that was divided by the number of
-    ranks; else an empty string.
+    """Return a warning if the program has divided the batch size of a loader by the number of ranks before it gives the
+    loader to `mw.distribute`. Return an empty string otherwise.
 
     size: the batch size of the loader."""
     frame = user_frame()
@@ -62,7 +62,7 @@ def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Ca
 
 
 def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
-    """Yield each dividend that an expression divides by the number of ranks."""
+    """Yield `x` for each division of `x` by the number of ranks in an expression."""
     if (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.FloorDiv | ast.Div)
@@ -79,7 +79,7 @@ def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
 
 
 def _counts(source: Source, node: ast.expr, deep: int) -> bool:
-    """Return whether an expression stands for the number of ranks."""
+    """Return whether the value of an expression is the number of ranks."""
     if isinstance(node, ast.Name) and deep:
         values = source.given_to(node.id)
         return len(values) == 1 and values[0] is not None and _counts(source, values[0], deep - 1)

@@ -33,8 +33,7 @@ class Evaluated:
 
 
 def evaluated_here() -> Evaluated | None:
-    """Return the user's loop that ends at the running line. Return None if the source code does not show such a
-    loop."""
+    """Return the user's loop that has just ended. Return None if the source code does not show it."""
     frame = user_frame()
     if frame is None:
         return None

@@ -25,7 +25,8 @@ class Asked:
         self._read = self._told = False
 
     def note(self) -> None:
-        """Record that the program reads the epoch or step. A source line that only prints or logs does not count."""
+        """Record that the program reads the epoch or step. A read in a source line that only prints or logs does not
+        count."""
         if self._read or (frame := user_frame(sys._getframe(1))) is None:
             return
         self._read = not _ONLY_SHOWN.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))

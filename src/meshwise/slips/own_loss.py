@@ -23,8 +23,8 @@ OWN = (
 
 
 def says_own_loss() -> str:
-    """Return a warning if the user's code shows the loss of this rank alone, after the `mw.backward` call that runs
-    now. Return an empty string if it does not."""
+    """Return a warning if the user's code, after the `mw.backward` call that is running, shows the loss of this rank
+    alone. Return an empty string if it does not."""
     return asked(_said, "")
 
 
@@ -51,7 +51,8 @@ def _loss(node: ast.expr) -> str:
 
 
 def _shows(source: Source, name: str) -> Iterator[int]:
-    """Yield the lines that print, log or compare the value of a loss, or that print or log a sum of its values."""
+    """Yield the numbers of the source lines that print, log or compare the value of a loss, or print or log a sum of
+    losses."""
     sums = {
         node.target.id
         for node in inside(source.scope)
@@ -86,8 +87,8 @@ def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _may_join(source: Source, call: ast.Call) -> bool:
-    """Return whether a call, or a call in its arguments, may reduce a value over the ranks, may keep the value, or may
-    run on one rank only."""
+    """Return whether a call may do more than show a value: reduce it over the ranks, store it, or run on one rank only.
+    Calls in its arguments count too."""
     functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     called = [name_of(each) for each in ast.walk(call) if isinstance(each, ast.Call)]
     names = [each.id for each in ast.walk(call) if isinstance(each, ast.Name)]

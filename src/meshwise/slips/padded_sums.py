@@ -54,8 +54,8 @@ def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
 
 
 def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
-    """Return which batch of a loader has fewer samples than there are ranks, and how many samples it has. Return None
-    if there is no such batch or if it is unknown."""
+    """Return (text, number of samples) for the batches of a loader that have fewer samples than there are ranks, such
+    as `("the last batch", 2)`. Return None if there are none or if it is unknown."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return None
     if loader.batch_size < ranks:
@@ -71,8 +71,8 @@ def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
 
 
 def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
-    """Return the source lines of the loops that have computed the argument of an `mw.sum` or `mw.mean` call as a sum
-    over batches. Such a loop is in the function that makes the call, or in a function that returned the value to it."""
+    """Return the source lines of the loops over which the argument of an `mw.sum` or `mw.mean` call was added up. Such
+    a loop is in the function that makes the call, or in a function that returned the value to it."""
     nodes = list(inside(source.scope))
     loops = [n for n in nodes if isinstance(n, ast.For) and _joined(source, call, n, _added(n))]
     given_by = [value for node in nodes for name, value in given(node) if call.args and reads(call.args[0], name)]
@@ -84,7 +84,7 @@ def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
 
 
 def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
-    """Return whether a function returns a sum that its loop has computed, without changing it."""
+    """Return whether a function returns a sum that was computed by its loop, and that is not changed after the loop."""
     behind = [node for node in inside(function) if getattr(node, "lineno", 0) > (loop.end_lineno or 0)]
     anew = {name for node in behind for name, _ in given(node)}
     returned = [node.value for node in behind if isinstance(node, ast.Return) and node.value is not None]
@@ -93,8 +93,8 @@ def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
 
 
 def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[int, str]:
-    """Return the names to which the results of a call are assigned, by the index of the argument that each result
-    belongs to."""
+    """For a call such as `a, b = f(x, y)`, return which name each result is assigned to: `{0: "a", 1: "b"}`. There must
+    be as many results as arguments (`count`). Otherwise return an empty dict."""
     if call is None or len(call.args) != count or any(isinstance(each, ast.Starred) for each in call.args):
         return {}
     for node in inside(source.scope):
@@ -111,7 +111,7 @@ def _sums(source: Source, loader: str, deep: int, *, every: bool) -> Iterator[tu
 
     loader: the name of the loader.
     deep: how many levels of called functions to search.
-    every: whether all batches are too small. If so, loops that may end early are included."""
+    every: whether all batches of the loader are too small. If so, loops that may be left early are included."""
     nodes = list(inside(source.scope))
     for loop in nodes:
         if isinstance(loop, ast.For) and _reads_all(loop.iter, loader) and (every or not _is_left(loop)):
@@ -142,8 +142,8 @@ def _added(loop: ast.For) -> set[str]:
 
 
 def _joined(source: Source, call: ast.Call, loop: ast.For, added: set[str]) -> str:
-    """Return the name among `added` that `call` reduces over the ranks after the loop. Return an empty string if there
-    is none, or if the name gets another value in between."""
+    """Return the name among `added` that `call`, made after the loop, reduces over the ranks. Return an empty string if
+    there is none, or if the name is assigned another value before the call."""
     if call.lineno <= (loop.end_lineno or 0):
         return ""
     if source.verb(call) not in ("sum", "mean") or not call.args or any(each.arg == "grad" for each in call.keywords):

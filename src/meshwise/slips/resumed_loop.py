@@ -23,8 +23,8 @@ from meshwise.spec.words import some
 
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
-    """Yield warnings about the user's loop, which begins inside an epoch after `start` batches (at least one), but
-    counts from 0.
+    """Yield warnings if the user's loop resumes inside an epoch, after `start` batches (at least one), but counts its
+    batches or sums its values from 0.
 
     kept: the objects that were restored."""
     if (frame := user_frame()) is None:
@@ -48,8 +48,8 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
-    """Return whether a variable that a loop adds to was not restored, and is empty or 0. A value of an unknown type
-    counts as empty."""
+    """Return whether a variable that a loop adds to starts empty or at 0, and is none of the restored objects `kept`. A
+    value of an unknown type counts as empty."""
     if any(value is each for each in kept) or isinstance(value, ModuleType) or "tqdm" in str(type(value)):
         return False
     if isinstance(value, list | tuple | set):
@@ -62,8 +62,8 @@ def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
 
 
 def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
-    """Yield two texts for each call on this line such as `enumerate(tqdm(loader))`, without a start: `tqdm(loader)` and
-    `loader`."""
+    """For each call of `enumerate` without a start on this line, such as `enumerate(tqdm(loader))`, yield the texts
+    `tqdm(loader)` and `loader`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
     for call in calls:
         here = call.lineno <= line <= (call.end_lineno or 0)
@@ -76,7 +76,7 @@ def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
 
 
 def _loops(tree: ast.Module, line: int) -> Iterator[ast.For]:
-    """Yield the `for` loops with a head that includes this line."""
+    """Yield the `for` statements of which this line is the head, or a part of the head."""
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
             yield node

@@ -37,13 +37,14 @@ def is_ratio() -> bool:
 
 
 def _asked(question: Callable[[Source, ast.expr], bool]) -> bool:
-    """Return the answer of `question` for the first argument of the running call; False if there is no source code."""
+    """Return `question(source, argument)` for the first argument of the running call. Return False without source
+    code."""
     return asked(lambda source, call: bool(call.args) and question(source, call.args[0]), False)
 
 
 def _joined(source: Source, node: ast.expr, behind: tuple[str, ...]) -> bool | None:
-    """Return whether a value was computed from results of `mw.sum` or `mw.mean`. False means that it was computed from
-    plain numbers only, and None that anything else is included."""
+    """Return True if a value was computed from results of `mw.sum` or `mw.mean`, and possibly from plain numbers.
+    Return False if it was computed from plain numbers only, and None if anything else is involved or unknown."""
     node = bare(node)
     if isinstance(node, ast.Constant):
         return False

@@ -21,7 +21,7 @@ _Answer = TypeVar("_Answer")
 _answers: dict[tuple[Any, ...], Any] = {}
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
-"""Functions and methods that return the value of their argument, or of the object that they are called on."""
+"""Functions and methods that convert their argument, or the object they are called on, but keep its value."""
 
 ROOMS_OF_VERBS = ("meshwise.script.", "meshwise.process.", "meshwise.tracking.", "meshwise.job.")
 
@@ -58,8 +58,8 @@ class Source:
         return str(getattr(function, "__name__", "")) if ours else ""
 
     def given_to(self, name: str) -> list[ast.expr | None]:
-        """Return the expressions that the function assigns to a name, or if there are none, those that the file assigns
-        to it. An unknown value is None, such as that of an argument."""
+        """Return the expressions that the running function assigns to a name. If it assigns none, return those that the
+        module assigns to the name. An unknown value, such as that of a parameter, appears as None."""
         for scope in dict.fromkeys([self.scope, self.tree]):
             found = [value for each, value in values_of(scope) if each == name]
             if found:
@@ -121,8 +121,8 @@ def call_in(frame: FrameType, tree: ast.Module) -> ast.Call | None:
 
 
 def asked(question: Callable[[Source, ast.Call], _Answer], unknown: _Answer) -> _Answer:
-    """Return the answer of `question` for the meshwise call that the user's code is running. Each call in the source is
-    asked about only once, and the answer is remembered. unknown: the answer if there is no source code."""
+    """Return `question(source, call)` for the meshwise call that the user's code is running. The answer is computed
+    once for each call in the source, and then remembered. unknown: the answer if there is no source code."""
     frame = user_frame()
     if frame is None:
         return unknown
