@@ -121,8 +121,8 @@ def main() -> None:
 
 
 def _end(call: str) -> None:
-    """End this process with an error, because a program that a command reads has called `call`, such as `mw.run`, while
-    it was read."""
+    """End this process with an error, because the program that a command reads or calls has called the function `call`,
+    which ends a process at once."""
     error = UsageError(sudden_end.OF_COMMAND.format(call=call))
     _print_error(error)
     if os.isatty(2):

@@ -67,8 +67,8 @@ def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]],
     """Walk the autograd graph from the loss down to the model's outputs.
 
     Returns the names of the operators on the way, the outputs with one row per sample as (node, number of its output),
-    all visited nodes, and whether samples are selected by size. In that last case the set of nodes is empty. Returns
-    None if the graph has too many nodes.
+    all visited nodes, and whether samples are selected by size. If samples are selected by size, the set of nodes is
+    empty. Returns None if the graph has too many nodes.
     """
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()

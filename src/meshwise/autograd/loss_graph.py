@@ -40,7 +40,7 @@ OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "Mean
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
-"""Operators of losses that work within each sample. Products may divide by a number of samples: they are left out."""
+"""Operators of losses that work within each sample. Products are not listed, as they may divide by their number."""
 PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip

@@ -109,8 +109,8 @@ Ended = Callable[[], None]
 def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | None]) -> Callable[[], None]:
     """Call `begin(call)` whenever a collective begins in any thread of this process, until the returned function is
     called. If `begin` returns a function, it is called when that collective has ended. Likewise, call `waits()` when
-    the program begins to wait for an asynchronous collective, and the function that it returns when the wait is
-    over."""
+    the program begins to wait for an asynchronous collective, and call the function that `waits` returns when the wait
+    is over."""
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     ends = _Ends()
     library = torch.library.Library("c10d", "IMPL")

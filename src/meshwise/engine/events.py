@@ -82,7 +82,7 @@ class Events:
     step_ends: tuple[Hear, ...] = ()
     loop_ends: tuple[Hear, ...] = ()
     due: float = math.inf
-    """The number of backwards after which some listener is no longer called."""
+    """The number of backwards after which the next listener is no longer called."""
     state: object = None
     """A marker, which is replaced by a new object whenever a listener is added or removed."""
 

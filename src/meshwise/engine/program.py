@@ -101,7 +101,7 @@ class Program:
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
-        """The optimizers that stepped between the last two backwards. Some ranks may have deleted others already."""
+        """The optimizers that stepped between the last two backwards. All ranks still have these."""
         self.may_draw = False
         """Whether any optimizer may draw random numbers in its step. The optimizers of torch draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names

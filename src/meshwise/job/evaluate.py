@@ -17,7 +17,7 @@ from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 
 Sum = tuple[Tensor, Tensor]
-"""A batch's mean value and its weight. Over several batches, the weighted sum of values and the sum of weights."""
+"""For one batch, its mean value and its weight. For several, the weighted sum of values and the sum of weights."""
 
 
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:
@@ -60,8 +60,8 @@ def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: Batc
 
 
 def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
-    """Send `sums` from the last pipeline stage to all stages, and return them. Without a pipeline, return `sums`
-    unchanged."""
+    """Send `sums` of the last pipeline stage to the ranks of all stages, and return them there. Without a pipeline,
+    return `sums` unchanged."""
     pipeline, device = engine.program.pipeline, engine.program.device
     if pipeline is None:
         return sums

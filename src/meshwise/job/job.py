@@ -157,10 +157,10 @@ class Job:
         return _count_and_unit(str(self.validate_every)) if whole else (0, "epochs")
 
     def named(self, name: str = "") -> Job:
-        """Return this job, with a name if it has none yet.
+        """Return this job if it has a name. Otherwise return a copy that has a name.
 
-        The new name is `name`. If `name` is empty, it is the name of the variable in `__main__` that holds the job, or
-        `job`.
+        The new name is `name`. If `name` is empty, it is the name of the variable in `__main__` that holds the job. If
+        there is no such variable, it is `job`.
         """
         if self.name:
             return self

@@ -145,7 +145,7 @@ class LastStep:
             )
 
     def leave(self) -> bool:
-        """Write the state after the last step to disk, when a step has failed or hangs.
+        """Write the state that was kept after the last step to disk, because a step has failed or hangs.
 
         Returns True if this rank has written it, or if another rank that holds the same state has begun to write it.
         """

@@ -26,7 +26,7 @@ from meshwise.spec.words import ranks_text
 from meshwise.transfer import collectives, stages
 
 Batch = tuple[int, int, int]
-"""A batch: its epoch (from 0), the index of its first sample in the epoch's order, and the index after its last."""
+"""A batch: its epoch (from 0), and the positions of its first sample and after its last sample in the epoch's order."""
 
 
 class LeftOut:

@@ -44,8 +44,7 @@ ARGUMENT = OfJobs("an argument of the job's function: lr=3e-4", name="--arg", me
 class PlanText:
     """The text of a plan file.
 
-    If the plan names no mesh axis, it makes one replica per device, also when a run resumes on another number of
-    devices.
+    If it names no mesh axis, the plan is one replica per device, even if the run resumes on another number of devices.
     """
 
     text: str

@@ -26,7 +26,7 @@ IN_MEMORY = ("", ":memory:")  # names that sqlite knows, and that are no files
 
 def free_folders() -> list[str]:
     """Return the folders in which programs may write directly, because they hold no files of the user: system folders,
-    caches, and folders of meshwise. A folder that contains the current folder is left out.
+    caches, and folders of meshwise.
 
     A folder that contains the current folder is left out.
     """
@@ -37,9 +37,8 @@ def free_folders() -> list[str]:
 
 
 class FileView:
-    """A view of the file system in which files are never changed in place. Changed files are kept in `folder`, where
-    each hides the real file of the same path. A path outside `folder`, with symbolic links followed, is called a
-    logical path.
+    """A view of the file system in which the user's files are never changed in place. Changed files are kept in
+    `folder`, where each hides the real file of the same path.
 
     A path outside `folder`, with symbolic links followed, is called a logical path.
     """

@@ -81,9 +81,9 @@ def scratch_files(folder: Path) -> Iterator[None]:
 
 
 def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
-    """Replace functions in each module and class that holds them.
+    """Replace functions wherever a loaded module or class holds them.
 
-    functions: the old and the new function, by the id of the old function.
+    functions: maps the id of each old function to the old and the new function.
     """
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
     for holder in (*modules, *CLASSES):
@@ -108,9 +108,9 @@ class _Functions:
         """Whether the redirection has ended. A replacement that is still in use then calls the original function."""
 
     def all(self) -> Iterator[tuple[Function, Function]]:
-        """Yield each function that accesses files, and its replacement.
+        """Yield (function, replacement) for each function that accesses files.
 
-        The replacement is called with the original function, followed by the arguments of the call.
+        A replacement is called with the original function, followed by the arguments of the call.
         """
         yield io.open, self._open
         yield os.open, self._os_open

@@ -232,7 +232,7 @@ class ResultsOnRanks:
             ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
 
     def take(self, key: str, value: Any, batch_size: Any) -> None:
-        """Pass a value on to Lightning, which is already reduced over the ranks."""
+        """Pass a value that is already reduced over the ranks on to Lightning."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
 
 

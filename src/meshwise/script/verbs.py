@@ -113,7 +113,7 @@ def memory(device: str | torch.device | None = None) -> Memory:
 
 
 def empty_cache() -> None:
-    """Give memory back to the driver that torch has reserved and that no tensor uses, for other processes on this
+    """Give memory that torch has reserved, but that no tensor uses, back to the driver for other processes on this
     device.
 
     This does not speed up the program, because later tensors request memory from the driver again. On a CPU, it does
