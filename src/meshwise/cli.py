@@ -168,8 +168,8 @@ def _print_error(error: MeshwiseError) -> None:
 
 
 def _flush() -> None:
-    """Flush stdout. Do nothing if its reader is gone or if a job has closed it. Raise OSError if it cannot be written
-    for another reason."""
+    """Flush stdout. It is not an error if its reader is gone or if a job has closed it. Raise OSError if it cannot be
+    written for another reason."""
     with contextlib.suppress(AttributeError, ValueError):
         try:
             sys.stdout.flush()

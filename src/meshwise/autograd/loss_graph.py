@@ -40,7 +40,7 @@ OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "Mean
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
-"""Operators of losses that work within each sample. Products are not listed, as they may divide by their number."""
+"""Operators of losses that work within each sample, except products, which may divide by the number of samples."""
 PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
@@ -95,7 +95,7 @@ def adds_rows(loss: Tensor, samples: int) -> bool:
 
 
 def _is_of_one_row(term: Any) -> bool:
-    """Return whether `term` depends only on products of a parameter and a single row of data."""
+    """Return whether each product of a parameter and data on which `term` depends has only a single row of data."""
     rows = set()
     for node, following in _walk(term):
         saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
@@ -275,10 +275,10 @@ def _divisor(node: Any) -> list[Tensor]:
 
 
 def count_of_sum(loss: Tensor) -> list[Tensor]:
-    """If the last operator of `loss` divides a sum by a number, return this number as a list of one tensor. Reads no
-    values of tensors.
+    """Return the number by which the last operator of `loss` divides a sum, as a list of one tensor. Reads no values of
+    tensors.
 
-    Otherwise the list is empty.
+    The list is empty if that operator is not such a division.
     """
     node = loss.grad_fn
     return _divisor(node) if node is not None and node.name() == "DivBackward0" else []

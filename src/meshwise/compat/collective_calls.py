@@ -272,6 +272,6 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
 
 
 def _is(code: CodeType, file: str, function: str) -> bool:
-    """Return whether `code` is a function of torch in the file or folder `file`, and its name begins with
+    """Return whether `code` is a function of torch whose file or folder is `file` and whose name begins with
     `function`."""
     return code.co_name.startswith(function) and f"{TORCH}{file}" in code.co_filename

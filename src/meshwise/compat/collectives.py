@@ -34,7 +34,7 @@ OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 DIRECT_FROM = 1 << 20
-"""The smallest size in bytes at which `direct=True` has an effect. For smaller tensors it would take longer."""
+"""The smallest size in bytes at which `direct=True` has an effect. Smaller tensors would be slower with it."""
 CHUNK = 128 << 10  # of a chain broadcast; of 32 to 512 KiB it came nearest to links of 200 Mbit/s and 1 Gbit/s
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, **dict.fromkeys(_FLOAT8, torch.float32)}

@@ -31,9 +31,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def uncompile(model: nn.Module) -> bool:
     """Make all compiled modules in `model` run eagerly. Return whether there were any. The wrapper that
-    `torch.compile(module)` returned is not removed, but only calls the module inside it.
-
-    A module that `torch.compile(module)` returned stays in place, and calls the module that it wraps."""
+    `torch.compile(module)` returned is not removed, but only calls the module inside it."""
     frame, found = _frame(), False
     for module in model.modules() if frame is not None else ():
         changed: Any = module

@@ -217,9 +217,7 @@ def sums_in_place(args: tuple[Any, ...]) -> bool:
 @contextlib.contextmanager
 def plain_for_optimizers() -> Iterator[None]:
     """In the block, make optimizers use their foreach kernels for fake parameters, as they do for plain parameters.
-    Changes `optim/optimizer.py` and `utils/_foreach_utils.py` of torch (checked in torch 2.11, 2.13 and 2.15).
-
-    Read in torch 2.11, 2.13 and 2.15: `optim/optimizer.py`, `utils/_foreach_utils.py`."""
+    Changes `optim/optimizer.py` and `utils/_foreach_utils.py` of torch (checked in torch 2.11, 2.13 and 2.15)."""
     lists = {
         id(kinds): kinds for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
     }

@@ -106,8 +106,8 @@ def _with_hooks(
 
 
 def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Yield the modules whose calls are on the stack of `frame`, innermost first (for the code of `nn/modules` in torch
-    2.13)."""
+    """Yield the modules whose calls are on the stack of `frame`, innermost first. Relies on torch's code in
+    `nn/modules` (checked in torch 2.13)."""
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
             yield frame.f_locals["self"]

@@ -53,8 +53,8 @@ class Group:
         return [part.sharded_param for part in self._group.fsdp_params]
 
     def made_from(self) -> dict[int, nn.Parameter]:
-        """Return a dict from `id(whole parameter)` to this rank's shard. It has each parameter that was gathered
-        before."""
+        """Return a dict from `id(whole parameter)` to this rank's shard. Parameters that were never gathered are
+        missing."""
         return {id(whole): held for held, whole in self.wholes()}
 
     def wholes(self) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -26,7 +26,7 @@ class LoopRead:
     place: the user's source line.
     step: in a job, the number of the step that the current batch belongs to.
     given: how many batches the loop has yielded.
-    over: whether the loop has reached its last batch's end. It has not if the program left it early.
+    over: whether the loop has run to its end. False if the program left it early.
     samples: for each batch, how many samples this rank had. 0 if it had only a padding sample.
     padded: whether any batch had fewer samples than there are ranks.
     part: this rank's slice of the current batch.
@@ -82,9 +82,8 @@ class Loops:
         """The loop that yielded the newest batch, if the loader of that loop is not distributed; else None."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Return True for the first loop at this source line over this loader, and again for its second, fourth, eighth
-        repetition and so on, because a program may change what it does in later epochs. Return False for all other
-        loops."""
+        """Return True for the first loop at this source line over this loader, and also for the second, fourth, eighth
+        one and so on, because a program may change what it does in later epochs. Return False for all other loops."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1

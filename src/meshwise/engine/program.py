@@ -174,8 +174,9 @@ class Program:
         """Forget models that the program no longer uses. If no model is left, forget the plan too. Collective if there
         were any models.
 
-        All ranks run the garbage collector first, because a model may be deleted on one rank and only unreachable on
-        another."""
+        All ranks run the garbage collector first, because a model that is deleted on one rank may still wait for it on
+        another. A model that any rank has deleted (such as a best model that only rank 0 keeps) is forgotten on all
+        ranks."""
         if not self._roots:
             return
         self.in_use = []

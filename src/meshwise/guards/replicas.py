@@ -102,7 +102,7 @@ def _alike(one: float, other: float) -> bool:
 
 def diverged(ranks: Sequence[Settings], kind: str) -> str:
     """Return a sentence that says how the ranks' parameters, or one of their buffers, differ. Return an empty string if
-    all are equal."""
+    all are equal. kind: PARAMETERS or BUFFER."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):

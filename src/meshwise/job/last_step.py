@@ -46,8 +46,8 @@ PATIENCE, LOOK = 5.0, 0.005  # seconds for a step in flight to be whole again, a
 
 
 def among(plan: Plan, world: World) -> Among:
-    """Return which parts of a run's last state each rank keeps. Ranks that differ only on the outermost mesh axis are
-    replicas."""
+    """Return how the ranks share the work of keeping a run's last state. Ranks that differ only in their position on
+    the outermost mesh axis are replicas of each other."""
     attempt = int(os.environ.get(ATTEMPT, "1"))
     divided = plan.parameters_divided or plan.state_divided
     if world.size > 1 and plan.data == world.size and not divided and world.kind == "cpu":

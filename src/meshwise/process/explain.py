@@ -35,9 +35,6 @@ def explain(
     If memory ran out, another note says how much memory was used, and what to do. Errors that meshwise raises itself
     get no note.
 
-    After running out of memory, a note also says how much memory was used and what to do. Errors of meshwise get no
-    note.
-
     steps: the number of finished steps; None if training has not begun.
     smaller: a function that returns a plan that needs less memory and a text that says what this plan changes, or None
         if there is no such plan.

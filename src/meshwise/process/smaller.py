@@ -59,8 +59,6 @@ def has_batch_norm(model: nn.Module) -> bool:
 def may_draw(model: nn.Module) -> bool:
     """Check whether a forward pass may draw random numbers, judged by the settings and the source code of the modules.
     Return True if this is unclear.
-
-    This is judged by the settings and the source code of the modules.
     """
     kinds = {type(module) for module in model.modules()}
     shares = [getattr(module, name, 0) for module in model.modules() for name in ("p", "dropout")]

@@ -105,8 +105,8 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """Return the failure that ended the run, if the process group's store is gone because rank 0, which hosts it,
-        has ended.
+        """Return the failure that ended the run. Called if the process group's store is gone, because rank 0, which
+        hosts it, has ended.
 
         Returns a failure that says that rank 0 disappeared, if rank 0 has recorded no end of the run and this rank
         failed only because it lost a connection. Otherwise returns `mine`.

@@ -226,8 +226,8 @@ class LoopState:
         self._between, self._due = True, self._due or self._by_epochs
 
     def _count(self) -> bool:
-        """Add the steps that have ended since the last count, including steps on batches of other loaders. Return
-        whether there were any."""
+        """Add the steps that have ended since the last call to the number of steps, including steps on batches of other
+        loaders. Return whether there were any."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done

@@ -83,9 +83,7 @@ class DistributedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: the epoch, how many samples and batches of the epoch were yielded, and two
         states of the random generators. The first is their state when the order of this epoch was drawn, the second
-        their state now. A run on any number of devices can resume from the position.
-
-        A run on any number of devices can resume from it."""
+        their state now. A run on any number of devices can resume from the position."""
         state: dict[str, Any] = {"epoch": self._epoch, "index": self._index, "batches": self._batches_given}
         if self._keyed:
             return state

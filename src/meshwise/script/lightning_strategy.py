@@ -31,7 +31,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
-"""The key for the loaders' states in Lightning's checkpoints. Lightning without meshwise can read these, too."""
+"""The key for the loaders' states in Lightning's checkpoints. Lightning without meshwise can resume, too."""
 
 
 def refuse(ranks: Ranks, what: str, instead: str) -> None:
@@ -216,8 +216,8 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
 class _Ahead:
     """An iterator over a loader of unknown length. Lightning reads one batch ahead, to know which batch is the last. It
-    gets placeholders instead. `PrecisionOnRanks` replaces a placeholder by its batch when the batch is processed, so
-    that the engine's current slice is always the slice of this batch."""
+    gets placeholders instead of batches. `PrecisionOnRanks` replaces a placeholder by its batch when the batch is
+    processed, so that the engine's current slice is always the slice of this batch."""
 
     def __init__(self, batches: Iterator[Any], reader: Reader) -> None:
         self._batches, self._reader, self._given = batches, reader, 0

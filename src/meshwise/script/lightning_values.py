@@ -126,9 +126,9 @@ class Ranks(OfTrainer):
             self.open[kind].clear()
 
     def agree(self, hook: str) -> None:
-        """Make all ranks agree on how the values that a step logs depend on the rows: as on the rank with the most
-        rows. These kinds are MEAN, SUM, MAX, MIN, SAME and OTHER. Collective. hook: the name of the step, such as
-        `training_step`."""
+        """Make all ranks use the same kinds (MEAN, SUM, MAX, MIN, SAME or OTHER) for the values that a step logs. A
+        kind says how a value depends on the rows of the batch. The kinds of the rank with the most rows are used.
+        Collective. hook: the name of the step, such as `training_step`."""
         own = {name: kind for (where, name), kind in self.kinds.items() if where == hook}
         _, found = max(collectives.gather_objects((self.rows, own)), key=lambda each: each[0])
         self.kinds.update(((hook, name), kind) for name, kind in found.items())

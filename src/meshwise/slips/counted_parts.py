@@ -42,8 +42,8 @@ def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iter
     """Yield warnings about the user's loop over a distributed loader that has just ended.
 
     ended: how many loops of this program have ended at each source line. This loop is added to the count. At each line,
-    only the first loop and its second, fourth, eighth repetition and so on are checked. Later loops are included
-    because a buffer may fill up in them.
+    only the first, second, fourth, eighth loop and so on are checked. Later loops are included because a buffer may
+    fill up in them.
     uneven: whether this rank's share of the global batch varied between batches."""
     frame = user_frame()
     if frame is None:
@@ -128,7 +128,7 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
     """Return whether the function that contains the loop reads a sum after the loop. kept: the sum, an entry of a dict
-    or an attribute."""
+    or an attribute, which other functions might read too."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 
