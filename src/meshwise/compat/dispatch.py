@@ -60,7 +60,7 @@ def operator_name(operator: Any) -> str:
 
 
 KEEP_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-"""Operators that write the running statistics they are given, although torch's schemas do not say so."""
+"""Operators that write to their arguments of running statistics, although torch's schemas do not say so."""
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -152,8 +152,8 @@ def stream_of() -> Stream:
 
 
 def launched(stream: str, place: int) -> tuple[int, ...]:
-    """Record that launch number `place` goes to this stream. Return the numbers of the earlier launches that it must
-    wait for."""
+    """Record that the launch with number `place` goes to this stream. Return the numbers of the earlier launches that
+    it must wait for."""
     _last[stream] = place
     return tuple(sorted(_pending.pop(stream, ())))
 

@@ -90,7 +90,8 @@ class Group:
 
     @property
     def ran(self) -> bool:
-        """Whether a forward has run on this rank since the last backward, through any group of the same root module."""
+        """Whether any parameter group of the same root module has run a forward on this rank since the last
+        backward."""
         return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
 
     def reached(self) -> list[bool]:
@@ -137,7 +138,8 @@ class Group:
             part.to_accumulated_grad_if_needed()
 
     def waiting(self) -> list[Tensor]:
-        """Return this rank's gradients that are not reduced yet. Writing to one in place changes what is reduced."""
+        """Return this rank's gradients that are not reduced yet. A write to such a gradient in place changes what is
+        reduced."""
         found = [_waiting(part) for part in self._group.fsdp_params]
         return [g for g in found if g is not None]
 

@@ -117,8 +117,7 @@ def _is_number(node: Any, index: int) -> bool:
 
 
 def _is_made_of_shards(node: Any) -> bool:
-    """Return whether the autograd node reduces a larger tensor to a single number, where the larger tensor is a
-    DTensor."""
+    """Return whether the autograd node reduces a DTensor with more elements to a single number."""
     larger = [n for n, index in node.next_functions if n is not None and not _is_number(n, index)]
     while larger:
         node = larger[0]

@@ -154,7 +154,7 @@ class Engine:
         return computing(self.world.device, self.narrow) if self.narrow else NOTHING
 
     def cast(self, batch: Any) -> Any:
-        """Return the batch, cast to the dtypes in which the plan stores tensors."""
+        """Return the batch, with its tensors cast to the dtypes in which the plan stores tensors."""
         return cast_batch(batch, self.stored) if self.stored else batch
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:

@@ -26,7 +26,7 @@ LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
 
 
 class Phases:
-    """Tracks in which phase a training loop is, such as forward or backward, and counts the steps of the loop."""
+    """Tracks the current phase of a training loop, such as forward or backward, and counts the steps of the loop."""
 
     def __init__(self) -> None:
         self.steps = 0

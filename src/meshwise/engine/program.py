@@ -287,8 +287,8 @@ class Program:
         self._stepped.clear()
 
     def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of a microbatch of a job. last: whether it is the last of its step. If it is, gradients are
-        averaged over the ranks, and multiplied by `factor()` if that is given."""
+        """Run the backward of a microbatch of a job. last: whether this is the last microbatch of its step. If so,
+        gradients are averaged over the ranks, and multiplied by `factor()` if `factor` is given."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
         else:

@@ -73,7 +73,7 @@ class HandUpdates:
             self.loop_ends(loop)
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Stop checking, because the loop has ended or was checked long enough."""
+        """Stop checking this loop, because it has ended or has been checked long enough."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -42,7 +42,7 @@ class CoupledLosses:
         notice_hooks()
 
     def begins(self) -> None:
-        """Check the next losses again, because a new program or a loop at another source line begins."""
+        """Check the losses that come next, because a new program or a loop at another source line begins."""
         self._looks, self._program.joined_at = 0, None
         self._found.clear()
         self.close()

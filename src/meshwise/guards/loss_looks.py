@@ -31,7 +31,7 @@ class LossLooks:
         self._engine, self.coupled = engine, CoupledLosses(engine.program)
 
     def begins(self) -> None:
-        """Check the next losses again, because a new program or a loop at another source line begins."""
+        """Check the losses that come next, because a new program or a loop at another source line begins."""
         self.coupled.begins()
 
     def close(self) -> None:

@@ -41,7 +41,8 @@ WATCH = (
 
 
 def attach(engine: Engine) -> Engine:
-    """Add all guards to a new engine, and make it follow the steps of the program's optimizers. Return the engine."""
+    """Add all guards to a new engine, and make the engine follow the steps of the program's optimizers. Return the
+    engine."""
     follow_optimizers(engine)
     for watch in WATCH:
         watch(engine)

@@ -256,7 +256,7 @@ def _size_of_file(name: str) -> int | None:
 
 
 def _places(size: int, most: int) -> list[int]:
-    """Return at most `most` indices below `size`: all indices if there are so few, else evenly spaced runs of
+    """Return at most `most` indices below `size`: all indices if `size` is at most `most`, else evenly spaced runs of
     indices."""
     if size <= most:
         return list(range(size))

@@ -123,7 +123,7 @@ class Loop:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the loop ran a model, used its output, and had no backward."""
+        """Whether the loop ran a model and used the model's output, but had no backward."""
         return (self.ran if self.used is None else self.used) and not self.trained
 
 
@@ -211,7 +211,7 @@ class UnsummedLoops:
         self._say_waiting(lambda loop: True)
 
     def _is_kept(self, loop: Loop) -> bool:
-        """Return whether the program still holds the output of a loop that ran before any training. Such a loop
+        """Return whether the program still holds a model's output from a loop that ran before any training. Such a loop
         probably prepares the training, rather than evaluates a model."""
         return loop.prepares and loop.output is not None and not loop.output.expired()
 

@@ -92,7 +92,7 @@ def loss_scaler(device: str, plan: Plan) -> torch.amp.GradScaler:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set of a job, opened for reading."""
+    """A data set of a job, ready to be read in batches."""
 
     samples: int
     read: Reader
@@ -118,7 +118,7 @@ def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str
 
 
 class Pace:
-    """The current speed of a run, and the time that it still needs."""
+    """The current speed of a run, and the time that the run still needs."""
 
     def __init__(self, samples: int, done: int) -> None:
         self._all = samples

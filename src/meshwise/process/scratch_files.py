@@ -67,7 +67,8 @@ PATHS = ("f", "filename", "path", "database")  # names of that argument
 
 @contextlib.contextmanager
 def scratch_files(folder: Path) -> Iterator[None]:
-    """Inside the `with` block, redirect this process's writes to `folder`. All ranks of a check share this folder."""
+    """Inside the `with` block, redirect the files that this process writes to `folder`. All ranks of a check share this
+    folder."""
     view = FileView(os.path.realpath(folder))
     functions = _Functions(view)
     pairs = [(original, functions.guarded(original, call)) for original, call in functions.all()]

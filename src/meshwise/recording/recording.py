@@ -118,7 +118,8 @@ class Recording:
         self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
 
     def close(self, status: str = "finished") -> None:
-        """Write the remaining records and close the log. The recorder that was current before becomes current again."""
+        """Write the remaining records, and close the log. Then make the recorder current again that was current before
+        this recording."""
         if self._log is not None:
             self._log.close(status)
             self._log = None

@@ -69,10 +69,10 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     A single object is returned by itself, not in a tuple. Models and optimizers are changed in place, and keep their
     class, hooks and state_dict keys. All ranks start with the values of rank 0. Optimizers that were made before
     continue with the parameters that the plan makes. Loaders are replaced by new ones with the same `len`. Their
-    `batch_size` is that of all devices together, and their order is that of torch's loaders. A loader that wraps a
-    DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the new DataLoader. Schedulers are
-    returned unchanged. On one device, only loaders are replaced. Their states can then be resumed on any number of
-    devices.
+    `batch_size` is the number of samples on all devices together, and their order is that of torch's loaders. A loader
+    that wraps a DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the new DataLoader.
+    Schedulers are returned unchanged. On one device, only loaders are replaced. Their states can then be resumed on any
+    number of devices.
 
     The Trainers of transformers and Lightning are changed in place as a whole. Write
     `trainer = mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.

@@ -206,7 +206,8 @@ def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
 
 
 def joined(engine: Engine, value: Number) -> Number:
-    """Tell the guards and the watcher that `value` was reduced over the ranks. Return `value`."""
+    """Report to the guards, and to the watcher of `meshwise check`, that `value` was reduced over the ranks. Return
+    `value`."""
     reduced(engine)
     if engine.watcher is not None:
         engine.watcher.summed(value)
