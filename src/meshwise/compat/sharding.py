@@ -53,8 +53,7 @@ class Group:
         return [part.sharded_param for part in self._group.fsdp_params]
 
     def made_from(self) -> dict[int, nn.Parameter]:
-        """Return a dict from `id(whole parameter)` to this rank's shard. Parameters that were never gathered are
-        missing."""
+        """Return a dict from `id(whole parameter)` to this rank's shard, for each parameter that was ever gathered."""
         return {id(whole): held for held, whole in self.wholes()}
 
     def wholes(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -90,8 +89,7 @@ class Group:
 
     @property
     def ran(self) -> bool:
-        """Whether any parameter group of the same root module has run a forward on this rank since the last
-        backward."""
+        """Whether any group of the same root module has run a forward on this rank since the last backward."""
         return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
 
     def reached(self) -> list[bool]:
@@ -99,8 +97,7 @@ class Group:
         return [_waiting(part) is not None for part in self._group.fsdp_params]
 
     def versions(self) -> int:
-        """Return a number that changes when a gathered parameter is written in place. Writes through `p.data` do not
-        change it."""
+        """Return a number that changes when a gathered parameter is written in place (but not through `p.data`)."""
         whole = [part._unsharded_param for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
         return sum(p._version for p in whole if not p.is_inference())
 
@@ -138,15 +135,14 @@ class Group:
             part.to_accumulated_grad_if_needed()
 
     def waiting(self) -> list[Tensor]:
-        """Return this rank's gradients that are not reduced yet. A write to such a gradient in place changes what is
-        reduced."""
+        """Return this rank's gradients that are not reduced yet. Writing to them in place changes what is reduced."""
         found = [_waiting(part) for part in self._group.fsdp_params]
         return [g for g in found if g is not None]
 
     def let_go(self, places: Collection[int]) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]], nn.Parameter]]:
-        """Stop gathering and reducing the parameters at the indices `places`. Return a tuple of three for each of them:
-        this rank's shard, which is now NaN and has no memory; a list of (module, name) where it is registered; and a
-        parameter of the whole shape, filled with NaN."""
+        """Stop gathering and reducing the parameters at the indices `places`. Return for each (this rank's shard, a
+        list of (module, name) where it is registered, a parameter of the whole shape). Both are NaN, and the shard has
+        no memory."""
         found = []
         for part in [self._group.fsdp_params[place] for place in places]:
             info, held = part._module_info, part.sharded_param
@@ -180,8 +176,7 @@ def groups_of(module: FSDPModule) -> list[Group]:
 
 
 def leave_forward(module: FSDPModule) -> None:
-    """Reset FSDP's state of a sharded model after an exception was raised in its forward. module: the root of the
-    model."""
+    """Reset FSDP's state after an exception was raised in a sharded model's forward. module: the root of the model."""
     state: Any = module._get_fsdp_state()
     idle = type(state._training_state).IDLE
     state._training_state = idle
@@ -251,8 +246,7 @@ def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return for each tensor that is not empty the XOR of its elements' bits. For a DTensor, this is the XOR over its
-    local tensor."""
+    """Return the XOR of the elements' bits of each tensor that is not empty, or of a DTensor's local tensor."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(t.detach() for t in tensors)]
     found = [torch.hash_tensor(t).view(torch.int64).cpu() for t in real if t.numel()]
     hashes: list[int] = torch.stack(found).tolist() if found else []
@@ -298,8 +292,7 @@ def mend_sharded_class(module: nn.Module) -> None:
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """Zero the gradients of the module's parameters, and those of its shards. While parameters are gathered, the shards
-    are not among the module's parameters."""
+    """Zero the gradients of the module's parameters and of its shards, which differ while parameters are gathered."""
     parts = [p for _, sharded in sharded_modules(module) for group in groups_of(sharded) for p in group.parameters]
     for p in parts:
         p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
@@ -309,8 +302,8 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 def _mixed_dtypes(
     part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    """Set the dtypes of one FSDP parameter by calling `init`, its method `init_dtype_attrs`. as_stored: whether to
-    compute in the dtype in which it is stored, rather than in the dtype that `policy` sets."""
+    """Set the dtypes of an FSDP parameter by its method `init`: those of `policy`, or with `as_stored` the stored
+    dtype."""
     init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
     part.reduce_dtype = policy.reduce_dtype
 
@@ -322,8 +315,7 @@ def _waiting(part: Any) -> Tensor | None:
 
 
 def packed(dim: int, sections: int) -> Placement:
-    """Return a placement that cuts a dimension into `sections` equal sections, and then shards each section over the
-    ranks."""
+    """Return a placement that cuts a dim into `sections` equal sections, and shards each section over the ranks."""
     strided: Placement = placement_types._StridedShard(dim, split_factor=sections) if sections > 1 else Shard(dim)
     return strided
 
@@ -337,8 +329,7 @@ def division(placement: Placement) -> tuple[int, int] | None:
 
 def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
     """Return (mesh axis, dim, sections) of each sharded axis, in the order in which a whole tensor is cut. If an inner
-    mesh axis shards a dim, FSDP cuts these shards again along the same dim. torch expresses this as a strided shard,
-    which it also uses for several sections."""
+    mesh axis shards a dim, FSDP cuts these shards again. torch calls this, like several sections, a strided shard."""
     found = [(axis, *divided) for axis, each in enumerate(placements) if (divided := division(each)) is not None]
     plain = [each for each in found if each[2] == 1]
     strided = []
