@@ -126,7 +126,7 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
 
 def _without_constants(out: Any) -> None:
     """Record the values that torch keeps for a fake tensor in its attribute `constant` by `give_value`, and clear the
-    attribute. torch would use `constant` on the simulated device, which does not exist."""
+    attribute. torch would otherwise compute with `constant` on the simulated device, which does not exist."""
     for tensor in tensors_in(out):
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)

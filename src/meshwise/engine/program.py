@@ -101,7 +101,7 @@ class Program:
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
-        """The optimizers that stepped between the last two backwards. All ranks still have these."""
+        """The optimizers that stepped between the last two backwards. Some ranks may have deleted other optimizers."""
         self.may_draw = False
         """Whether any optimizer may draw random numbers in its step. The optimizers of torch draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
@@ -174,9 +174,8 @@ class Program:
         """Forget models that the program no longer uses. If no model is left, forget the plan too. Collective if there
         were any models.
 
-        All ranks run the garbage collector first, because a model that is deleted on one rank may still wait for it on
-        another. A model that any rank has deleted (such as a best model that only rank 0 keeps) is forgotten on all
-        ranks."""
+        All ranks collect garbage first, because a model that is freed on some ranks may still be in memory on others. A
+        model that any rank has deleted (such as a best model that only rank 0 keeps) is forgotten on all ranks."""
         if not self._roots:
             return
         self.in_use = []

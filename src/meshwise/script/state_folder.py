@@ -72,7 +72,7 @@ def hold(folder: Path) -> HeldFolder:
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
     """Return the lock, the number of this start of the program, and an error message if another program saves in the
-    folder. If the folder cannot be written, the message is empty, because the first save will report that."""
+    folder. If the folder cannot be written, the message is empty, because the first save will report this error."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)

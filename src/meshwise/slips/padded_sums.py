@@ -93,8 +93,8 @@ def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
 
 
 def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[int, str]:
-    """For a call such as `a, b = f(x, y)`, return which name each result is assigned to: `{0: "a", 1: "b"}`. There must
-    be as many results as arguments (`count`). Otherwise return an empty dict."""
+    """For a call such as `a, b = f(x, y)`, return which name each result is assigned to: `{0: "a", 1: "b"}`. Return an
+    empty dict if the call does not have `count` arguments, or if its results are not assigned."""
     if call is None or len(call.args) != count or any(isinstance(each, ast.Starred) for each in call.args):
         return {}
     for node in inside(source.scope):
