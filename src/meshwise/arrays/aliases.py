@@ -27,7 +27,10 @@ FOREIGN = ViewedMemory()
 
 
 def is_number(x: Array) -> bool:
-    """Return whether `x` stands for a NumPy scalar: a result, or an element that was read, without dims."""
+    """Return True if `x` stands for a NumPy scalar, and False if it is a 0-d array or has dims.
+
+    Results without dims, and single elements that were read by an index, stand for NumPy scalars.
+    """
     return x.alias is None and not x.shape
 
 
@@ -46,7 +49,7 @@ def strides_of(x: Array) -> Strides:
 def shown(x: Array) -> Alias:
     """Return the `Alias` of an array that is about to be written or viewed, and create it if there is none.
 
-    Parts that repeat elements with stride 0 are first copied, so that each element has memory of its own.
+    Parts with stride 0, in which several elements have the same memory, are copied first.
     """
     if x.alias is not None and x.alias.source is not None:
         fetched(x)  # after which it may have what it shows for its own
@@ -99,10 +102,10 @@ def copied(x: Array) -> Array:
 
 
 def fetched(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of a view that torch cannot express. Recompute them if the viewed memory was written since.
+    """Return the parts of a view that torch cannot express.
 
-    If no other array shares the memory, `x` may become an independent array. Raises AttributeError if `x` is no such
-    view.
+    The parts are computed again if the viewed memory was written since the last call. If no other array shares the
+    memory, `x` may become an independent array. Raises AttributeError if torch can express `x`.
     """
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
@@ -116,9 +119,9 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 
 def is_last(x: Array) -> bool:
-    """Return whether no other array shares the memory of `x`.
+    """Return True if no other array shares the memory of `x`.
 
-    This is so if nothing but the views from which `x` was made refers to the original array.
+    If `x` is a view of a view, the intermediate views may exist, but only if nothing else refers to them.
     """
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:

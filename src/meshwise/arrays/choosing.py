@@ -22,8 +22,10 @@ from meshwise.arrays.views import SIGNED, axis_of, by_bits, made
 def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     """Return the elements of `x1` where the condition is true, and the elements of `x2` elsewhere.
 
-    Moves as many bytes as an elementwise operation.
-    x1, x2: arrays that broadcast with the condition, or numbers. Without both, `nonzero(condition)` is returned.
+    As many bytes move between devices as for `x1 + x2`. If neither `x1` nor `x2` is given, `nonzero(condition)` is
+    returned.
+
+    x1, x2: arrays that broadcast with the condition, or numbers.
     """
     if x1 is None and x2 is None and isinstance(condition, Array):
         return nonzero(condition)
@@ -70,8 +72,8 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
 def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
     """For each row along `axis`, take the entries at the indices of that row, as NumPy's `take_along_axis` does.
 
-    Moves the lower bound: indices that are on other devices than their rows. If `x` is sharded along `axis`, the same
-    bytes move as for `x[indices]`.
+    Indices that lie on another device than their row are moved. This is the least that any method has to move. If `x`
+    is sharded along `axis`, the same bytes move as for `x[indices]`.
     """
     if not isinstance(indices, Array):
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")

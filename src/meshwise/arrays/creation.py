@@ -118,7 +118,9 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
 
 
 def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Tensor:
-    """Convert values to a tensor on their device. Python's floats get the default float dtype.
+    """Convert values to a tensor. Values that are on a device stay there, all others are on the host.
+
+    Python's floats get the default float dtype.
 
     wanted: the dtype to which the caller casts the result.
     """

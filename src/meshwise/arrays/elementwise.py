@@ -50,7 +50,10 @@ HOST = torch.device("cpu")
 
 
 class NoArrayGiven(TypeError):
-    """Raised if a function of arrays gets no array, or another type. The namespace then converts its arguments."""
+    """Raised if an array function is called without an `Array`, or with a list, a tensor or another type.
+
+    The namespace catches this error, converts the arguments to arrays, and calls the function again.
+    """
 
 
 def is_python_number(value: Any) -> bool:
@@ -242,7 +245,10 @@ def _by_parts(op: Op) -> Op:
 
 
 def _also_infinite(op: Op, other: Op) -> Op:
-    """Return `op` with `other` in its place for complex numbers that are not finite, for which `op` gives nan."""
+    """Return a function that applies `other` to complex numbers that are not finite, and `op` to all other numbers.
+
+    For complex numbers that are not finite, `op` gives nan.
+    """
 
     def of_part(part: Tensor) -> Tensor:
         return torch.where(torch.isfinite(part), op(part), other(part)) if part.is_complex() else op(part)

@@ -96,7 +96,9 @@ def cholesky(x: Array) -> Array:
 
 
 class LU:
-    """The LU factorization of a square matrix by columns, with partial pivoting. It can solve linear systems.
+    """The LU factorization, with partial pivoting, of a square matrix that is sharded by columns.
+
+    It can solve linear systems.
 
     own: the local parts of the factors, packed as in LAPACK.
     pivots: for each local part, the row exchanges as in LAPACK, counted from 1 at the first row of the part.
@@ -182,7 +184,7 @@ class LU:
         return [kept.get(k, part.new_zeros(0, count)) for k, part in zip(self.moves.here, self.x.parts, strict=True)]
 
     def signs_and_logs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (signs, logarithms of absolute values): for each local part, its factor of the determinant."""
+        """Return the local parts' factors of the determinant as (signs, logarithms of absolute values)."""
         signs, logs = [], []
         for k in self.moves.here:
             begin, width = self.held.offsets[k], self.held.sizes[k]
@@ -221,10 +223,10 @@ def _upper(factor: Tensor, columns: Tensor) -> Tensor:
 class Tall:
     """The QR factorization of a matrix that is sharded by rows and has at least as many rows as columns.
 
-    Each part has an orthogonal factor of its own. Multiplied by its matrix in `tops`, it gives the part's rows of Q.
-    owns: the orthogonal factors of the local parts.
-    tops: for each part, the matrix to multiply by. They are on the device of `small`, and the list is empty on other
-        ranks.
+    Q is stored as two factors for each part of the matrix. The product of a part's matrices in `owns` and `tops` gives
+    the part's rows of Q.
+    owns: an orthogonal matrix for each local part.
+    tops: a matrix for each part, all on the device of `small`. The list is empty on ranks that do not have this device.
     small: the factor R, of shape (n, n), on one device.
     """
 

@@ -151,11 +151,14 @@ def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset:
 
 @dataclass(frozen=True)
 class Routes:
-    """How many entries, and which, each part t of the indices selects from each part s of the array.
+    """The entries that index arrays select, sorted by where they come from and where they go.
 
-    orders: for each local t, the order that sorts its entries by s.
-    counts: counts[t][s] is the number of these entries.
-    requests: requests[t, s] are their row-major indices, for each local s.
+    Each device asks for the entries at the indices in its part t of the index arrays. An entry lies in part s of the
+    indexed array.
+
+    orders: for each local part t, the order that sorts its indices by s.
+    counts: counts[t][s] is the number of entries that part t of the indices selects from part s of the array.
+    requests: requests[t, s] has the row-major indices of these entries. It exists for each local part s.
     """
 
     orders: list[Tensor]

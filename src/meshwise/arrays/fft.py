@@ -102,9 +102,10 @@ def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] |
 
 
 def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:
-    """Apply `fft` or `ifft` along several axes.
+    """Apply `fft` or `ifft` along several axes, one after the other.
 
-    The sharded axis comes last. It comes first if another dim can be sharded instead.
+    The sharded axis is usually transformed last. It is transformed first if a dim that is not transformed is long
+    enough to be sharded instead.
     """
     order = sorted(range(len(dims)), key=lambda k: (dims[k] == x.sharding.dim, k))
     others = [dim for dim in range(len(x.shape)) if dim not in dims]
@@ -158,7 +159,10 @@ def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Seque
 
 
 def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
-    """Shard `x` along a dim other than `axis`. If `x` has no other dim, it is returned unchanged."""
+    """Shard `x` along another dim than `axis`, so that `axis` can be transformed.
+
+    If `x` has no other dim, return `x`.
+    """
     held = x.sharding
     if held.dim != axis:
         return x

@@ -92,7 +92,7 @@ def _of_slice(space: Space, stored: Any, placement: tuple[Any, Placement]) -> Ar
 def save(path: Any, given: Any) -> None:
     """Write an array to a `.npy` file, or a dict of arrays to a safetensors file. Each device writes its own part.
 
-    The file gets its name only after all of it is written.
+    The data is written under a temporary name. The file is renamed to `path` after all data is written.
     """
     file = _kind(path, "save")
     named: Mapping[str, Array] = given if isinstance(given, Mapping) else {"": given}
@@ -122,7 +122,7 @@ def save(path: Any, given: Any) -> None:
 
 
 def _wait(space: Space) -> None:
-    """Wait for all ranks, if the array is spread over ranks."""
+    """Wait until every rank has called this. Does nothing if one process has all devices."""
     agreed(space, [0] * len(space.here), "save")
 
 

@@ -98,10 +98,10 @@ def gathered(x: Array, operation: str, place: int | None = None) -> Array:
 
 
 def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
-    """Make a sharded array from a tensor that is whole on one device, or, over ranks, whole on each rank.
+    """Make a sharded array from a tensor that has all of its values.
 
-    The array is sharded along the same dim as `lies`. If the tensor does not have that dim, the array is placed on one
-    device.
+    The tensor lies on the device number `place`. Over ranks, each rank has an equal tensor. The array is sharded along
+    the same dim as `lies`. If the tensor does not have that dim, the array is placed on one device.
     """
     shape = tuple(whole.shape)
     if lies.dim is None:

@@ -253,8 +253,8 @@ def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
 def nonzero(x: Array, /) -> tuple[Array, ...]:
     """Return the indices of elements that are not zero, as one array per dim, in row-major order.
 
-    Waits for the number of these elements. Moves nothing if `x` is sharded along its first dim. Otherwise, it moves one
-    byte for each element that must move. This is the lower bound.
+    Waits for the number of these elements. Moves nothing if `x` is sharded along its first dim. Otherwise one byte
+    moves for each element that has to change devices to make the result follow row-major order. No method moves less.
     """
     if not x.shape:
         raise ValueError("nonzero needs at least one dim, but this array has none. Write xp.reshape(x, (1,)) first.")

@@ -41,9 +41,10 @@ def dlpack(
 ) -> Any:
     """Implement `x.__dlpack__()` of the array API standard.
 
-    An array on one device is shared without a copy. An array on several devices is gathered, on its first device in one
-    process and on every rank over ranks. `mw.guard` decides whether this gives a warning or an error. With copy=False,
-    the array itself is moved to that device. Raises BufferError if this array has views and would have to move.
+    An array on one device is shared without a copy. An array on several devices is gathered first: on its first device
+    if one process has all devices, and on every rank if there are several ranks. `mw.guard` decides whether this gives
+    a warning or an error. With copy=False, the array itself is changed, and from then on lies on the device where it
+    was gathered. If the array has views, BufferError is raised instead.
     """
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:

@@ -60,10 +60,10 @@ def map_shards(
 
 
 def _beside(x: Array, other: Any) -> Callable[[int], Any]:
-    """Return a function from the number of a part of `x` to the argument that accompanies this part.
+    """Return a function from the number of a part of `x` to the value of `other` that goes with this part.
 
-    If `other` is an array that has the divided dim of `x`, the argument is its matching part. Otherwise it is all of
-    `other`.
+    If `other` is an array that has the divided dim of `x`, the value is the matching part of `other`. Otherwise it is
+    all of `other`.
     """
     if not isinstance(other, Array):
         return lambda at: other

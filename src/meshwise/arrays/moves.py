@@ -34,8 +34,8 @@ class Move(NamedTuple):
     """A tensor to send from one place (device number) to another.
 
     tensor: the values, or None if the source is not in this process.
-    into: memory at the target that receives the values. Without it, new memory is allocated. If source and target are
-    the same place, `tensor` itself is then used without a copy.
+    into: memory at the target that receives the values. None allocates new memory, or uses `tensor` itself, without a
+    copy, if source and target are the same place.
     """
 
     source: int
@@ -132,7 +132,7 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
 
 
 Step = tuple[int, int, Shape, Slices | None, Slices | None]
-"""(source part, target part, shape of the piece, its slices in the source, its slices in the target). None: all."""
+"""(source part, target part, shape of the piece, its slices in the source, its slices in the target). None means all of it."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +193,10 @@ def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Sha
 
 
 def plainly(space: Space) -> bool:
-    """Return whether transfers in this space are plain copies in host memory of one process that nothing records."""
+    """Return True if transfers in this space are plain copies within host memory that nobody observes.
+
+    Returns False over several ranks, with GPUs or virtual devices, in `mw.comm_log`, and in `mw.explain`.
+    """
     return not (OPEN or OPEN_DEVICES or EXPLAINED or space.over_ranks or not space.on_host)
 
 

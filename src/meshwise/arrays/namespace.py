@@ -109,7 +109,7 @@ PLAIN: dict[str, Any] = {
     "isdtype": dtypes.isdtype,
     "broadcast_shapes": lambda *shapes: broadcast_shape("broadcast_shapes", shapes),
 }
-"""Names that are the same in every namespace."""
+"""The names that stand for the same object in every namespace, such as `xp.pi`."""
 
 
 class Names:

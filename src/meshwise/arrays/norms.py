@@ -78,7 +78,7 @@ def _extreme(values: Array, ord: float) -> Array:
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:
     """Return the diagonal of each matrix in the last two dims, as a read-only view. No data moves.
 
-    offset: the number of entries above the main diagonal.
+    offset: 0 returns the main diagonal, 1 the next diagonal above it, -1 the next diagonal below it.
     """
     x = as_array("diagonal", x)
     if len(x.shape) < 2:

@@ -36,9 +36,9 @@ def _entries(x: Array, axis: int, *bounds: int | None) -> Array:
 def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
     """Return, for each element, the index of the bin in which it lies.
 
-    This index is the number of entries of `bins` that are at most equal to the element, or with `right`, less than the
-    element. For descending `bins`, it is the number of entries that are greater than the element, or with `right`, at
-    least equal to it. Waits for the values of `bins`.
+    For ascending `bins`, this index is the number of entries of `bins` that are less than or equal to the element. If
+    `right` is True, only entries that are less count. For descending `bins`, the index is the number of entries that
+    are greater than the element. If `right` is True, equal entries count, too. Waits for the values of `bins`.
     """
     x = as_array("digitize", x)
     xp, borders = x.__array_namespace__(), np.asarray(bins)
@@ -120,9 +120,9 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
 
 
 def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
-    """Return `length` weighted sums of `count` successive entries each.
+    """Return `length` sums of `count` successive entries each, which are multiplied by the weights in reversed order.
 
-    The first of these entries gets the last weight.
+    The k-th sum begins at entry k. Its first entry is multiplied by the last weight.
     """
     held = a.sharding
     spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)

@@ -195,7 +195,8 @@ def _divided(
 ) -> _Division:
     """Choose the way to divide a product that moves the fewest bytes.
 
-    Of ways that move equally many, the first is taken: as `x` is split, then as `y` is split, then any other.
+    If several ways move equally many bytes, the dim along which `x` is divided is preferred, and then the dim along
+    which `y` is divided.
     """
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)

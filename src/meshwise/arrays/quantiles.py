@@ -34,9 +34,9 @@ class TopK(NamedTuple):
 
 
 def quantile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
-    """Return the value below which the fraction `q` of the elements lies, over `axis`, by default over all elements.
+    """Return the quantiles of the elements over `axis`, by default over all elements.
 
-    The result is NaN if any of the elements is NaN.
+    A fraction `q` of the elements lies below the quantile. The result is NaN if any of the elements is NaN.
 
     q: a number from 0 to 1, or a sequence of numbers, whose quantiles are stacked along a new first dim.
     method: how to choose a value between two elements: "linear", "lower", "higher", "midpoint" or "nearest".
@@ -95,17 +95,18 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
 
 
 def _ranks(at: Tensor, length: int) -> Tensor:
-    """Return the positions to read in the sorted order.
+    """Return the positions in the sorted order that must be read to interpolate at the positions `at`.
 
-    They are the positions below and above each value of `at`, and the last position, at which NaN would be.
+    For each value of `at`, the whole numbers below and above it are returned. The last position follows, since the
+    element there is NaN if any element is.
     """
     return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
 
 
 def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
-    """Interpolate between the elements at the positions `_ranks`.
+    """Interpolate between elements at the positions `at`, which need not be whole numbers.
 
-    found: the elements, along the first dim. `rest` more dims follow.
+    found: the elements at the positions that `_ranks` returns, along the first dim. `rest` more dims follow.
     """
     found = found if found.is_floating_point() else found.to(torch.float64)
     count = len(at)
@@ -125,7 +126,10 @@ def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
 
 
 def _of_all(x: Array, at: Tensor) -> Tensor:
-    """Return the elements at the positions `_ranks` in the sorted order of a whole split array, in host memory."""
+    """Return the elements at the positions that `_ranks` returns, in the sorted order of all elements of a split array.
+
+    The returned tensor is in host memory.
+    """
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
     parts = tuple(sort_values(part.reshape(-1)) for part in x.parts)

@@ -129,7 +129,10 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw integers from `low` up to but not including `high`. If `high` is None, from 0 up to `low`."""
+        """Draw integers from `low` up to but not including `high`.
+
+        If `high` is None, draw from 0 up to but not including `low`.
+        """
         begin, end = (0, int(low)) if high is None else (int(low), int(high))
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)
@@ -147,7 +150,7 @@ class Generator:
     def permutation(self, x: Any, *, device: Any = None, sharding: Placement = None) -> Array:
         """Return the integers below `x`, or the entries of the array `x`, in a random order.
 
-        One device computes the whole order. Over ranks, every rank does.
+        The random order is computed as a whole on one device, or, if there are several ranks, on each rank.
         """
         if not isinstance(x, int):
             entries = asarray(self._space, x, device=device, sharding=sharding)

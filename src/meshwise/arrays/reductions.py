@@ -76,7 +76,7 @@ def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
 
 
 def together(x: Array, shape: Shape) -> Sharding:
-    """Return the sharding of the result of combining partial results.
+    """Return the sharding that a reduction's result of this shape gets when partial results are combined.
 
     The result is divided along its first dim. If it has no dims, it lies on the first device.
     """
@@ -219,7 +219,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
 
 
 def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
-    """Raise ValueError if a reduction that needs at least one element has none."""
+    """Raise ValueError if a reduction over `axes` would have no elements to reduce."""
     if any(x.shape[axis] == 0 for axis in axes):
         raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs at least one element, but there is none.")
 

@@ -66,9 +66,9 @@ def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
 
 
 def on_its_place(x: Array) -> Array:
-    """Return `x` as it is, or if it is divided along a dim of length 1, a view without the division.
+    """Return a view of `x` that is not divided if `x` is divided along a dim of length 1. Otherwise return `x`.
 
-    This view lies on the device that holds the only entry of that dim.
+    The view lies on the device that holds the only entry of that dim.
     """
     held = x.sharding
     if held.dim is None or x.shape[held.dim] != 1:

@@ -67,9 +67,10 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
 
 
 def _best(runs: Sequence[Run], dim: int) -> Sharding:
-    """Choose the sharding of the result of joining runs.
+    """Choose the sharding of an array that is made by joining runs along `dim`.
 
-    If most entries are divided along another dim, it is their sharding. Otherwise, entries stay on their devices.
+    If most entries come from arrays with one sharding along another dim, the result gets that sharding. Otherwise it is
+    divided along `dim` so that entries stay on their devices.
     """
     lies = runs[0].source.sharding
     if lies.dim is None and all(run.source.sharding == lies for run in runs):
@@ -140,9 +141,9 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
 
 
 def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation: str) -> Run:
-    """Return the run with its source divided along `dim`, as the intervals want it.
+    """Return the run with its source divided along `dim`, so that each device has the entries that it wants.
 
-    Only a run whose source is divided along another dim is changed.
+    The run is returned unchanged unless it covers all entries of a source that is divided along another dim.
     """
     if run.source.sharding.dim in (None, dim) or run.step != 1 or run.count != run.source.shape[dim]:
         return run

@@ -78,9 +78,12 @@ def _by_numpy(values: Tensor) -> bool:
 
 @dataclass
 class _Window:
-    """The elements for which one cut is still undecided, from low[k] to high[k] of each part k.
+    """The range of elements in which one cut of `cuts` must lie.
 
-    wanted: how many of these elements come before the cut.
+    In each part k, elements before low[k] come before the cut, and elements from high[k] on come after it. For the
+    elements from low[k] to high[k], this is not known yet.
+
+    wanted: how many of the elements in these ranges come before the cut.
     """
 
     low: list[int]

@@ -107,8 +107,8 @@ def solve(x1: Array, x2: Array, /) -> Array:
     """Solve x1 @ y = x2 for y. `x2` is a vector, or has the right-hand sides as columns.
 
     Raises LinAlgError if `x1` is singular. A large divided matrix is factored by columns. The solution is then split by
-    rows for few right-hand sides, by columns for many. Otherwise right-hand sides and stacks are solved where they lie,
-    and the matrix is sent there.
+    rows if there are few right-hand sides, and by columns if there are many. Any other matrix is sent to the devices
+    that hold the right-hand sides, or solved on one device if fewer bytes move.
     """
     a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
     if not given.shape or given.shape[-2 if len(given.shape) > 1 else 0] != a.shape[-1]:
@@ -196,7 +196,11 @@ def _by_columns(x: Array, name: str) -> Array:
 
 
 def _squeezed(found: Array, given: Array, stack: tuple[int, ...]) -> Array:
-    """Return a solution in the shape that belongs to the shape of the right-hand side."""
+    """Give a solution its final shape.
+
+    The leading dims `stack` are added if they are missing. If `given`, the right-hand side, is a vector, the last dim
+    is removed.
+    """
     if len(found.shape) < 2 + len(stack):
         found = with_stack(found, Array((), found.sharding, (*stack, 0, 0), found.dtype, found.space))
     return layout.squeeze(found, -1) if len(given.shape) == 1 else found

@@ -63,7 +63,7 @@ def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str)
 
 
 def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Array:
-    """Sort an array whose only dim of more than one entry is split."""
+    """Sort an array that is split along `axis` and has length 1 along all other dims."""
     flat = tuple(part.reshape(-1) for part in x.parts)
     line = Array(flat, x.sharding.along(0), (x.shape[axis],), x.dtype, x.space)
     done = sort_parts(line, name, descending=descending, where=bool(wanted))
@@ -75,14 +75,14 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
 
 @dataclass(frozen=True)
 class SortedParts:
-    """A split vector after sorting, laid out on the devices as before.
+    """A split vector after sorting. Each device has as many elements as before.
 
     Each list except `sent` has one entry per local part, in order. `local` and `merge` are empty if not asked for.
 
     values: the sorted values.
-    local: the position of each element in its part before this part alone was sorted.
-    merge: the position of each element among the elements that the device received, part after part.
-    sent: sent[k][j] is the number of elements that went from part k to part j, for all parts.
+    local: the order that sorted each part before elements were exchanged.
+    merge: the order that sorted the elements that each part received, concatenated in the order of the senders.
+    sent: sent[k][j] is the number of elements that part k sent to part j. It covers all parts.
     """
 
     values: list[Tensor]
@@ -92,7 +92,10 @@ class SortedParts:
 
 
 def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
-    """Sort a split vector. where: also record from where each element came."""
+    """Sort a split vector.
+
+    where: True also records the original position of each element.
+    """
     space, held = x.space, x.sharding
     local: list[Tensor] = []
     if where:

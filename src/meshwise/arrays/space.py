@@ -61,7 +61,8 @@ class Space:
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
         """Return the sharding of a new array.
 
-        It is `wanted` if given, or all on the named device. By default, the array is divided along its first dim.
+        The layout `wanted` is used if given. Otherwise the whole array lies on `device`. By default, the array is
+        divided along its first dim over all devices.
         """
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
@@ -90,9 +91,10 @@ class Space:
         return alike[0]
 
     def speeds(self, machine: Machine) -> list[float]:
-        """Return the memory bandwidth of each device in bytes per second, measured or else nominal.
+        """Return the memory bandwidth of each device in bytes per second.
 
-        Raises UsageError if it is not known for one of them.
+        The measured bandwidth is used if there is one, and otherwise the nominal bandwidth. Raises UsageError if
+        neither is known for some device.
         """
         known = {device.name: device.memory_rate or device.memory_bandwidth for device in machine.devices}
         pairs = zip(self.devices, self.names, strict=True)

@@ -152,9 +152,10 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
 
 
 def _tall(x: Array) -> Array | None:
-    """Return a split matrix, divided by rows, if it is tall enough for a QR decomposition part by part, otherwise None.
+    """Return a split matrix, divided by rows, if each part can be factored alone by a QR decomposition.
 
-    It is tall enough if the R factors of all parts together have at most half its rows.
+    Returns None if the matrix is not tall enough: the R factors of all parts together may have at most half as many
+    rows as the matrix.
     """
     if not is_one_split(x) or any(length != 1 for length in x.shape[:-2]):
         return None

@@ -249,7 +249,10 @@ def copy_of(x: Array, /) -> Array:
 
 
 def in_row_major_order(x: Any, /) -> Any:
-    """Return the array with at least one dim, as a copy if NumPy's array would not be in row-major order."""
+    """Implement NumPy's `ascontiguousarray`. The result has at least one dim.
+
+    `x` is copied if NumPy would have stored it in another order than row-major order.
+    """
     x = as_array("ascontiguousarray", x)
     return copy_of(x) if strides_of(x) is not None else x if x.shape else x.reshape(1)
 

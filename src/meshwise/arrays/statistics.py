@@ -104,7 +104,8 @@ def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
     """Make the function argmax or argmin.
 
-    pick: torch.argmax or torch.argmin. They return the index of the first NaN, or else of the first of equal values.
+    pick: torch.argmax or torch.argmin. They return the index of the first NaN. Without NaN, they return the index of
+    the best value, or the lowest such index if several values are equal.
     best: torch.amax or torch.amin.
     """
 

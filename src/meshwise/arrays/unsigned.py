@@ -21,9 +21,9 @@ LOWEST = torch.iinfo(torch.int64).min
 
 
 def of_wide(name: str, op: Op) -> Op:
-    """Wrap `op`, a function of one or two tensors, for uint16, uint32 and uint64.
+    """Wrap `op`, a function of one or two tensors, to support uint16, uint32 and uint64.
 
-    The result has the same type or is boolean.
+    The result has the type of the tensors or is boolean.
     """
     of_64 = _by_order(op) if name in _ORDERS else _OF_64.get(name, op)
 
@@ -51,7 +51,10 @@ def extreme(op: Op) -> Op:
 
 
 def _by_order(op: Op) -> Op:
-    """Wrap `op` to compare the bits of uint64 numbers. It is a comparison, or chooses one of its two operands."""
+    """Wrap `op` to work on uint64 numbers that are passed as int64 with the same bits.
+
+    `op` is a comparison of two tensors, or a function such as torch.maximum that chooses one of them.
+    """
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         found = op(a ^ LOWEST, b ^ LOWEST)

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def more(address: str) -> str:
-    """Return the line below an error that names a section of docs/. It is empty if `address` is empty.
+    """Return the line that is printed below an error to name a section of docs/. Empty if `address` is empty.
 
     address: the section, as `page.md#section`.
     """
@@ -23,9 +23,9 @@ def more(address: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Return the section of docs/ for each `folder/file`.
+    """Return which section of docs/ explains the errors of each file of the package, by `folder/file`.
 
-    A function with a section of its own has the key `folder/file/function`.
+    If a function's errors have a section of their own, there is also the key `folder/file/function`.
     """
     table = tomllib.loads((PACKAGE / "spec/addresses.toml").read_text(encoding="utf-8"))
     return {place: address for address, places in table.items() for place in places}

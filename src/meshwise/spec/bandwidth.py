@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 DEFINITIONS = "nccl-tests"
-"""The source of these definitions, which reports name beside the figures."""
+"""The source of these definitions. Reports print this name beside their figures."""
 
 # nccl-tests 2.19.6, `getBw` of src/*.cu; gather and scatter stand there and not in doc/PERFORMANCE.md. DeepSpeed counts
 # an all-reduce's algorithm bandwidth twice, and gather and scatter with 1.
@@ -25,8 +25,8 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "reduce": lambda ranks: 1.0,
     "send-receive": lambda ranks: 1.0,
 }
-"""For each collective, bus bandwidth divided by algorithm bandwidth. The size of an all-reduce, broadcast, reduce or
-send-receive (to the next rank) is that of the tensor. For all others it is that of the parts of all ranks together."""
+"""For each collective, bus bandwidth divided by algorithm bandwidth. For an all-reduce, broadcast, reduce or
+send-receive (to the next rank), the size is one tensor's size. For the others, the sizes of all ranks' parts add up."""
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
@@ -35,10 +35,13 @@ def algorithm_bandwidth(size: int, seconds: float) -> float:
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return the ratio of bus bandwidth to algorithm bandwidth. It is 1 for an operation that is no collective."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth. For an operation that is not a collective, it is 1."""
     return FACTORS[operation](ranks) if operation in FACTORS else 1.0
 
 
 def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> float:
-    """Return the bytes/s on the busiest link, if the algorithm is optimal and the network itself does not reduce."""
+    """Return the bus bandwidth in bytes/s: the load of the busiest link if the collective's algorithm is optimal.
+
+    It is assumed that the network only transports data, and that no switch reduces it.
+    """
     return bus_factor(operation, ranks) * algorithm_bandwidth(size, seconds)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
 """DOUBTFUL is only for `meshwise check`: values that it compares in float64 are equal, but another value differs."""
 TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
-"""The number that stands for the run's time limit, among the numbers of the signals that stop a run."""
+"""The number that stands for the run's time limit where a signal number says what stopped the run."""
 JOINS = 0
-"""The number that stands for a machine that joins the run, among these signals. The run restarts with the machine."""
+"""Not a signal number: says that the run was stopped to restart with a machine that has joined the run."""
 WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 """The signals that schedulers send some time before they kill a job, often to every process of a task."""
 OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")

@@ -131,7 +131,8 @@ class Collective:
 class Host:
     """One host of a machine.
 
-    cores, memory: what this process may use of `cores_present` and `memory_present`. Memory is in bytes.
+    cores, memory: the number of processor cores and the bytes of memory that this process may use.
+    cores_present, memory_present: the number of processor cores and the bytes of memory that the host has.
     limits: limits of this process, as bytes or counts: `shared memory`, `open files`, `locked memory`.
     """
 
@@ -171,10 +172,11 @@ def device_label(machine: Machine, device: Device) -> str:
 
 
 def link_between(machine: Machine, source: str, target: str) -> Link | None:
-    """Return the link from `source` to `target`. Without such a link, return the link for any ends of these kinds.
+    """Return the link from `source` to `target`. None if the machine describes no such link.
 
-    Returns None if there is neither. Each end is a device name (both of the same host), HOST, or `node0` and so on for
-    a whole host.
+    If the machine has no link between exactly these ends, its link between any two ends of the same kinds is returned.
+
+    source, target: HOST, the name of a device (both on the same host), or `node0` and so on for a whole host.
     """
     by_ends = {(link.source, link.target): link for link in reversed(machine.links)}  # of two alike the first
     return by_ends.get((source, target)) or by_ends.get((_any(source), _any(target)))

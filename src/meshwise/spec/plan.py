@@ -280,7 +280,10 @@ def changed(plan: Plan) -> dict[str, Any]:
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
-    """Return the plan with another precision and the three dtypes that it sets. If it is the same, return `plan`."""
+    """Return the plan with another precision, and with the three dtypes that this precision sets.
+
+    If the plan already has this precision, it is returned unchanged.
+    """
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, **OWN_DTYPES)

@@ -69,7 +69,10 @@ def plan_on(devices: int, settings: Sequence[str]) -> Plan:
 
 
 def devices_of(axes: Iterable[str]) -> int:
-    """Return how many devices these settings of axes need: the product of the sizes. Other values are ignored."""
+    """Return how many devices are needed for settings of axes: `data=2` and `shard=4` need 8.
+
+    A setting whose value is not a positive integer is ignored.
+    """
     values = [_value_of(name.strip(), text.strip()) for name, _, text in (axis.partition("=") for axis in axes)]
     return math.prod(value for value in values if isinstance(value, int) and value > 0)
 

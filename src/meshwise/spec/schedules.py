@@ -17,7 +17,10 @@ ZERO_BUBBLE = ("zb", "dualpipe")
 
 
 def check_schedule(name: str) -> None:
-    """Raise PlanError for an unknown pipeline schedule. For zero-bubble schedules, it says why they are missing."""
+    """Raise PlanError for an unknown pipeline schedule.
+
+    For a zero-bubble schedule, the error says why it is missing.
+    """
     word = name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
     if "zerobubble" in word or word.startswith(ZERO_BUBBLE):
         raise PlanError(

@@ -17,7 +17,7 @@ _TYPED_IN = ("<ipython", "<stdin")  # where code that lies in no file was writte
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Return whether this is a file of the user, and not of meshwise, of a library, or of generated code."""
+    """Return True for a file of the user, and False for files of meshwise and of libraries, and for generated code."""
     if filename.startswith("<"):
         return filename.startswith(_TYPED_IN)
     installed = f"{os.sep}site-packages{os.sep}" in filename or f"{os.sep}dist-packages{os.sep}" in filename
@@ -25,7 +25,10 @@ def is_users(filename: str) -> bool:
 
 
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
-    """Return the innermost frame of user code at or outside `frame`, by default the caller's. None if there is none."""
+    """Return the innermost frame of user code among `frame` and its callers. None if there is no user code.
+
+    frame: by default, the frame of the function that calls this.
+    """
     frame = frame or sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -54,9 +57,11 @@ def place_of(function: Any) -> str:
 
 
 def user_place(frame: FrameType | None = None) -> str:
-    """Return the source line of the innermost user code at or outside `frame`, as `train.py:31`.
+    """Return the source line of the innermost user code among `frame` and its callers, as `train.py:31`.
 
-    It is empty if there is no user code. By default, `frame` is the caller's.
+    The text is empty if there is no user code.
+
+    frame: by default, the frame of the function that calls this.
     """
     frame = user_frame(frame)
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)

@@ -40,7 +40,10 @@ def printable(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Format an error as `ValueError: no such layer`, made readable. Without a text, return the name of its type."""
+    """Format an error as `ValueError: no such layer`. An error without a text becomes the name of its type.
+
+    Control characters are removed, and a long text is cut to a screenful.
+    """
     text = readable(text_of(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

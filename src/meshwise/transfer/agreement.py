@@ -16,11 +16,11 @@ MISMATCH = 1 << 40  # added to the counter of a fact by a rank that came with an
 
 
 def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> str | None:
-    """Compare a fact between all ranks through the key-value store. To be called once per `key` on every rank.
+    """Compare a fact between all ranks through the key-value store. Every rank must call this once per `key`.
 
     Returns None if all ranks gave the same fact. If they differ, returns the fact of another rank, or "something else"
     if this rank does not know it. Returns "" if some rank has not called this within `seconds`, or will never call it.
-    gone: returns whether some rank will certainly not come.
+    gone: a function that returns True once some rank will certainly never call this.
     """
     store = default_store()
     first = store.compare_set(f"{key}/fact", "", fact).decode()
@@ -38,7 +38,8 @@ def wait_for_all(key: str, ranks: int, seconds: float, gone: Callable[[], bool] 
 
     Each rank adds 1 to the counter before it calls this. Waiting ends after `seconds`.
     key: the name of the counter.
-    gone: called every half second. Returns whether some rank will certainly not come, in which case waiting ends.
+    gone: a function that is called every half second. If it returns True, some rank will never add to the counter, and
+    waiting ends.
     """
     deadline, pause, look = time.monotonic() + seconds, POLL, time.monotonic() + TICK
     while default_store().add(key, 0) < ranks:

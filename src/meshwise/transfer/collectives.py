@@ -75,7 +75,10 @@ def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to average `tensor` over all ranks, in place. It divides before it sums, so that fp16 does not overflow."""
+    """Begin to average `tensor` over all ranks, in place.
+
+    Each rank divides its tensor before the sum, so that fp16 does not overflow.
+    """
     return _begin_sum(tensor, of, mean=True)
 
 
@@ -222,7 +225,7 @@ def send_receive(
 ) -> None:
     """Send and receive all these (tensor, rank) pairs at once, with the backend function `carry`.
 
-    Recorded are the bytes that this rank sends, or the bytes that it receives if these are more.
+    The recorded size is the number of bytes that this rank sends or receives, whichever is larger.
     """
     own = get_rank(group)
     for what, pairs in (("target", sends), ("source", receives)):
@@ -300,12 +303,16 @@ def _run(
 
 
 def _is_of_all(group: Group) -> bool:
-    """Check whether all ranks of the run enter a collective over `group`, or over their own group of the same kind."""
+    """Return True if every rank of the run enters a collective when this rank enters one over `group`.
+
+    Some ranks may enter it over another group: the run's ranks can be divided into several groups, and all of these
+    groups do the same work.
+    """
     return group in (None, dividing()) or world_size(group) == world_size(everyone())
 
 
 def _enter(group: Group, kind: str, of: str = "", ends: Ends = EVERYONE) -> int:
-    """Count a collective that this rank enters, and report it to the launcher; pass the result to `leave`."""
+    """Count a collective that this rank enters, and report it to the launcher. Returns the value to pass to `leave`."""
     if not dist.is_initialized():
         return 0
     if None in ends:

@@ -25,10 +25,10 @@ from meshwise.transfer.stopwatch import Seconds
 class Transfer:
     """One transfer of bytes between devices or between ranks.
 
-    operation: its name, such as `copy` or `all-reduce`.
+    operation: the name of the operation, such as `copy` or `all-reduce`.
     source, target: the names of devices or ranks.
     path: how the bytes are carried, such as `peer` or `gloo`.
-    seconds: how long it took. nan if that is unknown.
+    seconds: how long the transfer took. nan if that is unknown.
     """
 
     operation: str

@@ -49,9 +49,11 @@ def scatter(
 ) -> list[Tensor]:
     """Divide `tensor` along `dim`, and copy one part to new memory on each device, in order.
 
-    The lengths of the parts differ by at most one, and longer parts come first, as in `torch.tensor_split`, unless
-    `sizes` gives the lengths. A part may be empty. Gradients flow back to `tensor`. Raises UsageError for sizes that do
-    not add up.
+    By default, the lengths of the parts differ by at most one, and longer parts come first, as in `torch.tensor_split`.
+    A part may be empty. Gradients flow back to `tensor`. Raises UsageError if `sizes` does not add up to the length of
+    `dim`.
+
+    sizes: the length of each part.
     """
     places, tensor = _devices("scatter", devices), from_array(tensor)
     dim = _dim("scatter", dim, tensor.dim())

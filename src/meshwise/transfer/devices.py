@@ -19,7 +19,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 
 UNDECIDED = -1
-"""The device number of a tensor that was made without a device. It gets the device of the first tensor it meets."""
+"""The device number of a tensor that was made without a device. It gets the device of the first tensor used with it."""
 
 Hook = Callable[[Tensor, Tensor, str], object]
 """A function `hook(dst, src, path)` that is called after a copy and before the copy is verified."""
@@ -29,7 +29,7 @@ class VirtualDevices(list[torch.device]):
     """The virtual devices that are open in a `with` block: `devices[1]` is `cpu:1`.
 
     places: the device number of each tensor's storage.
-    paused: whether operators ignore virtual devices at present.
+    paused: True while operators ignore virtual devices.
     """
 
     paused = False
@@ -84,7 +84,7 @@ def name_of(device: torch.device) -> str:
 
 
 def as_device(word: str | torch.device | int) -> torch.device:
-    """Return the torch device that is meant: `cuda` means the current CUDA device, and `cpu` the host.
+    """Convert a device or its name to a torch device. `cuda` means the current CUDA device, and `cpu` the host.
 
     Raises UsageError if the device does not exist.
     """

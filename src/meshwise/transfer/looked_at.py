@@ -48,7 +48,7 @@ def log(kind: str, size: int, device: torch.device, group: Group, seconds: Secon
 def begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
     """Begin to sum a tensor over the group, and return the future.
 
-    It is for tensors of a special dtype or layout, and for all tensors while a `comm_log` is open.
+    Used for tensors of a special dtype or layout, and for all tensors while a `comm_log` is open.
     """
     watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with ours():

@@ -98,13 +98,19 @@ def _said(sentence: str, here: str, other: str) -> UsageError:
 
 
 def someone_is_past() -> bool:
-    """Check whether some rank is past the collectives that this rank has entered, so that it will not come here."""
+    """Return True if some rank will certainly not enter the collectives that this rank is about to enter.
+
+    This is so if that rank has entered more collectives than this rank, or has ended.
+    """
     ranks = range(collectives.world_size(collectives.everyone()))
     return any(_past_us(other) is not None for other in ranks if other != _own())
 
 
 def _past_us(other: int) -> str | None:
-    """Describe where rank `other` is if it will certainly not come to this point. None as long as it may come."""
+    """Describe where rank `other` is, if it has ended or has entered more collectives than this rank.
+
+    Returns None as long as rank `other` may still come to the point where this rank is.
+    """
     store, key = default_store(), f"{KEY}/at/{other}"
     if not store.check([key]):
         return None

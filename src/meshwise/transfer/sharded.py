@@ -59,7 +59,10 @@ def _alike(first: Any, tensor: Any) -> bool:
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """Return the mesh axis that shards dim 0. None if another axis or another dim is sharded as well, or nothing is."""
+    """Return the mesh axis that shards dim 0, if this is all that is sharded.
+
+    Returns None if no dim is sharded, if another dim is, or if several mesh axes shard the tensor.
+    """
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and sharding.division(tensor.placements[axes[0]]) == (0, 1) else None
 

@@ -27,11 +27,11 @@ from meshwise.transfer import collectives
 
 @dataclass(frozen=True)
 class Pipe:
-    """The ranks of this rank's pipeline, in the order of the stages.
+    """The pipeline to which this rank belongs: the ranks that together hold all stages of one replica.
 
-    rank, size: this rank's number in the pipeline, and the number of its ranks.
-    down, up: two groups of the same ranks, for data to a higher and to a lower rank. So each of two ranks only sends or
-        only receives in a group, and neither waits for the other.
+    rank, size: this rank's number in the pipeline, and the number of ranks in the pipeline.
+    down, up: two process groups of the pipeline's ranks. `down` is for sends to a higher rank, `up` for sends to a
+    lower rank. Two ranks that send to each other at the same time therefore use different groups, and do not block.
     """
 
     rank: int
@@ -105,7 +105,10 @@ def leave_own_layers(last: nn.Module) -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Make `counts` return False inside the `with` block, as the forward runs a second time or for other ranks."""
+    """Make `counts` return False inside the `with` block.
+
+    The block runs a forward whose outputs must not be counted, because it is run again or is run for other ranks.
+    """
     before = _in_own_layers[0]
     _in_own_layers[0] = False
     try:

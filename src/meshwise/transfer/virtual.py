@@ -104,7 +104,11 @@ class _Rules(TorchFunctionMode):
         return result
 
     def _common_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the virtual device of all inputs. None is the host. Raises UsageError for inputs on two devices."""
+        """Return the number of the virtual device on which all inputs are, or None if they are on the host.
+
+        Raises UsageError for inputs on two devices. Inputs that were made without a device do not count. If there are
+        no other inputs, UNDECIDED is returned.
+        """
         get = self.places.get
         every = list(tensors_in((args, kwargs)))
         if not every:
