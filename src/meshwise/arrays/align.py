@@ -91,8 +91,10 @@ def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> 
 
 
 def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | None:
-    """Return the result's sharding if this operand does not move. None if the operand is broadcast along its sharded
-    dim."""
+    """Return the sharding that the result has if this operand stays where it is.
+
+    Returns None if the operand is sharded along a dim of length 1 that is repeated in the result.
+    """
     if lies.dim is None:
         return sharding(lies.places)
     dim = lies.dim + len(shape) - len(own)

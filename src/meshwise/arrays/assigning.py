@@ -135,9 +135,10 @@ def _number(dtype: torch.dtype, value: Number) -> Number:
 
 
 def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips: Sequence[int]) -> Array | Tensor:
-    """Reorder the dims of a value to match the target: first the dims of the index arrays, then the dims of the region.
+    """Reorder the dims of a value to match the target.
 
-    Dims along which the value is repeated have length 1. Raises ValueError if the value does not broadcast.
+    The result has the dims of the index arrays, followed by the dims of the region. Dims along which the value is
+    repeated have length 1. Raises ValueError if the value does not broadcast.
     common: the common shape of the index arrays.
     shape: the shape of the region without the indexed dims.
     flips: the dims of the region that the key lists in descending order.

@@ -124,8 +124,8 @@ def _triangle(name: str, x: Array, k: int) -> Array:
 def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
     """Broadcast arrays to a common shape and layout, and return read-only views.
 
-    Repeated entries take no additional memory on a device. Data moves to repeat entries on other devices, and to lay
-    out arrays that are sharded differently from the array whose layout is used.
+    Arrays that all have the same shape and layout are returned unchanged. Repeated entries take no additional memory on
+    a device. Data moves only if an array must be laid out differently, or if entries must be repeated on other devices.
     """
     given = list(arrays)
     if len({(x.shape, x.sharding) for x in given}) < 2:

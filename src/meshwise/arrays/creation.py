@@ -321,8 +321,10 @@ def full_like(
 
 
 def _like(make: Callable[..., Array]) -> Callable[..., Array]:
-    """Make `zeros_like` from `zeros`, and so on. A new array is placed as `x` is, unless `device` or `sharding` is
-    given."""
+    """Make a function such as `zeros_like` from a function such as `zeros`.
+
+    The new array has the sharding of `x`, unless `device` or `sharding` is given.
+    """
 
     def made_like(
         space: Space, x: Any, /, dtype: Any = None, *, device: Any = None, sharding: Placement = None

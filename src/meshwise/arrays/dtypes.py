@@ -82,8 +82,7 @@ def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast values to `dtype`. If torch cannot compare values of `dtype`, cast them to integers that sort in the same
-    order."""
+    """Cast values to `dtype`, or to integers that sort in the same order if torch cannot compare values of `dtype`."""
     values = values.to(dtype)
     if dtype is torch.uint64:
         return values.view(torch.int64) ^ torch.iinfo(torch.int64).min

@@ -57,7 +57,7 @@ class NoArrayGiven(TypeError):
 
 
 def is_python_number(value: Any) -> bool:
-    """Return whether the value is a Python number, which takes the array's dtype. NumPy scalars do not count."""
+    """Return True for a Python number, which is cast to the dtype of the array, and False for a NumPy scalar."""
     return type(value) in PYTHON
 
 

@@ -38,7 +38,7 @@ class Asked:
     shape: the common shape of the index arrays.
     placed: the sharding of the indices.
     flat: for each local part of `placed`, the entries as row-major indices over `dims`. An index out of bounds is -1.
-    every: the row-major indices of all entries, by local device number. Empty unless every device knows all indices.
+    every: the row-major indices of all entries, by local device number. Empty if a device knows only its own indices.
     """
 
     dims: tuple[int, ...]

@@ -88,7 +88,7 @@ def irfftn(
 ) -> Array:
     """Compute the inverse of `rfftn`.
 
-    The last item of `s` is the new length of the last axis. By default, that length is 2 (length - 1).
+    The last item of `s` is the new length of the last axis. By default, an axis of n entries gets the length 2 (n - 1).
     """
     x = _floats(x, "irfft", norm)
     lengths, dims = _lengths(x, "irfftn", s, axes)

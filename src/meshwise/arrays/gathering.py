@@ -86,7 +86,9 @@ def tell_return(x: Array, operation: str) -> None:
 def gathered(x: Array, operation: str, place: int | None = None) -> Array:
     """Gather all of `x` on one device. Warns or raises UsageError, according to `guard`.
 
-    Over ranks, every rank gets all of `x`. All ranks then compute the same result, and each keeps its own part.
+    If there are several ranks, every rank gets all of `x`. All ranks then compute the same result, and each keeps its
+    own part.
+
     place: the number of the device. By default, the first device that holds a part of `x`.
     """
     if x.space.over_ranks:
@@ -100,8 +102,8 @@ def gathered(x: Array, operation: str, place: int | None = None) -> Array:
 def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
     """Make a sharded array from a tensor that has all of its values.
 
-    The tensor lies on the device number `place`. Over ranks, each rank has an equal tensor. The array is sharded along
-    the same dim as `lies`. If the tensor does not have that dim, the array is placed on one device.
+    The tensor lies on the device number `place`. If there are several ranks, each rank has an equal tensor. The array
+    is sharded along the same dim as `lies`. If the tensor does not have that dim, the array is placed on one device.
     """
     shape = tuple(whole.shape)
     if lies.dim is None:

@@ -127,7 +127,7 @@ def _plan(
 def _ascending(each: Cut) -> Cut:
     """Sort a range in ascending order, so that ranges with the same entries become equal.
 
-    In a range of less than two entries, the step has no meaning and is dropped.
+    In a range of less than two entries, the step has no meaning and becomes 1.
     """
     if isinstance(each, int):
         return each
@@ -137,7 +137,9 @@ def _ascending(each: Cut) -> Cut:
 
 
 def _within(entries: range, begin: int, size: int) -> range:
-    """Return the entries that are in a part of length `size` that begins at `begin`, counted from `begin`.
+    """Return which of these entries lie in a part that begins at `begin` and has `size` entries.
+
+    The returned entries are counted from the beginning of the part.
 
     entries: a range in ascending order.
     """

@@ -145,9 +145,9 @@ def _is_array(item: Any) -> bool:
 
 
 def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
-    """Add a slice for each dim that the key does not name.
+    """Add a slice for each dim that the key does not name. An ellipsis is kept.
 
-    An ellipsis is kept, because index arrays on its two sides do not count as standing side by side.
+    The position of the ellipsis matters: index arrays on both sides of an ellipsis are not neighbors.
     """
     used = sum(_dims_of(item) for item in items)
     at = [k for k, item in enumerate(items) if item is Ellipsis]

@@ -62,7 +62,7 @@ def flipped(x: Array, dims: Sequence[int]) -> Array:
 
 
 def turned(x: Array, dims: Sequence[int]) -> Array:
-    """Reverse the entries along the given dims, as a copy. `flipped` returns a view."""
+    """Return a copy with the entries along the given dims reversed. `flipped` returns a view instead."""
     bits, placed = as_bits(x), x.sharding
     parts = [part.flip(tuple(dims)) for part in bits.parts]
     if placed.dim in dims:
@@ -161,7 +161,7 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
 
 
 def of_repeated(x: Array, shape: Shape) -> Strides:
-    """Return the strides, in elements, of `x` broadcast to this shape."""
+    """Return the strides, in elements, that `x` has after it is broadcast to this shape."""
     own = zip(x.shape, of(x.shape, strides_of(x)), strict=True)
     more = len(shape) - len(x.shape)
     strides = [0] * more + [

@@ -50,8 +50,8 @@ class Move(NamedTuple):
 def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hashable, Tensor]:
     """Send tensors between devices, and return the tensors that arrived on local devices, by the keys of their moves.
 
-    A move whose source is its target is not logged, and its tensor is only copied if it has `into`. Over ranks, all
-    ranks must pass the same moves in the same order.
+    A move whose source is its target is not logged, and its tensor is only copied if it has `into`. If there are
+    several ranks, all ranks must pass the same moves in the same order.
     """
     if space.over_ranks:
         return _over_ranks(space, list(pieces), operation)
@@ -132,7 +132,7 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
 
 
 Step = tuple[int, int, Shape, Slices | None, Slices | None]
-"""(source part, target part, shape of the piece, its slices in the source, its slices in the target). None means all of it."""
+"""(source part, target part, shape of the piece, slices in the source, slices in the target). None means all of it."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,11 +223,11 @@ def combined(
 
 
 def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> list[int]:
-    """Gather integers from all devices, in the order of the devices. Over ranks, the call waits for all ranks.
+    """Gather integers from all devices, in the order of the devices. If there are several ranks, wait for all of them.
 
     Shapes that depend on values are computed from these integers, so that they are the same on all ranks.
 
-    values: the integers of the local devices, equally many for each.
+    values: the integers of the local devices. Each device has the same number of integers.
     """
     if not space.over_ranks:
         return list(values)

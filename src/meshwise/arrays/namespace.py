@@ -154,8 +154,8 @@ class Namespace(Names):
         """Return a layout that divides one dim over the devices, by default evenly to within one entry.
 
         sizes: the number of entries on each device.
-        weights: a number per device to which the sizes are proportional. Or a machine (`mw.find_machine()`, or a
-        measured one), for sizes in proportion to the memory speeds of its devices.
+        weights: a number for each device. The sizes are in proportion to these numbers. If `weights` is a machine
+        (`mw.find_machine()`, or a measured one), the sizes are in proportion to the memory speeds of its devices.
         """
         if isinstance(weights, Machine):
             weights = self.space.speeds(weights)

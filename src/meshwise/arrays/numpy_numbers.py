@@ -54,7 +54,8 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
 def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, period: None = None) -> Array:
     """Interpolate linearly at `x` between points with the ascending coordinates `xs` and the values `ys`.
 
-    left, right: the result for elements before the first and after the last point. By default the value of this point.
+    left, right: the results for elements before the first point and after the last point. By default, they are the
+    values of these two points.
     """
     if period is not None:
         raise UsageError(

@@ -96,7 +96,10 @@ def _lengths(asked: str, inputs: Sequence[str], arrays: Sequence[Array]) -> None
 
 
 def _alone(x: Array, labels: str) -> tuple[Array, str]:
-    """Return an array with one dim per label. If two dims have the same label, their diagonal is taken."""
+    """Return (an array whose dims all have different labels, these labels).
+
+    If several dims of `x` have the same label, they are replaced by their diagonal.
+    """
     while twice := next((label for label in labels if labels.count(label) > 1), None):
         one, other = labels.index(twice), labels.rindex(twice)
         x = diagonal_of(moveaxis(x, (one, other), (-2, -1)), 0, read_only=False)
@@ -176,9 +179,11 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
     """Solve `a @ x = b` by least squares. Waits for the rank of `a`.
 
-    Returns (the smallest such x, the sums of squared residuals, the rank of `a`, the singular values of `a`).
+    Returns (x, the sums of squared residuals, the rank of `a`, the singular values of `a`). If several x are equally
+    good, the x with the smallest norm is returned. As in NumPy, there are no sums if `a` has no more rows than columns,
+    or if its rank is below the number of columns.
 
-    rcond: singular values below `rcond` times the largest one count as 0.
+    rcond: singular values below `rcond` times the largest singular value count as 0.
     """
     a = as_array("lstsq", a)
     xp = a.__array_namespace__()

@@ -34,7 +34,7 @@ Draw = Callable[[Tensor, Tensor], Tensor]
 class Generator:
     """A generator of random arrays, such as `rng = xp.random.default_rng(7)`. Each call draws new numbers.
 
-    Over ranks, all ranks must make the same calls. Each rank draws its own part.
+    If there are several ranks, all ranks must make the same calls. Each rank draws its own part.
     """
 
     def __init__(self, space: Space, seed: int | None = None) -> None:

@@ -23,7 +23,7 @@ HOST_DEVICE = torch.device("cpu")
 
 
 def to_host(x: Array, operation: str = "read") -> Tensor:
-    """Return all of `x` as a new tensor in host memory. Over ranks, every rank gets all of it.
+    """Return all of `x` as a new tensor in host memory. If there are several ranks, every rank gets all of `x`.
 
     Raises UsageError inside `mw.explain`, which computes no values.
     """

@@ -150,7 +150,10 @@ def sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
 
 
 def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """Sum over axes. Integers are summed in 64 bits. The sum of no elements is 0."""
+    """Sum the elements over the given axes, by default over all. Integers are summed in 64 bits.
+
+    The sum of no elements is 0.
+    """
     x = as_array("sum", x)
     whole = axis is None and dtype is None and not keepdims
     if whole and x.dtype in IN_ORDER and x.sharding.dim is not None and plainly(x.space):
@@ -178,7 +181,10 @@ def _in_order(partials: Sequence[Tensor]) -> Tensor:
 
 
 def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """Multiply over axes. Integers are multiplied in 64 bits. The product of no elements is 1."""
+    """Multiply the elements over the given axes, by default over all. Integers are multiplied in 64 bits.
+
+    The product of no elements is 1.
+    """
     x = as_array("prod", x)
     kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)
@@ -241,7 +247,7 @@ def _logical(name: str, torch_name: str) -> Callable[..., Array]:
 
 
 def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
-    """Count the nonzero elements over axes."""
+    """Count the nonzero elements over the given axes, by default over all."""
     x = as_array("count_nonzero", x)
     parts = tuple(part != 0 for part in x.parts)
     return total(Array(parts, x.sharding, x.shape, BOOL, x.space), axis=axis, keepdims=keepdims)

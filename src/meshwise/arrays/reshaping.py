@@ -121,10 +121,11 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """A divided array seen with the shape (before, outer, length, after).
+    """The view (before, outer, length, after) of a divided array, in which every part is a range of each row.
 
-    `outer` * `length` is the size of the group of dims to which the divided dim belongs. Part k has the entries
-    `begins[k]` to `ends[k]` of each of the `outer` rows of this group.
+    A group of neighboring dims, one of which is divided, is seen as `outer` rows of `length` entries. `before` and
+    `after` are the numbers of elements in the dims before and after the group. Part k has the entries `begins[k]` to
+    `ends[k]` of each row.
     """
 
     before: int
@@ -169,7 +170,8 @@ def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
 def _groups(old: Shape, new: Shape, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the group of dims that contains the dim `dim` of the old shape, and the matching group of the new shape.
 
-    Each group is (first dim, dim after the last). Both groups have the same number of elements. No length may be 0.
+    For example, (2, 6, 5) becomes (2, 3, 10): the group of the dims 6 and 5 matches the group of 3 and 10. Each group
+    is returned as (first dim, dim after the last). Both groups have the same number of elements. No length may be 0.
     """
     i = j = 0
     while True:

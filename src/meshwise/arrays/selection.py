@@ -102,8 +102,8 @@ class _Window:
     def narrow(self, parts: Tensor, step: int) -> None:
         """Narrow the window by the samples that were read.
 
-        Up to and including sample t (counted from 1), there are at least t * step elements and at most (t + number of
-        parts - 1) * step.
+        A sample is read after every `step` elements of each part. In the order of all samples, at least t * step
+        elements come up to sample number t (counted from 1), and at most (t + number of parts - 1) * step.
 
         parts: the number of the part from which each sample comes, in the sorted order of the samples.
         """
@@ -158,7 +158,7 @@ def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[li
 
 
 def picked(x: Array, asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return the elements at the given positions of each part, in host memory. Over ranks, every rank gets all of them.
+    """Return the elements at the given positions of each part, in host memory, on every rank.
 
     Waits for the values.
     """

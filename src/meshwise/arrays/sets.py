@@ -105,7 +105,7 @@ class _Found:
 def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> _Found:
     """Sort an array and find its distinct elements.
 
-    alone: only the values are needed, so that each device drops its duplicates before the sort.
+    alone: True if only the values are needed. Each device then drops its duplicates before the sort.
     """
     x = as_array(name, x)
     flat = flattened(x, name)
@@ -201,7 +201,11 @@ def _inverse(x: Array, found: _Found) -> Array:
 
 
 def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) -> Callable[..., Array]:
-    """Make a function of two arrays that returns some of the distinct elements of the arrays, in ascending order."""
+    """Make a function of two arrays that returns some of their distinct elements, in ascending order.
+
+    says: which elements are returned, in words, for the docstring of the function.
+    rule: computes the result from the namespace and the distinct elements of each array.
+    """
 
     def of_two(x1: Any, x2: Any, /) -> Array:
         x1 = as_array(name, x1)

@@ -129,9 +129,10 @@ def solve(x1: Array, x2: Array, /) -> Array:
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """Solve linear systems of one part of each operand.
+    """Solve the linear systems `a @ y = b` of one part of each operand.
 
-    A dim is added where torch.linalg.solve would take a stack of matrices for a stack of vectors.
+    If `b` has one dim less than `a`, torch.linalg.solve would take it for a stack of vectors. A first dim is added to
+    prevent this.
     """
     b = b[None] if b.dim() == a.dim() - 1 else b
     solved: Tensor = called("solve", torch.linalg.solve, a, b)

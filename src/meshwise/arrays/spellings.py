@@ -178,7 +178,10 @@ def ptp(x: Any, /, axis: Any = None) -> Any:
 
 
 def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
-    """Return the mean. weights: a weight for each element, or for each entry along `axis`. By default all are equal."""
+    """Return the mean.
+
+    weights: a weight for each element, or for each entry along `axis`. By default, all weights are equal.
+    """
     x = as_array("average", x)
     if weights is None:
         return x.mean(axis)
@@ -226,7 +229,9 @@ def sort_in_place(x: Array, /, axis: int = -1) -> None:
 
 def item(x: Array, /, *index: Any) -> Any:
     """Return one element as a Python number. Waits for the value.
-    index: nothing for the only element, one index per dim, or one index in the flattened array."""
+
+    index: one index per dim, or one index in the flattened array. It may be left out if there is only one element.
+    """
     if not index:
         return number(x)
     if len(index) == 1 and not isinstance(index[0], tuple):

@@ -30,9 +30,9 @@ Function = Callable[[Tensor], Any]
 
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
-    """Return `given` as an array of floats.
+    """Convert `given` to an array of floats with at least two dims. Raises ValueError if it has fewer dims.
 
-    Raises ValueError for fewer than two dims, and with `square`, for matrices that are not square.
+    square: True also raises ValueError if the matrices in the last two dims are not square.
     """
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
@@ -92,7 +92,7 @@ def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> An
 
     A result that has the divided dim is divided in the same way.
 
-    told: warn as for an operation that cannot be divided. For a large matrix, this warning is always given.
+    told: True warns that the operation gathers a whole array. For a large matrix, this warning is always given.
     """
     place = fullest(x.sharding)
     if told or is_large(x):

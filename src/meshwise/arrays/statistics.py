@@ -34,7 +34,10 @@ def as_floats(name: str, x: Any) -> Array:
 
 
 def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """Return the mean over axes, which is NaN if there are no elements. Integers are converted to the default float."""
+    """Return the mean over the given axes, by default of all elements. The mean of no elements is NaN.
+
+    Integers are converted to the default float.
+    """
     x = as_floats("mean", x if dtype is None else astype(x, dtype, copy=False))
     axes = as_axes("mean", axis, len(x.shape))
     count = math.prod(x.shape[each] for each in axes)
@@ -43,9 +46,10 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
 
 
 def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
-    """Return the variance over axes.
+    """Return the variance over the given axes, by default of all elements.
 
-    The sum of squared distances is divided by the number of elements minus `correction`, which NumPy calls `ddof`.
+    The sum of squared distances from the mean is divided by the number of elements minus `correction`. NumPy's name for
+    `correction` is `ddof`.
     """
     x = as_floats("var", x)
     axes, dim = as_axes("var", axis, len(x.shape)), x.sharding.dim
@@ -81,7 +85,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def real_of_nan(part: Tensor) -> Tensor:
-    """Return the real part of a result without elements, which is NaN."""
+    """Return the real part of a complex mean of no elements, which is NaN. A real tensor is returned unchanged."""
     return part.real.clone() if part.is_complex() else part
 
 
@@ -96,7 +100,7 @@ def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor
 
 
 def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
-    """Return the standard deviation over axes, the square root of `var`."""
+    """Return the standard deviation over the given axes, by default of all elements. It is the square root of `var`."""
     spread = var(x, axis=axis, correction=correction or ddof, keepdims=keepdims)
     return in_order_of(like(spread, list(map(torch.sqrt, spread.parts))), [spread])
 

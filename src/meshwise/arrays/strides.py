@@ -49,7 +49,7 @@ def is_descending(shape: Shape, strides: Strides) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def of_cut(shape: Shape, strides: Strides, cuts: tuple[int | range, ...]) -> Strides:
-    """Return the strides after each dim is cut to a range of entries or to one entry."""
+    """Return the strides of the array that remains after each dim is cut to a range of entries or to one entry."""
     kept = [(each, stride) for each, stride in zip(cuts, of(shape, strides), strict=True) if isinstance(each, range)]
     return named(tuple(len(each) for each, _ in kept), tuple(stride * each.step for each, stride in kept))
 

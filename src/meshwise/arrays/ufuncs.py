@@ -58,7 +58,10 @@ def _cube_root(part: Tensor) -> Tensor:
 
 
 def angle(x: Any, /, deg: bool = False) -> Any:
-    """Return the angle of complex numbers, from -pi to pi. deg: return degrees instead."""
+    """Return the angle of complex numbers, from -pi to pi.
+
+    deg: True returns degrees instead of radians.
+    """
     x = as_array("angle", x)
     found = ELEMENTWISE["atan2"](imag(x), real(x))
     return found * (180 / math.pi) if deg else found

@@ -20,7 +20,7 @@ def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[in
 
 
 def undivided(x: Array) -> Array:
-    """Return `x`. If it is divided into a single part, its sharding is changed to an undivided one."""
+    """Return `x`, with an undivided sharding if `x` is divided into a single part."""
     return (
         x
         if x.sharding.dim is None or not x.sharding.single

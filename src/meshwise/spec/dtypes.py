@@ -63,7 +63,7 @@ class Dtypes:
 def dtypes_of(
     precision: str, param_dtype: str | None = None, compute_dtype: str | None = None, grad_dtype: str | None = None
 ) -> Dtypes:
-    """Return the dtypes that the word `precision` stands for. Other arguments that are given override them.
+    """Return the dtypes that the word `precision` stands for. Each other argument that is given replaces one of them.
 
     By default, `computed` is the dtype that `precision` names, or `param_dtype` if that is narrower. Gradients are
     reduced in the stored dtype by default. Raises PlanError for combinations that do not work.

@@ -93,7 +93,7 @@ class WorkerFailed(MeshwiseError):
     def __init__(
         self, message: str, *, rank: int | None = None, exit_code: int = 1, failure: Any | None = None
     ) -> None:
-        """failure: what is known of the worker that failed first (a `workers.failure.Failure`). None if none failed."""
+        """failure: what is known of the worker that failed first (a `workers.failure.Failure`), or None."""
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code

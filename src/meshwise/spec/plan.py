@@ -63,9 +63,10 @@ def _not_yet(own: str, other: str) -> Conflict:
 
 
 def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
-    """Declare a field for a technique that is off by default. Conflicts apply to any value other than the default.
+    """Declare a field for a technique. Conflicts apply to any value other than the default.
 
-    divides: what is sharded over ranks: `parameters`, with gradients and state, or only the optimizer's `state`.
+    divides: what the technique shards over ranks. `parameters` includes gradients and optimizer state, `state` is the
+    optimizer's state alone. Empty if nothing is sharded.
     """
     return field(default=default, metadata={"conflicts": conflicts, "divides": divides})
 
@@ -270,7 +271,10 @@ OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_
 
 
 def changed(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan that differ from their defaults. If the plan needs one device, include `data` too."""
+    """Return the fields of a plan that differ from their defaults.
+
+    For a plan of one device, `data` is included, too.
+    """
     one = plan.devices == 1
     return {
         f.name: getattr(plan, f.name)

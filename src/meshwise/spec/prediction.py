@@ -26,7 +26,7 @@ class Prediction:
     machine: the name of the machine for which the prediction was made.
     origin: the sources of the operations' times, with their shares of the step: `catalog 80 %, model 20 %`.
     seconds: the time of a step. None if the speed of the machine is unknown.
-    low, high: the bounds of the 80 % interval of `seconds`. None if it is unknown.
+    low, high: the bounds of the 80 % interval of `seconds`. None if the bounds are unknown.
     kinds: the seconds of the step by kind of work, as in a report, averaged over ranks.
     memory: the bytes on the rank that needs most, by the counter that measures them: `allocated`, `reserved`, `device`.
     categories: the parts of the allocated bytes.

@@ -38,7 +38,10 @@ class Timings:
 def fitted(
     sizes: Sequence[int], seconds: Sequence[float], p95: Sequence[float] = (), p99: Sequence[float] = ()
 ) -> Timings:
-    """Fit a line to a table by the least absolute relative error. Latency and bandwidth are at least 0."""
+    """Return the `Timings` of a table of measured times, with a line fitted to the table.
+
+    The line has the least absolute relative error. Its latency and bandwidth are at least 0.
+    """
     latency, per_byte = _line(sizes, seconds)
     errors = [abs(latency + per_byte * size - time) / time for size, time in zip(sizes, seconds, strict=True)]
     bandwidth = 1 / per_byte if per_byte > 0 else math.inf

@@ -62,8 +62,8 @@ def first_difference(tensor: Tensor, other: Tensor) -> int | None:
     """Return the offset of the first byte that differs between two tensors of equal shape and dtype, or None.
 
     The tensors may be on different devices. The checksums are compared first. Then the bytes of the first differing
-    block are compared on the host. If these bytes are equal, as when reading itself fails, the offset of the block is
-    returned.
+    block are compared on the host. If reading is itself faulty, these bytes can be equal. In this case the offset of
+    the block is returned.
     """
     ours, theirs = block_sums(tensor), block_sums(other)
     for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):

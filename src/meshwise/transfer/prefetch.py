@@ -21,7 +21,7 @@ def to_device(batch: Any, device: str) -> Any:
 
 
 def prefetch(batches: Iterable[tuple[Any, Any]], device: str) -> Iterator[tuple[Any, Any]]:
-    """Yield the `(batch, facts)` pairs with each batch moved to `device`.
+    """Yield each `(batch, facts)` pair after its batch is moved to `device`. The second item is not changed.
 
     On an accelerator, the next batch is copied while the current batch is used.
     """

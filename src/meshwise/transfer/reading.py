@@ -44,7 +44,10 @@ _unmet = [False]  # of the whole process: a backward runs in threads of its own
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Read sharded tensors without `meet` inside the `with` block. This is for meshwise's code, which all ranks run."""
+    """Inside the `with` block, `meet` returns at once when sharded tensors are read.
+
+    This is for meshwise's code, which all ranks run.
+    """
     before, _unmet[0] = _unmet[0], True
     try:
         yield

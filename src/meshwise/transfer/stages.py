@@ -85,7 +85,7 @@ def now_lacks(model: nn.Module, names: set[str]) -> None:
 
 
 def counts(module: nn.Module | None = None) -> bool:
-    """Check whether the present output of `module` equals the output of a run on one device.
+    """Return True if the present output of `module` is what a run on one device would compute.
 
     This is so inside the layers of this rank's stage. Code after the last of these layers belongs to the next stage,
     although this rank also runs it.
