@@ -24,7 +24,10 @@ Held = tuple[Shape, Sharding, int]
 
 
 def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape to which these shapes broadcast together. Raises ValueError if they do not broadcast."""
+    """Return the shape that arrays of these shapes have after broadcasting.
+
+    Raises ValueError if they do not broadcast.
+    """
     if len(set(shapes)) < 2:
         return shapes[0] if shapes else ()
     dims = max(map(len, shapes))

@@ -98,7 +98,7 @@ class Info:
         self._space = space
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what is supported: boolean indexing, data-dependent shapes, and at most 64 dims, as in torch."""
+        """Return the supported features: boolean indexing, shapes that depend on values, and 64 dims as in torch."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:

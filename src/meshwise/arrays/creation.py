@@ -100,7 +100,7 @@ def of_user(
 
 
 def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, copy: bool | None) -> Array:
-    """Apply `asarray` to an array of the same namespace."""
+    """Apply `asarray` to an array that already belongs to the namespace."""
     stays = wanted is None and device in (None, x.space.device_name(x.sharding))
     placed = x.sharding if stays else x.space.placed(x.shape, device, wanted)
     cast = dtype is not None and dtype is not x.dtype

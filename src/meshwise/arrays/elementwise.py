@@ -164,7 +164,7 @@ def _in_general(
     result: torch.dtype | None,
     given: tuple[Any, ...],
 ) -> Array:
-    """Compute a function of operands of any placement and dtype. At least one operand must be an array.
+    """Compute a function of operands that may have different shardings and dtypes. One must be an array.
 
     choose: returns the torch function for a dtype.
     """
@@ -204,7 +204,7 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
 
 
 def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
-    """Return the dtype in which operation `name` is computed. Raises TypeError for a dtype that it does not support."""
+    """Return the dtype in which operation `name` is computed. Raises TypeError if it does not support `dtype`."""
     if dtype in takes:
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
@@ -245,10 +245,7 @@ def _by_parts(op: Op) -> Op:
 
 
 def _also_infinite(op: Op, other: Op) -> Op:
-    """Return a function that applies `other` to complex numbers that are not finite, and `op` to all other numbers.
-
-    For complex numbers that are not finite, `op` gives nan.
-    """
+    """Return a function like `op` that uses `other` for complex numbers with inf or nan, where `op` gives nan."""
 
     def of_part(part: Tensor) -> Tensor:
         return torch.where(torch.isfinite(part), op(part), other(part)) if part.is_complex() else op(part)

@@ -33,7 +33,10 @@ Own = dict[int, Tensor]
 
 
 class _Moves:
-    """Sends tensors between the parts of a sharded matrix. They are logged under the name of an operation."""
+    """Sends tensors between the devices that hold the parts of a sharded matrix.
+
+    The transfers are logged under the name of an operation.
+    """
 
     def __init__(self, x: Array, name: str) -> None:
         self.x, self.held, self.name = x, x.sharding, name

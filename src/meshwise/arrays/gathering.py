@@ -55,7 +55,7 @@ def guard(mode: str) -> Iterator[None]:
 
 
 def tell(x: Array, operation: str, wanted: Sharding) -> None:
-    """Warn or raise UsageError, according to `guard`, before an operation moves `x` to the sharding `wanted`.
+    """Warn or raise UsageError before an operation moves `x` to the sharding `wanted`, as `guard` has set.
 
     Does nothing if no data has to move.
     """

@@ -86,10 +86,10 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
 
 
 def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
-    """Make an array whose parts are the given tensors or arrays, one per device in order. The parts are not copied.
+    """Make an array whose parts are the given tensors or arrays, one per device in order.
 
-    Over ranks, each rank passes a list with only its own part. Raises UsageError if a part lies on another kind of
-    device.
+    The parts are not copied. If there are several ranks, each rank passes a list with only its own part. Raises
+    UsageError if a part lies on another kind of device.
     """
     parts = [from_array(part) for part in shards]
     if len(parts) != len(space.here):

@@ -31,7 +31,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
     """Join arrays along an existing dim. If `axis` is None, the arrays are flattened first.
 
     The result is divided like the largest array. If the largest array is divided along `axis`, each device gets as many
-    entries of the result as it held of all arrays together. Only entries whose device changes are moved.
+    entries of the result as it has of all arrays together. Only entries whose device changes are moved.
     """
     given = _of_one_type("concat", arrays)
     if axis is None:

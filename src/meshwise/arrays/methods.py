@@ -75,7 +75,7 @@ def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable
 
 
 def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
-    """Return the right operand of `rule` for each part of `x`, if the result can overwrite the parts of `x` in place.
+    """Return, for each part of `x`, the right operand with which `rule` can overwrite the part in place.
 
     Returns None unless the result is certain to have the shape, dtype and sharding of `x`.
     """

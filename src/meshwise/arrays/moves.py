@@ -210,10 +210,10 @@ def combined(
 ) -> Array:
     """Reduce the first dim of `partials`, the dim of the devices, to an array with the sharding `wanted`.
 
-    Each device of `wanted` receives what it needs of all partial results, and reduces it.
+    Each device of `wanted` receives its part of every partial result, and reduces these parts. They always come in the
+    order of the devices, so that the bits of the result are always the same.
 
-    reduce: a function from shape (devices, ...) to shape (...). The partial results always come in the order of the
-    devices, so that the bits of the result are always the same.
+    reduce: a function from shape (devices, ...) to shape (...).
     shape: the shape of the result, if it differs from the remaining dims of `partials`.
     """
     above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)

@@ -108,7 +108,7 @@ def _alone(x: Array, labels: str) -> tuple[Array, str]:
 
 
 def _summed(x: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
-    """Sum `x` over all dims whose labels are not in `needed`."""
+    """Sum `x` over all dims whose labels are not in `needed`. Returns the sums, and the labels of their dims."""
     over = tuple(dim for dim, label in enumerate(labels) if label not in needed)
     kept = "".join(label for label in labels if label in needed)
     return (total(x, axis=over, dtype=x.dtype) if over else x), kept

@@ -241,7 +241,7 @@ def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
 
 
 def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, operation: str) -> Array:
-    """Multiply `x`, which stays where it lies, by `y`, whose parts are sent to every device of `x` one after another.
+    """Multiply `x` by `y` without moving `x`. The parts of `y` are sent to every device of `x`, one after another.
 
     Each device holds one part of `y` at a time. As many bytes move as if `y` were replicated.
     """
@@ -290,9 +290,11 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stack_labels(own: Shape, stack: Shape) -> Labels:
-    """Return the labels of an operand's leading dims, whose shape `own` is broadcast to the shape `stack`.
+    """Return a label for each leading dim of an operand whose leading dims are broadcast to the shape `stack`.
 
     The label of a dim is its position in `stack`, or None for a dim of length 1 that is repeated.
+
+    own: the lengths of the operand's leading dims.
     """
     first = len(stack) - len(own)
     return tuple(first + k if length == stack[first + k] else None for k, length in enumerate(own))

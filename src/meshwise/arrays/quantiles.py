@@ -52,7 +52,7 @@ def percentile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear",
 def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
     """Return the median over `axis`, by default of all elements.
 
-    Of an even number of elements, it is the mean of the middle two.
+    The median of an even number of elements is the mean of the middle two.
     """
     return _quantile(x, 0.5, axis, "midpoint", keepdims, "median")
 

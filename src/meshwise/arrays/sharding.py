@@ -18,10 +18,10 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an array lies on devices. A device is named by its place, its number in the namespace.
+    """How an array lies on devices. A device is named by its place, which is its number in the namespace.
 
-    If `dim` is None, each of `places` holds all of the array. Otherwise part k lies on `places[k]` and has the next
-    `sizes[k]` entries of `dim`. A part may be empty.
+    If `dim` is None, each of `places` holds all of the array. Otherwise the entries of `dim` are divided, in order:
+    part k has `sizes[k]` entries and lies on `places[k]`. A part may be empty.
     """
 
     places: tuple[int, ...]
@@ -75,9 +75,9 @@ class Sharding:
 
 @functools.lru_cache(maxsize=4096)
 def sharding(places: tuple[int, ...], dim: int | None = None, sizes: tuple[int, ...] = ()) -> Sharding:
-    """Return the `Sharding` with these values.
+    """Return the `Sharding` with these values. The result is cached.
 
-    It is cached, so that equal shardings are mostly the same object and compare fast by `is`.
+    Equal shardings are therefore mostly the same object, and compare fast by `is`.
     """
     return Sharding(places, dim, sizes)
 

@@ -22,7 +22,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 
 def of(shape: Shape, strides: Strides) -> tuple[int, ...]:
-    """Return the strides as numbers. None, which stands for row-major order, is replaced."""
+    """Return the strides as a tuple of numbers. None stands for row-major order, and is converted, too."""
     return row_major(shape) if strides is None else strides
 
 

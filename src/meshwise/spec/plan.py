@@ -65,8 +65,7 @@ def _not_yet(own: str, other: str) -> Conflict:
 def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
     """Declare a field for a technique. Conflicts apply to any value other than the default.
 
-    divides: what the technique shards over ranks. `parameters` includes gradients and optimizer state, `state` is the
-    optimizer's state alone. Empty if nothing is sharded.
+    divides: `parameters` if parameters, gradients and optimizer state are sharded, `state` if only the latter is.
     """
     return field(default=default, metadata={"conflicts": conflicts, "divides": divides})
 
@@ -271,10 +270,7 @@ OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_
 
 
 def changed(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan that differ from their defaults.
-
-    For a plan of one device, `data` is included, too.
-    """
+    """Return the fields of a plan that differ from their defaults, and `data` if the plan needs only one device."""
     one = plan.devices == 1
     return {
         f.name: getattr(plan, f.name)
@@ -284,10 +280,7 @@ def changed(plan: Plan) -> dict[str, Any]:
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
-    """Return the plan with another precision, and with the three dtypes that this precision sets.
-
-    If the plan already has this precision, it is returned unchanged.
-    """
+    """Return the plan with another precision and its three dtypes, or `plan` itself if the precision is the same."""
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, **OWN_DTYPES)

@@ -49,7 +49,7 @@ def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
 
 
 def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Return all tuples of `count` factors whose product is `number`."""
+    """Yield all tuples of `count` factors whose product is `number`."""
     divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
     return (factors for factors in itertools.product(divisors, repeat=count) if math.prod(factors) == number)
 
@@ -70,10 +70,10 @@ def on_one_device(plan: Plan) -> Plan:
 
 
 def on_devices(plan: Plan, devices: int) -> Plan:
-    """Return `plan` for at most this many devices, with the same global batch. Some devices may be left unused.
+    """Return `plan` changed to fit at most this many devices, with the same global batch.
 
-    Of the axes, only `data` and `shard` change. Techniques that are no longer possible are turned off. Raises PlanError
-    if no such plan is possible.
+    Some devices may be left unused. Only the axes `data` and `shard` change. Techniques that are no longer possible are
+    turned off. Raises PlanError if no such plan is possible.
     """
     fixed = plan.devices // (plan.data * plan.shard)
     for parts in range(devices // fixed, 0, -1):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """This process among the processes of a run.
+    """Describes this process as one of the processes of a run.
 
-    device: the name of its torch device, such as `cpu` or `cuda:0`.
+    device: the name of this process's torch device, such as `cpu` or `cuda:0`.
     shares: how much of each batch each rank computes, in proportion. Empty if all ranks compute the same.
     given: whether the launcher chose the device. If so, a run of one worker also moves a model from the CPU to it.
     """

@@ -75,10 +75,7 @@ def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to average `tensor` over all ranks, in place.
-
-    Each rank divides its tensor before the sum, so that fp16 does not overflow.
-    """
+    """Begin an in-place average over all ranks. Each rank divides before the sum, so that fp16 does not overflow."""
     return _begin_sum(tensor, of, mean=True)
 
 
@@ -303,11 +300,7 @@ def _run(
 
 
 def _is_of_all(group: Group) -> bool:
-    """Return True if every rank of the run enters a collective when this rank enters one over `group`.
-
-    Some ranks may enter it over another group: the run's ranks can be divided into several groups, and all of these
-    groups do the same work.
-    """
+    """Return True if all ranks of the run enter a collective over `group` or over a group of the same kind."""
     return group in (None, dividing()) or world_size(group) == world_size(everyone())
 
 
@@ -334,7 +327,7 @@ def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:
 
 
 def _rows(verb: str, tensor: Tensor, group: Group) -> int:
-    """Return the number of rows of `tensor` for each rank. Raises UsageError if it cannot be the same for all ranks."""
+    """Return the number of rows of `tensor` for each rank. Raises UsageError if the rows cannot be divided evenly."""
     size = world_size(group)
     if tensor.dim() == 0 or len(tensor) % size:
         raise UsageError(

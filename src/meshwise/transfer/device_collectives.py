@@ -97,13 +97,13 @@ def gather(
 def all_reduce(
     tensors: Sequence[Tensor], op: str = "sum", *, links: Machine | None = None, verify: bool = False
 ) -> list[Tensor]:
-    """Reduce tensors of equal shape, one per device, in place, and return them as a list. All then hold the same bits.
+    """Reduce tensors of equal shape, one per device, in place, and return them as a list.
 
-    Each device reduces one slice of the elements, in the order of the list and in the tensors' dtype, and sends the
-    result to all devices. Each of n devices sends 2 (n - 1) / n of a tensor's bytes, as in a ring all-reduce. The
-    result does not depend on timing. Tensors on distinct CUDA devices are summed by NCCL, unless `verify` or `links` is
-    given. NCCL's result is also the same on all devices, but NCCL chooses the order of the sum. Gradients are not
-    supported.
+    Afterwards all tensors hold the same bits. Each device reduces one slice of the elements, in the order of the list
+    and in the tensors' dtype, and sends the result to all devices. Each of n devices sends 2 (n - 1) / n of a tensor's
+    bytes, as in a ring all-reduce. The result does not depend on timing. Tensors on distinct CUDA devices are summed by
+    NCCL, unless `verify` or `links` is given. NCCL's result is also the same on all devices, but NCCL chooses the order
+    of the sum. Gradients are not supported.
 
     op: `sum`, `mean`, `product`, `min` or `max`.
     """
@@ -160,7 +160,7 @@ def _reduce_slices(
 
 
 def _by_nccl(tensors: list[Tensor]) -> bool:
-    """Sum by NCCL if all tensors are dense and on distinct CUDA devices. Return whether NCCL was used."""
+    """Sum the tensors by NCCL if it supports them and they are on distinct CUDA devices. Return True if it was used."""
     distinct = len({tensor.device for tensor in tensors}) == len(tensors) > 1
     if not (distinct and all(tensor.is_cuda for tensor in tensors) and nccl.is_available(tensors)):
         return False

@@ -121,7 +121,10 @@ def _host_or_virtual(device: torch.device) -> torch.device:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Allocate memory on `device` for a copy of `tensor`: the same shape and dtype and, if dense, the same strides."""
+    """Allocate memory on `device` for a copy of `tensor`, with the same shape and dtype.
+
+    If `tensor` is dense, the new memory has the same strides, too.
+    """
     open_one = open_devices()
     if open_one is None or device.type != "cpu":
         return torch.empty_like(tensor, device=device, requires_grad=False)

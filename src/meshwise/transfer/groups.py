@@ -67,9 +67,11 @@ def get_rank(group: Group = None) -> int:
 
 
 def group_key(group: Group = None) -> str:
-    """Return a text that identifies a group and is the same on all of its ranks. Returns "" without a process group.
+    """Return a text that identifies a group and is the same on all ranks of the group.
 
-    The text has the ranks in the world and the name of the group.
+    Returns "" without a process group. The text consists of the ranks, as numbered in the whole run, and the name of
+    the group.
+
     group: None means the group that was set by `divide_among`.
     """
     return key_of(group or DIVIDING[0]) if dist.is_initialized() else ""
