@@ -112,7 +112,7 @@ def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
     [
         (
             "train.py --devices 2xcpu --lr 1",
-            "--devices: options after train.py .*: meshwise run --devices 2xcpu train.py",
+            "--devices: options after train.py .*write meshwise run --devices 2xcpu train.py",
         ),
         (
             "--log wandb train.py --lr 1 --out=x --set a",

@@ -198,7 +198,7 @@ WRONG = {
         '[[host]]\ncores = 4\n[[device]]\nhost = 1\npart = "L4"',
         "on host 1, but there are only 1",
     ),
-    "ends that are no link": (DEVICE_LINES + '[[link]]\nends = ["host cuda:0"]', "must name the two ends of a link"),
+    "ends that are no link": (DEVICE_LINES + '[[link]]\nends = ["host cuda:0"]', "does not name two ends of a link"),
     "no ends": (DEVICE_LINES + '[[link]]\nkind = "pcie"', "ends is missing"),
     "a device that is not there": (
         DEVICE_LINES + '[[link]]\nends = ["host -> cuda:2"]',

@@ -158,6 +158,6 @@ def test_an_optimizer_of_another_model_is_told() -> None:
     model = nn.Linear(3, 2)
     other = torch.optim.SGD(nn.Linear(4, 2).parameters())
     with pytest.raises(
-        PlanError, match=r"group 0 of the optimizer has a parameter of shape \(2, 4\) that is not the model's"
+        PlanError, match=r"group 0 of the optimizer has a parameter of shape \(2, 4\) which is not in the model"
     ):
         apply_with(model, Plan(), World(), other)

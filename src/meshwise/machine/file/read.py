@@ -48,7 +48,7 @@ def machine_from_toml(text: str, where: str) -> Machine:
         hosts = (Host(),) * needed
     elif devices and len(hosts) < needed:
         raise UsageError(
-            f"{where}: a device is on host {needed - 1}, but there are {len(hosts)} hosts. Add a [[host]] for it."
+            f"{where}: a device is on host {needed - 1}, but there are only {len(hosts)}. Add a [[host]] for it."
         )
     if "link" in file:
         links = _links(file["link"], devices, len(hosts), where)
