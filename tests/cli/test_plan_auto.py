@@ -83,7 +83,7 @@ def test_where_times_are_not_known_the_simplest_is_taken(chosen: Callable[..., T
 
 def test_nothing_that_fits_is_refused_with_the_smallest(chosen: Callable[..., Told]) -> None:
     with pytest.raises(
-        PlanError, match="none of 2 plans is certain to fit in memory. One may need 132 B, but a device has 100 B"
+        PlanError, match=r"none of 2 plans is certain to fit in memory\. One may need 132 B, but a device has 100 B"
     ):
         chosen(estimate(Plan(), 0.1, 200), estimate(Plan(data=2), 0.1, 120))
 

@@ -183,7 +183,7 @@ def test_of_replicas_one_writes_and_nothing_is_copied_before(kept: Path, monkeyp
 
 
 def test_redundancy_is_one_or_none() -> None:
-    with pytest.raises(UsageError, match="--redundancy must be 1 .* but it is 2"):
+    with pytest.raises(UsageError, match=r"--redundancy must be 1 .* but it is 2"):
         RunOptions(job="mlp", redundancy=2)
 
 
