@@ -1,6 +1,7 @@
 """Draw sentences of docstrings and messages at random, for somebody to read who did not write them.
 
     python bench/sentences.py [--seed 0] [--count 20]
+    python bench/sentences.py --source FOLDER       # of another package: a control, read in one mixed sheet
 
 Half of them are docstrings of functions, classes and attributes, the other half messages of errors and notes: whole
 texts of at least five words, each with its file, a docstring with the line of code that it is of. What stands in braces
@@ -51,13 +52,13 @@ def value_of(part: ast.expr) -> str:
     return value.id if isinstance(value, ast.Name) else value.attr if isinstance(value, ast.Attribute) else "…"
 
 
-def drawn(seed: int, count: int) -> list[tuple[str, str]]:
+def drawn(source: Path, seed: int, count: int) -> list[tuple[str, str]]:
     """Draw half from each kind: (file, text)."""
     found: tuple[list[tuple[str, str]], ...] = ([], [])
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted(source.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for texts, kind in zip((docstrings(tree), messages(tree)), found, strict=True):
-            kind += [(str(path.relative_to(SOURCE)), text) for text in texts]
+            kind += [(str(path.relative_to(source)), text) for text in texts]
     draw = random.Random(seed)
     return [one for kind in found for one in draw.sample(kind, count // 2)]
 
@@ -67,8 +68,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--source", type=Path, default=SOURCE)
     given = parser.parse_args()
-    for number, (path, text) in enumerate(drawn(given.seed, given.count), 1):
+    for number, (path, text) in enumerate(drawn(given.source, given.seed, given.count), 1):
         print(f"{number:3}. {path}\n     {text}\n")
 
 
