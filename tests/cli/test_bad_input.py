@@ -174,7 +174,7 @@ def test_a_run_of_another_job_is_not_resumed(
     assert command(["run", "mine.py:job", "--devices", "1xcpu"], monkeypatch, capsys)[0] == 0
     (folder,) = (here / "runs").iterdir()
     code, shown = command(["run", "mnist-mlp", "--resume", str(folder)], monkeypatch, capsys)
-    assert code == 2 and "belongs to job 'mine.py:job', not 'mnist-mlp'" in shown
+    assert code == 2 and "--resume continues a run of 'mine.py:job', not of 'mnist-mlp'" in shown
 
 
 @pytest.mark.usefixtures("processes")
