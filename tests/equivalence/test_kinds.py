@@ -296,7 +296,7 @@ def test_parameters_that_a_resume_changes_are_told_from_an_update(pool: Any) -> 
     kind, step, cause, why = found(RESUMED[0], ("    # epoch ends\n", other), pool=pool)
     assert (kind, step, cause) == ("parameters", 1, "state after a resume")
     assert (
-        "0.bias changes between optimizer.step() of step 1 and the next batch, under the plan alone. What is loaded"
+        "0.bias changes between optimizer.step() of step 1 and the next batch, under the plan alone. The model loads"
         in why
     )
 
