@@ -163,8 +163,8 @@ SAID = {
     (OF_JOB, "os._exit"): "os._exit(3) ended the command too early",
     (OF_JOB, "optimizer"): "refused",
     (OF_JOB, "data"): "all 2 ranks failed: ValueError: a fault",
-    (OF_JOB, "backward 1"): "the loss of job 'loud' gave",
-    (OF_JOB, "backward 5"): "the loss of job 'loud' gave",
+    (OF_JOB, "backward 1"): "the loss of job 'loud' returned",
+    (OF_JOB, "backward 5"): "the loss of job 'loud' returned",
     (OF_JOB, "one rank 5"): "rank 1 of 2 failed: ValueError: a fault",
     (OF_JOB, "killed 1"): "rank 1 failed alike in step 1 of two attempts",
     (OF_JOB, "nan 8"): "Lower the learning rate",
@@ -184,7 +184,7 @@ SAID = {
     (OF_SCRIPT, "killed 5"): "Call mw.checkpoint in the program",
     (OF_SCRIPT, "nan 8"): "not finite",
     (OF_SCRIPT, "diverged 5"): "Ranks diverged: ",
-    (OF_SCRIPT, "evaluation"): "weight='all'",
+    (OF_SCRIPT, "evaluation"): "but it is 'all'",
     (OF_SCRIPT, "evaluation fails"): "all 2 ranks failed: ValueError: a fault",
     (OF_SCRIPT, "end"): "all 2 ranks failed: ValueError: a fault",
 }
@@ -196,7 +196,7 @@ BEGINS = (
     "all ",
     "rank ",
     "That was ",
-    "It is ",
+    "The program itself fails",
     "Ranks diverged: ",
     "The run is not started again",
 )
