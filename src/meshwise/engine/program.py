@@ -351,8 +351,8 @@ class Program:
         held, ours = held_parameters(optimizer), {id(p) for p in self.named_parameters().values()}
         foreign = tuple(p for p in held if id(p) not in ours)
         replaced = any(p in self._replaced for p in held)
-        known, every = _Holds(count, len(foreign) < count, foreign, replaced), self._holds
-        every[weakref.ref(optimizer, lambda gone: every.pop(gone, None))] = known
+        known, holds = _Holds(count, len(foreign) < count, foreign, replaced), self._holds
+        holds[weakref.ref(optimizer, lambda gone: holds.pop(gone, None))] = known
         self.may_draw |= not is_by_numbers(optimizer)
         return known
 

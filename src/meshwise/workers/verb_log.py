@@ -127,7 +127,8 @@ class VerbLog:
 
     def line(self, verb: str, frame: FrameType | None) -> list[int]:
         """Return the entry for a call of `verb`. It tells the source line: the innermost line of user code, searched
-        from `frame` outward. A new line is appended to the file."""
+        from `frame` outward. A new line is appended to the file. From the first entry on, only the calls of its thread
+        are logged."""
         self._thread, depth = threading.get_ident(), 1
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame, depth = frame.f_back, depth + 1
@@ -169,12 +170,12 @@ def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
     log, here = log or _log, threading.get_ident()
     if log is None or (log._thread or here) != here:
         return
-    depth, code, at, line = log.newest.get(verb, UNKNOWN)  # most often the same line again, at the same depth
+    depth, code, lasti, line = log.newest.get(verb, UNKNOWN)  # most often the same line again, at the same depth
     try:
         frame = sys._getframe(depth)
     except ValueError:  # the stack is less deep
         frame = sys._getframe()
-    line = line if frame.f_code is code and frame.f_lasti == at else log.line(verb, sys._getframe(1))
+    line = line if frame.f_code is code and frame.f_lasti == lasti else log.line(verb, sys._getframe(1))
     line[2] += 1
     checksum = log._checksum * FACTOR + line[1]
     for number in which:
