@@ -84,7 +84,7 @@ def test_a_batch_script_that_was_sent_from_inside_a_step_is_one_process(cluster:
         "srun", "-N2", "--overcommit", "bash", "-c", f"[ $SLURM_PROCID = 1 ] || {inner}", folder=programs
     )
     try:
-        output = shows(programs / "inner.out", "code ")
+        output = shows(programs / "inner.out", "\ncode ")
     finally:
         outer.communicate(timeout=60)
     assert "rank 0 of 2 on" in output and "code 0" in output, output
@@ -177,8 +177,8 @@ def is_saved(folder: Path, output: str, program: str) -> None:
 def test_one_task_a_node_launches_there_and_a_time_limit_saves_it(cluster: Slurm, programs: Path) -> None:
     job = begun(cluster, programs, "job", "one a node")
     send_as_at_a_limit(cluster, job)
-    output = shows(programs / f"{job}.out", "code ")
-    assert f"code {AGAIN}" in output, output
+    output = shows(programs / f"{job}.out", "\ncode ")  # srun writes "exit code" of the first task
+    assert f"\ncode {AGAIN}" in output, output
     assert f"Slurm job {job}, 2 nodes × 2 devices, attempt 1" in output
     assert "stopped by SIGTERM after step" in output and "Plan(data=4)" in output
     is_saved(programs, output, "job")
