@@ -295,14 +295,16 @@ class _Open:
         recorder = self._recorder
         device = recorder.device if self._on_device and recorder.on else None
         end = recorder.clock() if device is None else device.mark()
-        recorder.add(self._code, self._start, end)
+        if recorder.on:
+            recorder._rows.extend((self._code, self._start, end, recorder.step, 0, NO_COLLECTIVE))
         if recorder.takes_memory:
             recorder.phase_ends(self._kind)
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, trace)
         if error is None:  # after an error the phase stays, to be named in the report
-            if recorder.pulse is not None:
-                recorder.pulse.phase(self._before)
+            if (pulse := recorder.pulse) is not None:  # as in `turn`
+                pulse.words[PHASE] = pulse.names.get(self._before) or pulse.name(self._before)
+                pulse.words[BEATS] = pulse.beats = pulse.beats + 1
             recorder.phase = self._before
 
 
