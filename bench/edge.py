@@ -46,7 +46,7 @@ from meshwise.rehearsal.memory import with_inside
 from meshwise.rehearsal.trace import trace
 from meshwise.spec.plan import Plan
 
-SEED, AROUND, CAPS = 14, 0.1, 2
+SEED, AROUND, CAPS = 14, 0.1, 3
 SPARE = 0.05
 PLANS = (Plan(), Plan(accumulate=2), Plan(recompute="full"), Plan(precision="bf16"))
 JOBS = {

@@ -6,6 +6,7 @@ Of job/run.py too.
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +22,7 @@ from meshwise.data.source import LOOKS, LoaderSettings, count_samples, reader, s
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.spec.errors import DataError
+from meshwise.spec.plan import Plan
 
 X, Y = torch.arange(20.0).view(10, 2), torch.arange(10)
 BATCHES = [torch.tensor([7, 0, 3]), torch.tensor([9])]
@@ -320,3 +322,33 @@ def test_a_job_takes_a_data_set_or_what_gives_one(given: Any) -> None:
     )
     facts = run_job(replace(job, epochs=2), RunOptions(log_every=1), None)
     assert facts["samples"] == 8 and len(facts["losses"]) == 4 and "loss" in facts["metrics"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_holds_no_batch_of_an_earlier_step(accumulate: int) -> None:
+    read: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def loss(model: torch.nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        alive.append(sum(reference() is not None for reference in read))
+        read.append(weakref.ref(batch[0]))
+        return model(batch[0]).square().mean()
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Linear(2, 1)
+
+    data, optimizer = (torch.ones(24, 2),), lambda params: torch.optim.SGD(params, lr=0.01)
+    job = mw.Job(name="held", model=model, loss=loss, optimizer=optimizer, data=data, test=data, batch_size=4, epochs=1)
+    run_job(job, RunOptions(plan=Plan(accumulate=accumulate)), None)
+    assert alive == [*[0, 1][:accumulate] * 6, *[0] * (len(alive) - 6 * accumulate)]
+    alive.clear()
+    read.clear()
+
+    net = torch.nn.Linear(2, 1)
+    wrapped, sgd, loader = mw.distribute(net, torch.optim.SGD(net.parameters(), lr=0.01), DataLoader(data[0], 4))
+    for batch in loader:
+        mw.backward(loss(wrapped, (batch,)))
+        sgd.step()
+        sgd.zero_grad()
+        del batch  # the loop's own name holds it while the next is read
+    assert alive == [0] * 6
