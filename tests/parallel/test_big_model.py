@@ -30,6 +30,7 @@ OVER = 150e6  # bytes beside the part and the largest parameter: what is importe
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_four_workers_build_load_and_train_what_none_holds_whole() -> None:
     found = big_model.run(4, SIZES, train=True)
     for way in ("construct", "load"):

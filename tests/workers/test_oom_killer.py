@@ -123,9 +123,13 @@ def test_a_run_says_who_killed_its_worker(kill: str, says: str, small_group: Pat
 HUNGRY_JOB = """
 import torch, meshwise as mw
 
+calls = []
+
 def loss(model, batch):
     rows = len(batch[0])
-    kept = torch.ones(rows * 150 << 18) if mw.rank() == 1 and rows > 4 else 0  # 1.2 GB
+    calls.append(rows)
+    hungry = mw.rank() == 1 and rows > 4 and len(calls) > 3  # by then the loss is known to be a mean over samples
+    kept = torch.ones(rows * 150 << 18) if hungry else 0  # 1.2 GB
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 x = torch.ones(160, 4)

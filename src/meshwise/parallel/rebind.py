@@ -64,6 +64,10 @@ def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *un
             state[prefix + name] = shard_like(value, p)
 
 
+COUNTERS = ("step", "eta", "mu")
+"""State of torch's optimizers that is a plain number for a parameter of any shape."""
+
+
 def register_optimizer_load_hook(optimizer: Optimizer) -> None:
     """Let `optimizer`, which holds sharded parameters, accept whole state tensors in `load_state_dict`."""
     optimizer.register_load_state_dict_pre_hook(_shard_state)
@@ -85,4 +89,8 @@ def _sharded_as(p: Tensor, entry: Any) -> Any:
     """Shard the optimizer state of one parameter like the parameter `p`. Counters stay unchanged."""
     if not isinstance(entry, dict):
         return entry
-    return {k: shard_like(v, p) if isinstance(v, Tensor) and v.ndim > 0 else v for k, v in entry.items()}
+    return {name: shard_like(v, p) if _is_like_parameter(name, v, p) else v for name, v in entry.items()}
+
+
+def _is_like_parameter(name: str, value: Any, p: Tensor) -> bool:
+    return isinstance(value, Tensor) and (value.ndim > 0 or (p.ndim == 0 and name not in COUNTERS))

@@ -45,7 +45,7 @@ class SingleNumbers:
                 if p.ndim == 0 and p not in absent and not p.is_complex():
                     if p not in known:
                         self.places[f"{full}.{name}" if full else name] = module, name
-                        known[p] = next(reversed(self.places)), placed(local_of(p), mesh, [Replicate()] * mesh.ndim)
+                        known[p] = next(reversed(self.places)), placed(p, mesh, [Replicate()] * mesh.ndim)
                     inside[name] = known[p][0], p.device_mesh if isinstance(p, DTensor) else None
                     module.register_parameter(name, known[p][1])
             if inside:

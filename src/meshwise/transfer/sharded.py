@@ -123,7 +123,8 @@ def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
 
 def placed(p: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Convert a parameter that is equal on all ranks to a DTensor, and keep its Python attributes. Nothing is sent."""
-    new = nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None), p.requires_grad)
+    local = sharding.local_of(p.detach())  # of another mesh's DTensor, as all its ranks have it
+    new = nn.Parameter(distribute_tensor(local, mesh, placements, src_data_rank=None), p.requires_grad)
     new.__dict__.update(p.__dict__)
     return new
 
