@@ -30,7 +30,6 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 """A function (batches of sample indices, epoch) that returns an iterator over the batches of data."""
 
 _INDICES = attrgetter("indices")
-_ANEW = itemgetter(0, 1)  # a tuple that the caller still holds at the next call, `zip` holds for two batches more
 LOOKS = 16
 """Where several ranks read the same batches, the first 16 and then every 16th are checked for random draws."""
 
@@ -91,7 +90,8 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
     """
     slices, ahead = tee(slices)
     batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
-    return map(_ANEW, zip(batches, slices, strict=False))
+    # Each tuple anew: one that the caller still holds at the next call, `zip` holds for two batches more.
+    return map(itemgetter(0, 1), zip(batches, slices, strict=False))
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:

@@ -104,7 +104,7 @@ class Agreed:
         held = ([] if self.batches is None else self.batches.take()), self._now, seen
         if not has_streams(means.device):
             now = means.tolist()
-            if len(now) > SIGNS + 1 or not math.isfinite(now[0]) or min(map(abs, now[1:])) <= self._alike:
+            if len(now) > SIGNS + 1 or not math.isfinite(now[0]) or min(map(abs, now[-SIGNS:])) <= self._alike:
                 self._check(now, held)
             return
         if is_captured():

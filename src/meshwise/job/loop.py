@@ -280,9 +280,8 @@ def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
     gaps = run.left_out.ranges(state.epoch)
     slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
     pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
-    if accumulate == 1:
-        return map(list, zip(pairs, strict=False))  # not the tuples of `zip`: see data/source.py
-    return (list(islice(pairs, len(step))) for step in slices)
+    # Lists, not the tuples of `zip`: see data/source.py.
+    return map(list, zip(pairs, strict=False)) if accumulate == 1 else (list(islice(pairs, len(s))) for s in slices)
 
 
 def _test_batches(run: JobRun, samples: int) -> Iterator[Microbatch]:

@@ -64,8 +64,7 @@ def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *un
             state[prefix + name] = shard_like(value, p)
 
 
-COUNTERS = ("step", "eta", "mu")
-"""State of torch's optimizers that is a plain number for a parameter of any shape."""
+COUNTERS = ("step", "eta", "mu")  # of torch's optimizers: plain numbers, also of a single number
 
 
 def register_optimizer_load_hook(optimizer: Optimizer) -> None:
@@ -89,8 +88,5 @@ def _sharded_as(p: Tensor, entry: Any) -> Any:
     """Shard the optimizer state of one parameter like the parameter `p`. Counters stay unchanged."""
     if not isinstance(entry, dict):
         return entry
-    return {name: shard_like(v, p) if _is_like_parameter(name, v, p) else v for name, v in entry.items()}
-
-
-def _is_like_parameter(name: str, value: Any, p: Tensor) -> bool:
-    return isinstance(value, Tensor) and (value.ndim > 0 or (p.ndim == 0 and name not in COUNTERS))
+    like = {k for k, v in entry.items() if isinstance(v, Tensor) and (v.ndim or (not p.ndim and k not in COUNTERS))}
+    return {name: shard_like(value, p) if name in like else value for name, value in entry.items()}
