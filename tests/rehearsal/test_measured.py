@@ -5,6 +5,7 @@ Of rehearsal/calls.py too.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -172,10 +173,12 @@ def test_what_an_operator_allocates_inside_is_known(tmp_path: Path, capfd: pytes
     own = work(Launch(plain), Launch(copies), kind="cpu", ranks=1)
     times = OperatorTimes(threads=1, folder=tmp_path)
     times.measure([own])
-    assert times.inside(plain) == 0 and times.inside(copies) >= 64 * 64 * 4
+    inner = times.inside(copies)
+    most = max(itertools.accumulate(size if size > 0 else -inner[-size - 1] * (size < 0) for size in inner))
+    assert not times.inside(plain) and most >= 64 * 64 * 4
     again = OperatorTimes(threads=1, folder=tmp_path)
     assert again.inside(copies) == times.inside(copies)
-    assert memory_curve(with_inside(own, again.inside)).peak.bytes == times.inside(copies)
+    assert memory_curve(with_inside(own, again.inside)).peak.bytes == most
     assert capfd.readouterr().err == ""  # torch's profiler prints lines
 
 

@@ -10,9 +10,11 @@ from torch import nn
 from meshwise.job.job import Job
 from meshwise.jobs.gpt import Gpt, GptSize
 from meshwise.jobs.registry import find_job
+from meshwise.parallel.schedule import orders
 from meshwise.rehearsal import from_few
 from meshwise.rehearsal.from_few import FEW, Tracer, depth_of
 from meshwise.rehearsal.growth import Insertions, Unlike, grown
+from meshwise.rehearsal.microbatches import LEAST, composed
 from meshwise.rehearsal.shorter import Stretch
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Allocate, Launch, Operation
@@ -209,6 +211,7 @@ QUICK = [
     (shallow, Plan(accumulate=8), "gpu", {}),
     (shallow, Plan(pipeline=2, accumulate=16), "gpu", {}),
     (functools.partial(blocks, 30, width=64), Plan(pipeline=3, accumulate=4), "gpu", {}),
+    (functools.partial(blocks, 10, width=64), Plan(pipeline=5, accumulate=16), "gpu", {"clip_norm": 1.0}),
 ]
 SLOW = [
     (blocks, Plan(shard=2, recompute="full"), "gpu", {"optimizer": adamw(foreach=True), "clip_norm": 1.0}),
@@ -227,6 +230,15 @@ SLOW = [
     ),
     (functools.partial(blocks, 4), Plan(pipeline=4, accumulate=32), "gpu", {"batch_size": 32, "clip_norm": 1.0}),
     (functools.partial(blocks, 20), Plan(pipeline=2, accumulate=16, recompute="full"), "gpu", {}),
+    (functools.partial(blocks, 16, width=64), Plan(pipeline=8, accumulate=32), "cpu", {"batch_size": 32}),
+    (functools.partial(blocks, 8, width=64), Plan(pipeline=4, accumulate=16, schedule="gpipe"), "gpu", {}),
+    (functools.partial(gpt, 6), Plan(pipeline=3, accumulate=16, precision="fp16"), "gpu", {"batch_size": 16}),
+    (
+        functools.partial(llama, 8),
+        Plan(pipeline=4, accumulate=16, tensor=2, sequence=True, precision="bf16", recompute="full"),
+        "gpu",
+        {},
+    ),
     (grouped, Plan(shard=2), "gpu", {}),
     (grouped, Plan(), "cpu", {}),
     (llama, SHARDED, "gpu", {}),
@@ -246,6 +258,24 @@ def test_a_replayed_trace_is_that_of_the_whole_event_for_event(monkeypatch, make
     found, whole, traced = both(monkeypatch, make(**changes), plan, kind)
     assert whole[0].step.events and len(traced) in (2, 4)
     check_equal(found, whole)
+
+
+def test_a_step_that_is_not_made_of_its_microbatches_is_not_composed():
+    plan, job = Plan(pipeline=2, accumulate=16), shallow(width=64)
+    counts = (LEAST, LEAST + 1)
+    short, long = (trace(replace(job, batch_size=n), replace(plan, accumulate=n), "gpu", (), True)[0] for n in counts)
+
+    def actions(count):
+        return [(each.forward, each.microbatch) for each in orders("1f1b", 2, count)[0]]
+
+    assert composed(short, long, actions, 16).step.events
+    more = next(event for event in long.step.events if isinstance(event, Launch) and event.microbatch == 2)
+    events = list(long.step.events)
+    events.insert(events.index(more), replace(more, after=()))  # what only one microbatch does
+    changed = replace(long, step=replace(long.step, events=tuple(events)))
+    for one, other in ((short, changed), (short, short)):
+        with pytest.raises(Unlike):
+            composed(one, other, actions, 16)
 
 
 REFUSED = [
@@ -269,6 +299,17 @@ def test_microbatches_of_a_model_that_reads_values_are_all_traced(monkeypatch):
 
     found, whole, traced = both(monkeypatch, shallow(loss=loss), Plan(accumulate=8))
     assert len(traced) == 3
+    check_equal(found, whole)
+
+
+def test_values_that_are_the_same_for_each_batch_are_no_reason_to_trace_all_microbatches(monkeypatch):
+    def loss(model, batch):
+        places = torch.arange(batch[0].shape[1], device=batch[0].device)
+        scale = 2.0 if (places == 0).any() else 1.0
+        return model(batch[0]).square().mean() * scale
+
+    found, whole, traced = both(monkeypatch, shallow(loss=loss, width=64), Plan(accumulate=8))
+    assert len(traced) == 2
     check_equal(found, whole)
 
 

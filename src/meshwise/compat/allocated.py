@@ -15,19 +15,22 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-MEMORY = "[memory]"
 
-
-def allocations_of(call: Callable[[], object]) -> list[int]:
-    """Call `call()`, and return the size in bytes of each allocation of host memory meanwhile, in the order in which
-    they happened. A release of memory appears as a negative number. The result of `call` is kept until the measurement
+def allocations_of(call: Callable[[], object]) -> list[tuple[int, int]]:
+    """Call `call()`, and return the (bytes, address) of each allocation of host memory meanwhile, in the order in which
+    they happened. A release of memory appears with negative bytes. The result of `call` is kept until the measurement
     has ended, so its release does not appear."""
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         given = call()
     results: Any = seen.profiler.kineto_results
-    events = sorted(results.events(), key=lambda event: event.start_ns())
+    found, ahead = [], list(results.experimental_event_tree())
+    while ahead:
+        event = ahead.pop()
+        ahead += event.children
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, event.typed[1].alloc_size, event.typed[1].ptr))
     del given
-    return [event.nbytes() for event in events if event.name() == MEMORY]
+    return [(size, address) for _, size, address in sorted(found, key=lambda one: one[0])]
 
 
 @contextlib.contextmanager

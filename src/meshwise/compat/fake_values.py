@@ -34,6 +34,7 @@ DRAWN = ("randperm", "randint", "random_")
 """Operators that draw integers. Programs use these as indices, for the order of samples or where a text is cut."""
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
+_of_batch = StorageMap()  # of values that another batch may have otherwise
 
 
 class _Value:
@@ -44,7 +45,9 @@ class _Value:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Value:
         with without_interception(), torch.no_grad():
-            return _Value(self.real.clone())
+            copy = self.real.clone()
+            _of_batch.set(copy, _of_batch.get(self.real))
+            return _Value(copy)
 
 
 def _beside(fake: Tensor) -> Tensor | None:
@@ -62,6 +65,13 @@ def value_of(fake: Tensor) -> Tensor | None:
     """Return the values of a fake tensor, None if they are unknown. A real tensor is returned unchanged."""
     found = fake if type(fake) is Tensor else _beside(fake)
     return None if found is None or _lost.get(found) else found
+
+
+def may_differ(fake: Tensor) -> bool:
+    """Return whether a tensor may have other values with another batch. False for values that are computed from numbers
+    alone."""
+    value = value_of(fake)
+    return value is None or bool(_of_batch.get(value))
 
 
 def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any]) -> bool:
@@ -83,6 +93,7 @@ def fake_batch(batch: Any, device: str | None = None) -> Any:
         there = torch.empty_like(tensor, device=device)
         if not tensor.is_floating_point():
             give_value(there, tensor)
+            _of_batch.set(tensor, True)
         return there
 
     return map_tensors(faked, batch)
@@ -162,8 +173,11 @@ def with_values(
         device = given[0].device if given else torch.device("cpu")
         with mode:
             out = map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device), real)
+    differs = any(value is not None and _of_batch.get(value) for value in known)
     for fake, value in zip(tensors_in(out), tensors_in(real), strict=False):
         give_value(fake, value)
+        if differs:
+            _of_batch.set(value, True)
         if operator_name(func) in UNWRITTEN:
             _lost.set(value, True)
     return out

@@ -91,16 +91,20 @@ def total_of(losses: Losses) -> Tensor:
 def totals_of(steps: Sequence[Losses]) -> Tensor:
     """Return `total_of` for each step, as a tensor of shape (steps, 2). It uses few operators, however many steps there
     are."""
-    losses, weights = zip(*(pair for step in steps for pair in step), strict=True)
-    like = losses[0]
-    if any(isinstance(weight, Tensor) for weight in weights):
-        weight = torch.stack([as_weight(weight, like) for weight in weights])
-    else:
-        weight = torch.tensor(weights, dtype=_dtype_of_weights(like), device=like.device)
-    pairs = torch.stack([torch.stack(losses).to(weight.dtype) * weight, weight], 1)
+    losses, weights = stacked([pair for step in steps for pair in step])
+    pairs = torch.stack([losses.to(weights.dtype) * weights, weights], 1)
     if len(pairs) == len(steps):
         return pairs
     return torch.stack([of_step.sum(0) for of_step in pairs.split([len(step) for step in steps])])
+
+
+def stacked(pairs: Losses) -> tuple[Tensor, Tensor]:
+    """Return the losses as one tensor, and their weights as another."""
+    losses, weights = zip(*pairs, strict=True)
+    like = losses[0]
+    if any(isinstance(weight, Tensor) for weight in weights):
+        return torch.stack(losses), torch.stack([as_weight(weight, like) for weight in weights])
+    return torch.stack(losses), torch.tensor(weights, dtype=_dtype_of_weights(like), device=like.device)
 
 
 def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:

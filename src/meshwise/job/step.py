@@ -23,7 +23,7 @@ from meshwise.compat.tree import tensors_in
 from meshwise.data.keyed import KeyedDraws
 from meshwise.engine.engine import IN_LOSS, Engine, Microbatch
 from meshwise.engine.seeds import seed_draws
-from meshwise.engine.weighing import Losses, StepWeights, split_weight, total_of
+from meshwise.engine.weighing import Losses, StepWeights, split_weight, stacked, total_of
 from meshwise.guards.agreed import STEPS_OF_A_JOB
 from meshwise.job.job import Job
 from meshwise.job.left_out import LeftOut
@@ -107,7 +107,7 @@ class Microbatches:
         Returns the losses and weights of the microbatches, on every stage.
         """
         actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
-        last = max(place for place, action in enumerate(actions) if not action.forward)
+        last = len(actions) - 1  # a backward, in each schedule
         opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}
         for place, action in enumerate(actions):
             where = action.stage, action.microbatch
@@ -190,8 +190,7 @@ class Microbatches:
         wide = torch.float32 if device.startswith("mps") else torch.float64
         table = torch.zeros((len(self._parts) + 1, 2), dtype=wide, device=device)
         if pipeline.pipe.rank == pipeline.last_rank:
-            for row, (mean, weight) in enumerate(weights.losses):
-                table[row, 0], table[row, 1] = mean, weight
+            table[:-1] = torch.stack([column.to(wide) for column in stacked(weights.losses)], 1)
             table[-1, 0] = 1 if weights.unit is None else weights.unit
             table[-1, 1] = self._weighed
         collectives.broadcast(table, pipeline.last_rank, pipeline.pipe.group, of="the loss")

@@ -11,6 +11,7 @@ Tested in tests/rehearsal/test_replay.py.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
@@ -27,8 +28,9 @@ from meshwise.data.source import read_slices
 from meshwise.job.job import Job
 from meshwise.job.run import open_data
 from meshwise.parallel.batch_norm import normalises
-from meshwise.parallel.schedule import CHUNKS
+from meshwise.parallel.schedule import CHUNKS, orders
 from meshwise.rehearsal.growth import Unlike
+from meshwise.rehearsal.microbatches import LEAST, Order, composed
 from meshwise.rehearsal.replay import MICROBATCHES, GrowthAxis, lengthened
 from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Trace, trace
@@ -43,7 +45,7 @@ those in between. Plans on several devices need one more, because a shard holds 
 the running block, the parameters of the next block and the gradients of the previous block."""
 FEW_MICROBATCHES = 3
 """The number of microbatches in the shorter step. The first and the last differ from those in between. Each further
-pipeline stage needs one more, or two more under 1F1B."""
+pipeline stage needs one more, or two more under 1F1B, unless the step is composed (microbatches.py)."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +99,21 @@ class Tracer:
         """Trace a plan. Return one trace for each kind of rank, and raise the same errors as `trace`."""
         few = microbatches_of(plan)
         if few is not None and self._reads_alike(plan):
-            part = self.batch_size // plan.accumulate
-            with contextlib.suppress(MeshwiseError, Unlike):
+            with contextlib.suppress(MeshwiseError, Unlike):  # others may have other values
+                part, composes = self.batch_size // plan.accumulate, _is_composed(plan)
                 short, long = (
                     self._replayed(
-                        replace(self.job, batch_size=part * count), replace(plan, accumulate=count), kind, speeds
+                        replace(self.job, batch_size=part * count), _with_few(plan, count), kind, speeds, composes
                     )
                     for count in (few, few + 1)
                 )
-                if not any(each.reads_values for each in short):  # others may have other values
-                    times = plan.accumulate - few
-                    return [lengthened(*two, times, MICROBATCHES) for two in zip(short, long, strict=True)]
+                if not any(each.reads_values for each in short):
+                    return [_extended(*two, plan, few) for two in zip(short, long, strict=True)]
         return self._replayed(self.job, plan, kind, speeds)
 
-    def _replayed(self, job: Job, plan: Plan, kind: str, speeds: Sequence[Hashable]) -> list[Trace]:
+    def _replayed(
+        self, job: Job, plan: Plan, kind: str, speeds: Sequence[Hashable], marked: bool = False
+    ) -> list[Trace]:
         """Trace a plan of a job. If possible, trace only a few blocks and extend the traces to all blocks."""
         stretch = None
         with contextlib.suppress(MeshwiseError):  # as the trace of the whole model will say
@@ -119,13 +122,13 @@ class Tracer:
         if stretch is not None and depth is not None:
             with contextlib.suppress(MeshwiseError, Unlike):  # what the whole model says is what counts
                 short, long = (
-                    trace(shortened(job, stretch, count * depth.stages), plan, kind, speeds)
+                    trace(shortened(job, stretch, count * depth.stages), plan, kind, speeds, marked)
                     for count in (depth.few, depth.few + 1)
                 )
                 axis = blocks_axis(stretch)
                 times, buckets = depth.own - depth.few, "optimizer" in plan.offload
                 return [lengthened(*two, times, axis, buckets) for two in zip(short, long, strict=True)]
-        return trace(job, plan, kind, speeds)
+        return trace(job, plan, kind, speeds, marked)
 
     def _reads_alike(self, plan: Plan) -> bool:
         """Return whether all microbatches of the first replica in its first steps have tensors of the same shapes and
@@ -175,6 +178,32 @@ class Tracer:
             return Facts(stretch, norms, size, trained, wide, heard.forward_comes_to)
 
 
+def _with_few(plan: Plan, count: int) -> Plan:
+    """Return the plan with `count` microbatches. A run refuses fewer microbatches than stages, but a trace does not."""
+    found = copy.copy(plan)
+    object.__setattr__(found, "accumulate", count)
+    return found
+
+
+def _extended(short: Trace, long: Trace, plan: Plan, few: int) -> Trace:
+    """Return the trace of the plan's step, from traces of `few` microbatches and of one more."""
+    if not _is_composed(plan):
+        return lengthened(short, long, plan.accumulate - few, MICROBATCHES)
+    ranks = plan.within_samples // plan.pipeline
+    stage = short.step.rank % plan.within_samples // ranks
+
+    def actions(count: int) -> list[Order]:
+        return [(each.forward, each.microbatch) for each in orders(plan.schedule, plan.pipeline, count)[stage]]
+
+    return composed(short, long, actions, plan.accumulate)
+
+
+def _is_composed(plan: Plan) -> bool:
+    """Return whether the step is composed of its microbatches. Under shard it is not, because a stage frees gathered
+    parameters in its next action, whichever it is."""
+    return plan.pipeline > 1 and plan.shard == 1
+
+
 def microbatches_of(plan: Plan) -> int | None:
     """Return how many microbatches to trace. Return None if all of them must be traced.
 
@@ -182,6 +211,7 @@ def microbatches_of(plan: Plan) -> int | None:
     or if replicas have unequal shares of the batch.
     """
     few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 2)
+    few = LEAST if _is_composed(plan) else few
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     return few if alike and plan.accumulate > 2 * few + 1 else None
 

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwise.rehearsal.work import CollectiveOperation, Operation
+from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 
 ENOUGH = 64
 """The most entries that are compared to find out which of several possible pieces the longer sequence repeats."""
@@ -176,7 +176,9 @@ def grown(short: Any, long: Any, times: int) -> Any:
         return long
     if type(short) is type(long) is int:
         return short + times * (long - short)
-    if isinstance(short, CollectiveOperation) and isinstance(long, CollectiveOperation):
+    if type(short) is type(long) is float and 1 / short == round(1 / short) and 1 / long == round(1 / long):
+        return 1 / grown(round(1 / short), round(1 / long), times)  # the share of a microbatch
+    if type(short) is type(long) and isinstance(short, CollectiveOperation | Copy):
         return replace(long, size=grown(short.size, long.size, times))
     if isinstance(short, Operation) and isinstance(long, Operation) and short.name == long.name:
         names = ("shapes", "dtypes", "flops", "read", "written")

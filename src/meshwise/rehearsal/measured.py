@@ -53,7 +53,7 @@ class OperatorTimes:
         """
         self.threads, self.workers = threads or torch.get_num_threads(), workers
         facts = {"torch": torch.__version__, "processor": host_facts().processor, "threads": self.threads}
-        facts |= {"workers": workers}
+        facts |= {"workers": workers, "capability": torch.backends.cpu.get_cpu_capability()}
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         self.path = (folder or cache_folder()) / f"operators-{name}.json"
         self._facts = facts
@@ -65,9 +65,9 @@ class OperatorTimes:
         """Return the measured seconds of an operator, or None if it was not measured."""
         return self._seconds.get(operation.call) if operation.call else None
 
-    def inside(self, operation: Operation) -> int:
-        """Return the bytes that an operator allocates internally while it runs. Return 0 if this was not measured."""
-        return self._inside.get(operation.call, 0)
+    def inside(self, operation: Operation) -> Sequence[int]:
+        """Return what an operator allocates internally, as `timing.timed` measures it. Empty if it was not measured."""
+        return tuple(self._inside.get(operation.call, ()))
 
     def memory_rate(self) -> float:
         """Return the bytes/s that a memory copy reads and writes. They are measured on the first use."""
@@ -99,7 +99,7 @@ class OperatorTimes:
             timing.timed("", 1)  # its start is none of the budget
         end = time.perf_counter() + budget
         found: dict[str, float] = {}
-        inside: dict[str, int] = {}
+        inside: dict[str, Sequence[int]] = {}
         left = len(waiting)
         with threads_set(self.threads), torch.no_grad():
             if self.program is None:
@@ -120,7 +120,7 @@ class OperatorTimes:
         self._remember(found, inside)
         return left
 
-    def _remember(self, found: dict[str, float], inside: Mapping[str, int] = MappingProxyType({})) -> None:
+    def _remember(self, found: dict[str, float], inside: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
         """Add measurements to the cache file. Keep measurements that another process has written to it meanwhile."""
         seconds, bytes_inside = _read(self.path)
         self._seconds = {**seconds, **self._seconds, **found}
@@ -224,12 +224,12 @@ def _most_first(works: Iterable[Work]) -> list[Operation]:
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
 
 
-def _read(path: Path) -> tuple[dict[str, float], dict[str, int]]:
+def _read(path: Path) -> tuple[dict[str, float], dict[str, Sequence[int]]]:
     """Read a cache file. Return seconds by call, and bytes allocated internally by call. Both are empty if the file is
     unreadable."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}
-        return seconds, {str(call): int(value) for call, value in table["inside"].items()}
+        return seconds, {str(call): tuple(map(int, sizes)) for call, sizes in table["inside"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}, {}

@@ -10,7 +10,7 @@ Tested in tests/rehearsal/test_memory.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -104,20 +104,37 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
     return Curve(work, np.array(places, np.int64), np.cumsum(np.stack(changes), axis=0))
 
 
-def with_inside(work: Work, inside: Callable[[Operation], int]) -> Work:
+def with_inside(work: Work, inside: Callable[[Operation], Sequence[int]]) -> Work:
     """Return a copy of the step with additional events for the memory that operators allocate internally.
 
-    inside: returns the bytes that an operator allocates internally.
+    inside: returns what an operator allocates internally, as `timing.timed` measures it.
 
     The returned step may only be used to compute memory, because the indices of its launches have changed.
     """
     events: list[Event] = []
     for event in work.events:
-        size = inside(event.what) if isinstance(event, Launch) and isinstance(event.what, Operation) else 0
-        if size:
-            events += [Allocate(-1, size, "temporary"), Free(-1)]
+        if isinstance(event, Launch) and isinstance(event.what, Operation) and (own := inside(event.what)):
+            results = list[Event]()
+            while len(results) < own.count(0) and events and isinstance(events[-1], Allocate):
+                results.append(events.pop())
+            events += _in_order(own, results)
         events.append(event)
     return replace(work, events=tuple(events))
+
+
+def _in_order(own: Sequence[int], results: list[Event]) -> Iterator[Event]:
+    """Yield what an operator allocates internally, with its results where it allocates them. results: the last one
+    first."""
+    alive: dict[int, int] = {}
+    for number, entry in enumerate(own, 1):
+        if entry > 0:
+            alive[-number] = entry
+            yield Allocate(-number, entry, "temporary")
+        elif alive.pop(entry, 0):
+            yield Free(entry)
+        elif entry == 0 and results:
+            yield results.pop()
+    yield from reversed(results)
 
 
 def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:

@@ -72,7 +72,7 @@ class Prices:
         program: float | None = None,
         dtensor: float | None = None,
         crowd: float = 1.0,
-        inside: Callable[[Operation], int] = lambda operation: 0,
+        inside: Callable[[Operation], Sequence[int]] = lambda operation: (),
         notes: tuple[str, ...] = (),
         compiled: bool = False,
     ) -> None:

@@ -22,9 +22,11 @@ from torch import Tensor
 from meshwise.compat import fake_device
 from meshwise.compat.dispatch import gives_view, operator_name, written_arguments
 from meshwise.compat.fake import Call, sums_in_place
+from meshwise.compat.fake_values import may_differ
 from meshwise.compat.flops import flops_of
 from meshwise.compat.moved import Moved, moved_by
 from meshwise.compat.tree import tensors_in
+from meshwise.rehearsal import work
 from meshwise.rehearsal.beside import Beside
 from meshwise.rehearsal.calls import call_of
 from meshwise.rehearsal.operators import MATMULS
@@ -153,6 +155,11 @@ class Record:
         if stream != own:
             self.beside.begin(place, self._storages(values), moved.work)
 
+    def mark(self, piece: str, number: int = -1) -> None:
+        """Mark where a piece of the step begins (see `Mark`)."""
+        found: Any = work.Mark(piece, number)  # not seen by what reads events: a composed trace has none
+        self.events.append(found)
+
     def waits(self, work: Any) -> None:
         """Record that the program waits for the collective with the handle `work`."""
         self.beside.wait(work, self._stream, ())
@@ -258,8 +265,11 @@ def _collective(moved: Moved) -> CollectiveOperation | None:
 
 
 def _tells_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator passes values to the program that another batch may have otherwise."""
     name = operator_name(func)
-    return name in READS or (name == "index" and any(tensor.dtype == torch.bool for tensor in tensors_in(args)))
+    if name == "index":
+        return any(tensor.dtype == torch.bool and may_differ(tensor) for tensor in tensors_in(args[1:]))
+    return name in READS and any(map(may_differ, tensors_in(args)))
 
 
 def _word(tensor: Tensor) -> str:

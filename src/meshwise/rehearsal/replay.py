@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from meshwise.rehearsal.growth import Insertion, Insertions, Unlike, grown
 from meshwise.rehearsal.trace import Trace
-from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, Launch, Operation
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, Launch, Mark, Operation
 
 _COUNT = re.compile(r"(?<= )\d+(?= )")
 Read = Callable[[Launch], tuple[Hashable, int | None]]
@@ -83,7 +83,7 @@ class _Row:
     """
 
     def __init__(self, trace: Trace, read: Read, numbers: dict[Hashable, int]) -> None:
-        self.events: list[Event | None] = []
+        self.events: list[Any] = []
         self.keys: list[int] = []
         self.loose: list[int] = []
         self.at: list[int | None] = []
@@ -91,13 +91,15 @@ class _Row:
         self.starts: list[int] = []
         self._numbers, self._whats, streams = numbers, dict[int, int](), dict[str, int]()
         last: dict[int, int] = {}
-        sections: Sequence[Sequence[Event]] = (trace.first.held, trace.first.events, trace.step.held, trace.step.events)
+        sections: Sequence[Sequence[Any]] = (trace.first.held, trace.first.events, trace.step.held, trace.step.events)
         for section, events in enumerate(sections):
             self._add(None, ("section", section), ("section", section), None, ())
             start = len(self.events)
             self.starts.append(start)
             for event in events:
-                if isinstance(event, Launch):
+                if isinstance(event, Mark):
+                    self._add(event, event, event, None, ())
+                elif isinstance(event, Launch):
                     what, (place, number) = event.what, read(event)
                     stream = streams.setdefault(event.stream, len(streams))
                     common = "launch", stream, event.phase, place, event.blocks
@@ -125,7 +127,7 @@ class _Row:
         return found
 
     def _add(
-        self, event: Event | None, key: Hashable, loose: Hashable, number: int | None, refers: tuple[int, ...]
+        self, event: Event | Mark | None, key: Hashable, loose: Hashable, number: int | None, refers: tuple[int, ...]
     ) -> None:
         self.events.append(event)
         self.keys.append(self._numbers.setdefault(key, len(self._numbers)))
@@ -194,7 +196,7 @@ class _Longer:
         if self.long.keys[place] != self.short.keys[before]:
             if self.buckets:
                 raise Unlike("a launch has more parameters in the longer trace, so buckets would change at some depth")
-            event = _grown(self.short.events[before], event, times)
+            event = grown_event(self.short.events[before], event, times)
         return self._put(place, event, refers, number)
 
     def _fixed_refers(self, place: int, before: int) -> list[int]:
@@ -240,7 +242,7 @@ class _Longer:
     def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
         """Return how an entry of a repeated piece changes from one copy of the piece to the next: first the changes of
         its references, then the change of its block or microbatch (None if it has none)."""
-        if self.long.events[place] is None:
+        if isinstance(self.long.events[place], Mark | None):
             raise Unlike("a repeated piece contains the start of a section of the trace")
         beside = [
             (other, way)
@@ -296,10 +298,10 @@ class _Longer:
             if min(refers) < 0 or max(refers) >= len(keys) or (of and of != [keys[each] for each in refers]):
                 raise Unlike("an event of a repeated piece would refer to an entry of another kind")
         keys.append(key)
-        kind = type(event)
-        if kind is Launch or event is None:
+        kind: type = type(event)
+        if kind is Launch or kind is Mark or event is None:
             self.storages.append(-1)
-            if event is None or (number is None and not refers):
+            if event is None or kind is Mark or (number is None and not refers):
                 return event
             return self._launch(event, refers, number)
         if refers:
@@ -323,7 +325,8 @@ class _Longer:
         return Launch(event.what, event.stream, event.phase, module, microbatch, after, event.blocks)
 
 
-def _grown(short: Event | None, long: Event, times: int) -> Event:
+def grown_event(short: Event | None, long: Event, times: int) -> Event:
+    """Return an event whose sizes are extrapolated. Raises Unlike if they cannot be."""
     if isinstance(short, Launch) and isinstance(long, Launch):
         what = grown(short.what, long.what, times)
         if isinstance(what, CollectiveOperation) and what.size > NUMBERS:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -35,16 +34,14 @@ REPEATS, LONGEST = 7, 0.05
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
 """Operators on more than IN_CACHE bytes are also timed with empty caches: COLD calls, each after a write of FLUSHED
 bytes. In a step, some tensors are in a cache and others are not."""
-INSIDE_FROM = 16 << 10
-"""Internal allocations are measured for operators whose tensors have at least this many bytes."""
 SERVE = "from meshwise.rehearsal.timing import serve; serve()"
 
 
-def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, str]:
+def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int], str]:
     """Time an operator call in another process, on `threads` threads, while `others` threads repeat the same call.
 
-    Return three values: the seconds, or None if the call cannot be made; the bytes that the call allocates internally;
-    and how the call crashed the process, or an empty string.
+    Return three values: the seconds, or None if the call cannot be made; what it allocates internally (see
+    `_taken_inside`); and how the call crashed the process, or an empty string.
     """
     child = _child()
     if child.poll() is not None:  # at rest, by someone else
@@ -63,7 +60,7 @@ def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, int, 
     code = child.wait()
     child.stdin.close()
     child.stdout.close()
-    return None, 0, signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return None, (), signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def serve() -> None:
@@ -76,12 +73,12 @@ def serve() -> None:
         print(json.dumps(timed_here(call, threads, others)), file=answers, flush=True)
 
 
-def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, int]:
-    """Time an operator call in this process. Return its seconds, or None if the call cannot be made, and the bytes that
-    it allocates internally."""
+def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int]]:
+    """Time an operator call in this process. Return its seconds, or None if the call cannot be made, and what it
+    allocates internally."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
-        return seconds, 0 if seconds is None else _taken_inside(call)
+        return seconds, [] if seconds is None else _taken_inside(call)
 
 
 @functools.cache
@@ -140,13 +137,19 @@ def _at_once(call: str, others: int) -> Iterator[None]:
             thread.join()
 
 
-def _taken_inside(call: str) -> int:
-    """Return the peak of the bytes that a call allocates in addition to its results, from the events of torch's
-    allocator."""
-    if bytes_of(call) < INSIDE_FROM:
-        return 0
-    totals = list(itertools.accumulate(allocations_of(made(call))))
-    return max(max(totals, default=0) - max(totals[-1:], default=0), 0)
+def _taken_inside(call: str) -> list[int]:
+    """Return what a call allocates internally, in order, from the events of torch's allocator: the bytes of a block, -n
+    where the block that entry n allocated is freed (from 1), and 0 where a result is allocated. Empty if it allocates
+    its results alone."""
+    own: list[int] = []
+    alive: dict[int, int] = {}  # the entry of each block, by address
+    for size, address in allocations_of(made(call)):
+        own.append(size if size > 0 else -alive.pop(address, 0))
+        if size > 0:
+            alive[address] = len(own)
+    for entry in alive.values():
+        own[entry - 1] = 0
+    return own if any(own) else []
 
 
 def median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:

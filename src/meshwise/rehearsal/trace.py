@@ -12,7 +12,7 @@ Tested in tests/rehearsal/test_trace.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -39,6 +39,8 @@ from meshwise.job.job import Job
 from meshwise.job.run import begun, open_data
 from meshwise.job.step import train_step
 from meshwise.parallel.mesh import divide_work, forget_meshes
+from meshwise.parallel.pipeline import Pipeline
+from meshwise.parallel.schedule import Action
 from meshwise.rehearsal.fakes.cuda import by_its_name
 from meshwise.rehearsal.fakes.world import fake_world, resizing, start_values_unread
 from meshwise.rehearsal.record import Record
@@ -68,18 +70,21 @@ class Trace:
     reads_values: bool = False
 
 
-def trace(job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
+def trace(
+    job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = (), marked: bool = False
+) -> list[Trace]:
     """Trace what the ranks of a plan do in a step of a job. Return one trace for each kind of rank, rank 0 first.
 
     kind: the kind of device, `gpu` or `cpu`.
     speeds: one value for each rank. Ranks with equal devices have equal values. By default, all devices are equal.
+    marked: whether to mark where the forwards and backwards of microbatches begin, for microbatches.py.
 
     Raises PlanError, with the reason, for a plan that cannot run. Raises UsageError, with the source line, if the
     program cannot run on tensors without values.
     """
     mail: stages.Mail = {}
     try:
-        return [_trace_rank(job, plan, kind, rank, mail) for rank in kinds_of_ranks(plan, speeds)]
+        return [_trace_rank(job, plan, kind, rank, mail, marked) for rank in kinds_of_ranks(plan, speeds)]
     except Exception as error:  # whatever a program raises
         raise refused(f"job '{job.name}'", error) from error
 
@@ -138,7 +143,7 @@ def _why_not(what: str, error: Exception) -> str:
     return f"{what} cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
 
 
-def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -> Trace:
+def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail, marked: bool) -> Trace:
     with rehearsal(kind, rank, plan.devices, mail) as (record, mode):
         world = World(rank=rank, size=plan.devices, device=record.device)
         notes: list[str] = []
@@ -147,7 +152,7 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail) -
         try:
             batches = _batches(job, plan, engine.world)
             with mode:
-                works = list(_steps(job, plan, engine, record, batches))
+                works = list(_steps(job, plan, engine, record, batches, marked))
             divided = any(isinstance(p, DTensor) for model in engine.program.models for p in model.parameters())
         finally:
             engine.close()
@@ -188,7 +193,7 @@ def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
 
 
 def _steps(
-    job: Job, plan: Plan, engine: Engine, record: Record, batches: Sequence[list[Microbatch]]
+    job: Job, plan: Plan, engine: Engine, record: Record, batches: Sequence[list[Microbatch]], marked: bool
 ) -> Iterator[tuple[Any, Any]]:
     state = begun(job, plan, engine)
     record.tell(map(local_of, state.model.parameters()), "parameters")
@@ -197,13 +202,20 @@ def _steps(
     engine.events.listen(at_steps, When.WATCH)
     record.cut()
     numbers: dict[int, int] = {}
+    mark: Callable[..., None] = record.mark if marked else lambda *where: None
+    if engine.program.pipeline is not None and marked:
+        _mark_actions(engine.program.pipeline, mark)
     record.places.follow(state.model, lambda: numbers.get(id(engine.part), -1))
     parts: list[Microbatch] = []
     ahead: Any = None  # on a GPU the next microbatch is copied while this one is used
     for number, given in enumerate(batches):
         held, _ = record.cut()  # with the batch of the step before, which goes when this one is read
         first = [ahead] if ahead is not None else []
-        moved = first + [fake_batch(batch, engine.world.device) for batch, _ in given[len(first) :]]
+        moved = list(first)
+        for batch, _ in given[len(first) :]:
+            mark("input", len(moved))
+            moved.append(fake_batch(batch, engine.world.device))
+        mark("rest")
         if record.device != "cpu":
             ahead = fake_batch(batches[number - 1][0][0], engine.world.device)
         parts = [(batch, part) for batch, (_, part) in zip(moved, given, strict=True)]
@@ -215,6 +227,20 @@ def _steps(
         record.tell(state_of(state.optimizer), "optimizer")
         yield held, record.cut()[1]
     engine.events.leave(at_steps)
+
+
+def _mark_actions(pipeline: Pipeline, mark: Callable[..., None]) -> None:
+    """Mark where each action of a step begins, and where the last one ends."""
+
+    class Marking(tuple[Action, ...]):
+        def __iter__(self) -> Iterator[Action]:
+            for action in super().__iter__():
+                mark("forward" if action.forward else "backward", action.microbatch)
+                yield action
+            mark("rest")
+
+    begin = pipeline.begin
+    pipeline.begin = lambda keys: Marking(begin(keys))  # type: ignore[method-assign]
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:

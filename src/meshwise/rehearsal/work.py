@@ -113,6 +113,17 @@ class Free:
     storage: int
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a piece of a step begins, in traces that are to be composed (microbatches.py).
+
+    piece: `input`, `forward` or `backward` of microbatch `number`, or `rest`.
+    """
+
+    piece: str
+    number: int = -1
+
+
 Event = Launch | Allocate | Free
 
 
