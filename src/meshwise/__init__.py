@@ -14,7 +14,7 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 
 _RENAMED: dict[str, str] = {}
-"""Public names of earlier releases -> what they are called now. They go with the release after."""
+"""Maps old public names to their new names. An old name still works for one release, with a warning."""
 
 _STUB = _ast.parse(_Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULES = {alias.name: node.module for node in _STUB.body if isinstance(node, _ast.ImportFrom) for alias in node.names}

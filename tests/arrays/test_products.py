@@ -106,7 +106,7 @@ def test_refusals() -> None:
         XP.outer(XP.ones(2) > 0, XP.ones(2) > 0)
     with pytest.raises(ValueError, match="axis must be negative and exist in both"):
         XP.vecdot(x, x, axis=0)
-    with pytest.raises(ValueError, match="must pair dims of equal lengths"):
+    with pytest.raises(ValueError, match="must pair dims of the two arrays with equal lengths"):
         XP.tensordot(x, x, axes=((0,), (1,)))
     with pytest.raises(ValueError, match="must be vectors"):
         XP.outer(x, x)

@@ -66,7 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SENTENCES = {
     "mnist-mlpp": "UsageError: there is no job 'mnist-mlpp'. Did you mean 'mnist-mlp'?",
     "gpt:tinny": "UsageError: gpt has no size 'tinny'. Did you mean 'tiny'?",
-    "mlp:large": "UsageError: job 'mlp' has no sizes, so leave out the part after the colon. Use mlp.",
+    "mlp:large": "UsageError: job 'mlp' exists in one size only, so leave out the part after the colon. Use mlp.",
     "missing.py:job": "missing.py: no such file",
     "broken.py:job": "broken.py cannot be imported. Line 3: AttributeError",
     "unfinished.py:job": "unfinished.py cannot be imported. SyntaxError",
@@ -249,6 +249,6 @@ def test_a_plan_that_is_a_pipe_is_not_waited_for(
 
 @pytest.mark.parametrize("given", [{"restarts": 2}, {"restart_on": "exception"}, {"on_failure": "true"}])
 def test_restarts_where_nobody_starts_anything_again_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"on several machines: .* --resume RUN if its exit code is 85"):
+    with pytest.raises(UsageError, match=r"on several machines: .* --resume RUN if the command exits with code 85"):
         refuse_restarts(RunOptions("mlp", **given), "on several machines")
     refuse_restarts(RunOptions("mlp", restarts=0), "on several machines")

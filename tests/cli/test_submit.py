@@ -220,7 +220,7 @@ def test_a_plan_that_can_never_run_is_not_sent_anyway_either(command: Command, t
     (tmp_path / "site.toml").write_text('machine = "2xH100"\n')
     code, out, err = command("submit", "small.py:job", "--set", "data=3", "--dry-run", "--anyway")
     assert code == 2 and not out and "1 node × 2 H100: " in err, err
-    assert "Fix this first: --anyway skips warnings, not this error." in err
+    assert "Fix this before you submit: --anyway skips only warnings." in err
 
 
 @pytest.mark.parametrize(("step", "limit", "short"), [(1.0, 60.0, False), (50.0, 60.0, True), (7000.0, 7200.0, False)])

@@ -89,8 +89,13 @@ def _measured(machine: Machine, slots: Sequence[WorkerSlot]) -> Machine:
 
 
 def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
-    """Return the fastest plan that fits, and why it was chosen. If times are unknown, the plan is the simplest one on
-    all devices."""
+    """Return the fastest plan that fits in memory, and sentences that say why it was chosen.
+
+    If the step times are unknown, a plan that uses all devices is returned instead. It keeps a copy of the model on
+    each device if such a plan fits, or else shards the model over all devices. Raises PlanError if no plan fits.
+
+    devices: the number of all devices.
+    """
     best = plans.best
     if best is None:
         nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory

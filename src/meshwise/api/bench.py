@@ -36,15 +36,18 @@ from meshwise.terminal.notebook import shown_by
 shown_by(Bench, bench_text)
 WHAT = ("compute", "links", "collectives")
 SECONDS_ON_CPU, SECONDS = 40.0, 90.0
-"""How many seconds to measure by default. Starting workers and checking bytes takes additional time."""
+"""How many seconds `bench` measures by default, on CPUs and on other devices. Starting workers takes extra time."""
 MOST_WORKERS = 4
 BUFFERS = 4
-"""How many buffers a rank holds at once: one to send, one to receive, one for checking, and one of the backend."""
+"""How many buffers a rank holds at once: to send, to receive, to check the received bytes, and inside the backend."""
 
 
 @dataclass
 class Measured:
-    """Collects the results of a running bench. Each result is also passed on to the callbacks of `reported`."""
+    """Collects the results of a bench while it runs, and reports each result to the caller of the bench.
+
+    reported: the callbacks of the caller, which are also called with each result.
+    """
 
     reported: Progress
     began: float = field(default_factory=time.perf_counter)
@@ -65,9 +68,9 @@ class Measured:
         self.reported.done(result)
 
     def bench(self, machine: Machine, stopped: Stop | None) -> Bench:
-        """Return a bench with all results so far, judged.
+        """Return the results so far as a `Bench`, which says of each result whether it is normal for this hardware.
 
-        stopped: why the bench ended early. None if it did not.
+        stopped: why the bench ended early. None if it ran to its end.
         """
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         when = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC" + (f", {versions}" if versions else "")

@@ -80,6 +80,9 @@ def _measure_as_host(sizes: tuple[int, ...], seconds: float, what: Sequence[str]
 
 
 def _worker(sizes: tuple[int, ...], seconds: float, what: Sequence[str]) -> None:
-    """Measure as the worker of one host. Only rank 0 sends its progress to its launcher."""
+    """Measure the paths between hosts. Every host runs this function in one worker process.
+
+    Rank 0 alone reports the progress to the process that started its worker.
+    """
     session = join()
     _measure_as_host(sizes, seconds, what, SILENT if session.world.rank else sent_over(session.channel))

@@ -78,13 +78,14 @@ NOT_KEPT = (
 )
 NOISY = "one device again, with the plan's values of parameters whose gradients are only rounding"
 _kept = ExitStack()
-"""Redirects what a script writes, until the end of its process, because the script may write until then."""
+"""Keeps the redirection of a script's output files to a temporary folder active until this process ends."""
 
 
 @dataclass(frozen=True)
 class CheckedProgram:
-    """A program to check. `trace` runs it in a worker and returns its trace: on one device, or under the plan if random
-    draws are given. `alone` says whether each pass needs new processes, because a script may change anything in its
+    """A program to check. `trace` runs the program once in a worker, and returns what it computed. Without `Draws`, the
+    program runs on one device. With `Draws`, it runs under the plan with these random numbers, which the run on one
+    device recorded. `alone` is True if each run needs a new process, since a script may change anything in its
     process."""
 
     name: str
@@ -94,16 +95,17 @@ class CheckedProgram:
 
 @takes(CheckOptions)
 def check(options: CheckOptions) -> Proof | PlainProof:
-    """Prove that a plan computes what one device computes, or name the first module that does not, and why.
+    """Prove that a plan computes the same as one device. If it does not, name the first module that differs, and why.
 
-    Both sides train in float64, also where the model casts to a lower precision, from the same initial values on the
-    same samples. The last step has a ragged batch. A difference above 1e-9 of a tensor's size is a fault.
+    The program trains twice, on one device and under the plan, from the same initial values and on the same samples.
+    Both trainings run in float64, and a relative difference above 1e-9 is a fault. The batch of the last step is one
+    that the ranks cannot divide evenly. With `rounding`, both trainings also run in the plan's precision, and the
+    result says how far each of them is from float64.
 
-    The job is a Job, a word as on the command line, or a script.py, which runs with `arguments`. A script of DDP or
-    accelerate that does not use meshwise is checked too, and its result is a PlainProof. What a script writes goes to a
-    folder of the check, so your files stay as they are. The plan is a Plan or a plan file. With `rounding`, the result
-    also says how far each side is from float64 in the plan's own precision. Raises UsageError for what cannot be
-    checked, WorkerFailed if a worker fails.
+    The job is a Job, a name as on the command line (`train.py:job`), or the path of a script, which runs with
+    `arguments`. The plan is a Plan or a plan file. Files that a script writes go to a temporary folder, so your files
+    stay as they are. For a script that uses DDP or accelerate, but not meshwise, the result is a PlainProof. Raises
+    UsageError for an invalid job, plan or option, and WorkerFailed if a worker fails.
     """
     return check_options(options)
 
@@ -185,8 +187,7 @@ def _plain(
 
 
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
-    """Call `call`, which runs the script. Until this process ends, files that it writes go to a folder of the check
-    instead."""
+    """Call `call`. From then until this process ends, all files that Python code writes go to `folder` instead."""
     os.environ["WANDB_MODE"] = "disabled"
     torch.set_num_threads(1)  # the same sums in the same order on both sides
     if can_lock():
@@ -219,7 +220,8 @@ def _plan(options: CheckOptions) -> Plan:
 
 
 def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
-    """Return the plan with compile=False, and tell the user. Compiled code fuses the modules that are compared."""
+    """Return the plan with compile=False, and tell the user if that is a change. Compiled code fuses modules, so the
+    outputs of single modules, which the check compares, would be missing."""
     if plan.compile:
         notify("compile is left out: the modules are compared as they are written")
     return replace(plan, compile=False)
@@ -232,9 +234,9 @@ def _traces(
     places: Sequence[Sequence[WorkerSlot]],
     passes: Passes,
 ) -> list[ProgramTrace]:
-    """Run the program once for each pass, and return the traces. `wanted` says what each pass checks, and which random
-    draws it repeats. `places` are sets of devices. If there are several sets, one pass runs on each of them at the same
-    time."""
+    """Run the program once for each item of `wanted`, and return the traces in this order. An item says what to trace,
+    and has the random numbers to use in place of new ones, if any. Each item of `places` has the devices for one run.
+    If every run needs a new process, as many runs as `places` has items run at the same time."""
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()
@@ -332,7 +334,8 @@ def _script(
 def _trace_script(
     run: Callable[[], object], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
 ) -> ProgramTrace | None:
-    """Trace a script, and redirect what it writes to a folder of the check. `seed` is for a script that sets none."""
+    """Run a script and return its trace. Files that it writes go to a subfolder of `folder`. The random seed is set to
+    `seed` first, which matters if the script sets no seed."""
     if (folder / "plan.toml").exists():
         os.environ[PLAN_FILE] = str(folder / "plan.toml")
     found: ProgramTrace | None = _in_scratch(
@@ -342,6 +345,6 @@ def _trace_script(
 
 
 def _own_folder(folder: Path, spec: CheckSpec, draws: Draws | None) -> Path:
-    """Return a folder for what one pass writes, so that every pass starts from the user's unchanged files."""
+    """Return the path of a folder for the files that one run of the checked program writes."""
     side = "again" if spec.noise else "one" if draws is None else "many"
     return folder / f"{side}{64 if spec.in_float64 else ''}"

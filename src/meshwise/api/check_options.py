@@ -24,7 +24,7 @@ from meshwise.spec.plan import Plan
 
 DEFAULT_DEVICES = "2xcpu"
 PRELOAD_OF_CHECK = (*PRELOAD, "meshwise.api.check")
-"""Modules that the fork server imports once, for the workers of all passes."""
+"""Modules that the fork server imports once, so that the worker processes of a check start without importing them."""
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,8 @@ class RunProgress:
 
 
 def batch_output(folder: Path) -> list[tuple[str, str]]:
-    """Return the newest output file of a run's batch script, with its last lines. Return an empty list if the run has
-    none."""
+    """Return the path and the last lines of the newest output file (`slurm-*.out`) of a run's batch script. The list
+    has one pair, or is empty if there is no such file."""
     files = sorted(folder.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)[-1:]
     return [(str(path), "\n".join(_last_lines(path))) for path in files]
 

@@ -47,27 +47,27 @@ from meshwise.workers.scratch import scratch_folder
 ROOMY = 0.5
 """Variants that save memory are skipped if the best plan needs less than this fraction of a device's memory."""
 LARGE = 10**9
-"""Models with this many parameters are planned in bfloat16, as float32 needs sixteen bytes a parameter and is slow."""
+"""Models with this many parameters are planned in bfloat16: training in float32 takes 16 bytes a parameter."""
 SLACK = 1.1
-"""Plans come first in the search if a rough guess of their memory is at most this many times a device's memory."""
+"""The search tries plans first whose memory, roughly guessed, is at most this many times the memory of a device."""
 EDITS = 10.0
-"""The most seconds to spend on variants of the plan that the user asked about."""
+"""If the user asks about one plan, the most seconds to spend on variants of it that take less memory."""
 _NOTHING = Search((), (), (), 0.0)
 
 
 @dataclass(frozen=True)
 class Plans:
-    """The plans of a job on a machine, the best first.
+    """The plans that a job could have on a machine, the best plan first.
 
     found: the result of the search, with an estimate for each plan.
-    one: whether the user asked about one plan. This plan is then the first, and each other plan changes one thing in
-        it.
-    explained: what a step of one plan consists of. None unless it was requested.
-    memory: what the memory of one plan is used for. None unless it was requested.
-    steps: the number of optimizer steps of the whole training.
-    said: sentences on what was assumed.
-    price: the price of one device for an hour.
-    first: the parts from which the first plan was estimated.
+    one: whether the user asked about one plan. This plan is then first in the list, and the next plans are variants of
+        it that differ in one setting.
+    explained: what takes the time of a step under one plan. None unless it was requested.
+    memory: what takes the memory under one plan. None unless it was requested.
+    steps: the number of optimizer steps of the whole training. None if it is unknown.
+    said: notes for the user about assumptions, e.g. that the model is planned in bfloat16.
+    price: the price of one device for an hour. None if the user gave no price.
+    first: the rehearsal (simulation) of the first plan of the list. None if it was not kept.
     """
 
     job: str
@@ -93,7 +93,8 @@ class Plans:
 
     @property
     def predicted(self) -> Prediction | None:
-        """The prediction to compare with a run of the first plan. `prediction_to_toml` writes it into a plan file."""
+        """The prediction for the first plan of the list. A run under this plan can be compared with it later, and
+        `prediction_to_toml` writes it into a plan file. None if `first` is None."""
         return None if self.first is None else prediction(self.first, self.job)
 
     def device_hours(self, estimate: Estimate) -> float | None:
@@ -164,13 +165,14 @@ class _Kept:
         return found
 
     def kept(self, plan: Plan) -> Rehearsed | None:
-        """Return the rehearsal of this plan if it is the best one so far. Return None otherwise."""
+        """Return the rehearsal (simulation) of `plan`. Only the rehearsal of the best plan so far is kept. For any
+        other plan, return None."""
         return self._best if self._best is not None and self._best.estimate.plan == plan else None
 
 
 def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
-    """Set the precision of a model that is too large for float32 to bfloat16, unless a dtype is given. Also return a
-    note that says so."""
+    """Set the precision to bfloat16 for a model that is too large for float32, unless the user gave a dtype. Return the
+    new options and notes for the user: one note if the precision was set, otherwise none."""
     given = {setting.partition("=")[0].strip() for setting in options.settings}
     if options.fits is not None or given & {"precision", *OWN_DTYPES} or program.model.wide < LARGE:
         return options, ()
@@ -232,8 +234,12 @@ def _searched(
 
 
 def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Rehearsed]) -> Plans:
-    """Return `plans` with the details that the user requested about one plan. This plan is rehearsed (simulated) for
-    them."""
+    """Return `plans` with details about one plan: what takes the time of a step (`--explain`), and what takes the
+    memory (`--memory`). Details that the user did not request are left out.
+
+    The details come from a rehearsal (simulation) of the plan. Raises UsageError if `--explain` names a number beyond
+    the list, or a plan whose step time is unknown.
+    """
     estimates = plans.found.estimates
     if options.explain is None and not options.memory:
         return plans
@@ -250,7 +256,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
         plans = replace(plans, memory=memory_parts(first, step, plans.machine.devices[chosen.memory.rank]))
     if options.explain is not None:
         if whole.step is None:
-            raise UsageError(f"--explain: the time of {settings_text(chosen.plan)} is not known: {chosen.unknown}.")
+            raise UsageError(f"--explain: the step time of {settings_text(chosen.plan)} is unknown: {chosen.unknown}.")
         runner_up = None if plans.one else next(iter(estimates[1:] if number == 1 else estimates), None)
         plans = replace(plans, explained=explain(chosen, whole.step, whole.prices, runner_up))
     return plans
@@ -267,8 +273,9 @@ def _steps(job: Job | Script) -> int | None:
 def _judged(
     machine: Machine, options: PlanOptions, estimate: Callable[[Plan], Estimate], space: Callable[[], Space]
 ) -> Search:
-    """Estimate the plan that the user asked about. If it does not fit, or if details of its memory were requested,
-    variants of the plan with one change each are estimated too and follow it in the result."""
+    """Estimate the plan that the user asked about, which comes first in the result. If the plan does not fit, or if the
+    user asked for details of its memory, also estimate variants that take less memory. Each variant changes one setting
+    of the plan."""
     given = Plan() if options.fits is None else options.fits
     over = settings_values(options.settings)
     asked = read_plan(given, len(machine.devices), over) if isinstance(given, str | Path) else replace(given, **over)
@@ -285,7 +292,10 @@ def _judged(
 
 
 def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | Script:
-    """Return the job or the script. A script writes into a temporary folder that `stack` removes."""
+    """Return the program to plan: a `Script` if the user named a `.py` file, and otherwise a `Job`.
+
+    Files that the script writes go to a temporary folder, which is removed when `stack` is closed.
+    """
     if isinstance(options.job, str) and options.job.endswith(".py"):
         check_script(options.job, options)
         script, folder = Path(options.job), stack.enter_context(scratch_folder("plan"))

@@ -23,7 +23,7 @@ from meshwise.spec.quantity import read_quantity
 
 SECONDS = 45.0
 ALLOW = {"precision": "a narrower dtype", "microbatch": "another microbatch under batch norms"}
-"""Changes of a plan that may change the numbers that a job computes, with a description of each."""
+"""The values of `--allow`, with a description. Each allows plans that may change the numbers that a job computes."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class PlanOptions:
         return None if self.within is None else int(read_quantity(self.within, "bytes", "--within"))
 
     def counts(self, all_of_them: int) -> list[int]:
-        """Return the device counts for which plans are searched. Raises UsageError if a count is larger than
-        `all_of_them`."""
+        """Return the device counts to search plans for. Raises UsageError if a count exceeds `all_of_them`, the number
+        of devices of the machine."""
         if self.devices is None:
             return sorted({1, all_of_them})
         first, dots, last = self.devices.partition("..")

@@ -51,13 +51,15 @@ QUIET_SECONDS = 10
 
 @dataclass(frozen=True)
 class Predictions:
-    """What `mw.predict` returns.
+    """The result of `mw.predict`.
 
-    outputs: one row per sample, in the data's order: a tensor, or a list if rows cannot form a tensor. A dict or tuple
-        of these if the model returns a dict or tuple. None if the outputs went to a file.
-    samples: the number of all samples.
-    computed: the number of samples that this call computed. An earlier call computed the others.
-    nan: indices of samples computed by this call whose output contains NaN.
+    outputs: the model's outputs for all samples, in the order of the data set. This is a tensor with one row per
+        sample, or a list of rows if they cannot form a tensor. If the model returns a dict or tuple, this is a dict or
+        tuple of such tensors or lists. None if the outputs were written to a file.
+    samples: the number of samples in the data set.
+    computed: the number of samples that this call computed. It is below `samples` if the call continued an earlier
+        call.
+    nan: the indices of samples whose output contains NaN. Only samples that this call computed are looked at.
     """
 
     samples: int
@@ -71,15 +73,16 @@ class Predictions:
 
 @takes(PredictOptions)
 def predict(options: PredictOptions) -> Predictions:
-    """Run a model over every sample of a data set once, in order, without gradients, on the devices of a plan.
+    """Run a model once over every sample of a data set, in order and without gradients, on the devices of a plan.
 
-    The job is a Job, a word as on the command line (`train.py:job`), a model, or a function that builds a model. The
-    data is a map-style dataset, or a tuple or dict of equally long tensors. By default it is the job's test set. A
-    function `predict(model, batch)` may return a row for each sample. By default, the model's output is used.
+    The job is a Job, a model, a function that builds a model, or a name as on the command line (`train.py:job`). The
+    data is a map-style dataset, or a tuple or dict of equally long tensors. By default it is the job's test set. The
+    result has one row per sample. By default, a row is what the model returns for the sample. A function
+    `predict(model, batch)` can return other rows.
 
     With `out`, rows are written to a file as they are computed, and a stopped call can be repeated to continue. Without
-    `out`, the rows are returned. Raises UsageError for what cannot be predicted, WorkerFailed if a worker fails, and
-    KeyboardInterrupt if the call was stopped.
+    `out`, the rows are returned. Raises UsageError for an invalid job, data set or option, WorkerFailed if a worker
+    fails, and KeyboardInterrupt if the call was stopped.
     """
     found, code = predict_with(options, Console(stderr=True))
     if code:
@@ -158,8 +161,8 @@ def _check_files(options: PredictOptions) -> None:
 
 
 def _data_of(options: PredictOptions) -> Any:
-    """Return the data set that `file.py:name` names. Return other data unchanged, such as the path of a folder for the
-    job."""
+    """Return the data that the user chose. The text `train.py:name` stands for the object `name` in that file. Any
+    other value, such as the path of a folder, is returned unchanged."""
     file, _, name = str(options.data).rpartition(":")
     if isinstance(options.data, str) and file.endswith(".py"):
         return find_in_file(Path(file), name)
@@ -201,8 +204,8 @@ def _no_loss(*_: Any) -> Any:
 
 
 def _origin(options: PredictOptions) -> dict[str, str]:
-    """Return what identifies the program that computes the outputs: the source of a job, or the digest of a model.
-    Workers cannot find this out themselves."""
+    """Return a record of the program that computes the predictions: {"source": ...} for the name of a job, {"model":
+    digest} for a torch module, or {} for a Job. It is made here because workers cannot find it out."""
     if isinstance(options.job, str):
         return {"source": source_of(options.job)}
     if isinstance(options.job, nn.Module):

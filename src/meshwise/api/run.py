@@ -213,7 +213,8 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
 
 
 def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[RunSummary, int]:
-    """Run the job in this process, one of several that torchrun, srun or mpirun started."""
+    """Run the job in this process, which torchrun, srun or mpirun has started as one of several. Return the summary of
+    the run and the exit code."""
     job = _job_of(options)
     program = partial(_job_program, Named(job.name, job.batch_size), options)
     with launcher.joined.joined_run(program, options, began) as run:

@@ -46,12 +46,15 @@ def start_script(
     began: float | None = None,
     starts: Callable[[RunOptions], object] = lambda options: None,
 ) -> int:
-    """Run a script on every device, as `python script.py` runs it on one. Returns the exit code.
+    """Run a script on all devices, with one process for each device. Returns the exit code.
+
+    A process runs the script as `python script.py` would. Under torchrun, srun or mpirun, this process runs the script
+    itself, as one of the workers, and `starts` is not called.
 
     arguments: the arguments of the script.
-    starts: called with the options when they are known to be valid, before workers start.
+    starts: called with the options once they are known to be valid, before workers start.
 
-    Raises UsageError for what cannot be run, WorkerFailed if a worker fails.
+    Raises UsageError for an invalid script or option, and WorkerFailed if a worker fails.
     """
     script = Path(str(options.job))
     if options.resume is not None:

@@ -71,10 +71,10 @@ class SubmitOptions:
 class Submission:
     """A run to submit to a cluster.
 
-    word: the program, such as `train.py:job`.
-    job: what the batch script needs to know.
+    word: the program to run, such as `train.py:job`.
+    job: the facts in the batch script, such as the number of nodes, the time limit and the run folder.
     script: the text of the batch script.
-    arguments: the arguments of a user's script.
+    arguments: the arguments for the program if it is a script of the user.
     """
 
     word: str
@@ -227,7 +227,7 @@ def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[
             if name in (ours, short) and asked not in (None, value):
                 raise UsageError(
                     f"{ours} {asked} contradicts {name} {value} after the --. Give this option once, as {ours} before "
-                    "the --, so that the rehearsal uses it too."
+                    "the --, so that the rehearsal before the submission uses it too."
                 )
         if name in DECIDED:
             raise UsageError(f"{word} after --: {DECIDED[name]}. Leave this option out.")
@@ -308,7 +308,8 @@ def _gpus(site: Site, devices: str | None) -> int:
 
 
 def _command(site: Site) -> list[str]:
-    """Return the command that calls meshwise on the nodes: the site's command, or else the one that is running here."""
+    """Return the command that calls meshwise on the nodes: the command in the settings of the site, or else the
+    meshwise command that runs now."""
     if site.command:
         return shlex.split(site.command)
     if site.container or site.setup:

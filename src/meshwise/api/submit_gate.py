@@ -23,7 +23,7 @@ from meshwise.spec.units import bytes_text, plural, seconds_text
 from meshwise.workers.deadline import least_limit
 
 SECONDS = 45.0
-"""The most seconds that it takes to estimate a run on one number of nodes."""
+"""How many seconds an estimate may take. With `--nodes 2-8`, there are two estimates: for 2 nodes and for 8 nodes."""
 
 
 def verdict(
@@ -57,7 +57,8 @@ def verdict(
 
 
 def _check_program(run: RunOptions) -> None:
-    """Raise UsageError if the devices cannot be read, the job does not exist, or the script is not Python."""
+    """Raise UsageError if the run can never start: because `--devices` is invalid, the job does not exist, or the
+    script is not valid Python."""
     if run.devices is not None:
         parse_devices(run.devices)
     if str(run.job).endswith(".py"):
@@ -96,15 +97,15 @@ def _of_size(
     try:
         plans = plan_options(asked)
     except UsageError as error:
-        raise type(error)(f"{where}: {error} Fix this first: --anyway skips warnings, not this error.") from None
+        raise type(error)(f"{where}: {error} Fix this before you submit: --anyway skips only warnings.") from None
     except MeshwiseError as error:
         return [f"{where}: cannot run. {error}"], f"on {where} the job cannot run: {error}"
     return _told(plans, plans.found.estimates[0], where, options, limit)
 
 
 def machine_words(site: Site, nodes: int) -> str:
-    """Return the text that describes a machine of so many nodes of the site for `--machine`, such as
-    `2x8xH100@400Gb`."""
+    """Return the value of `--machine` for `nodes` nodes of a site, such as `2x8xH100@400Gb` for two nodes. Raises
+    UsageError if there are several nodes, but the site describes its machine by a file."""
     if nodes == 1:
         return site.machine
     if site.machine.endswith(".toml"):
@@ -133,8 +134,12 @@ def _told(plans: Plans, first: Estimate, where: str, options: RunOptions, limit:
 
 
 def too_short(step: float, limit: float | None) -> str:
-    """Return why no attempt of `limit` seconds can complete and save a step of `step` seconds. Return an empty string
-    if it can."""
+    """Return why a time limit is too short, or an empty string if it is long enough. There must be time for one step
+    and for saving checkpoints after it.
+
+    step: the seconds of a step.
+    limit: the time limit in seconds. None means no limit.
+    """
     if limit is None or (needs := least_limit(step, limit)) <= limit:
         return ""
     return (
@@ -144,8 +149,12 @@ def too_short(step: float, limit: float | None) -> str:
 
 
 def _to_the_end(plans: Plans, first: Estimate, options: RunOptions, limit: float | None) -> str | None:
-    """Return a sentence on how long the whole training takes, in device hours and attempts. Return None if it is
-    unknown."""
+    """Return a sentence that says how long the whole training takes: in steps, in hours, and in device hours. If there
+    is a time limit, the sentence also says how many attempts of this length the training needs. Return None if the
+    number of steps or the time of a step is unknown.
+
+    limit: the time limit of an attempt in seconds. None if there is none.
+    """
     if plans.steps is None or first.seconds is None:
         return None
     steps = plans.steps if options.epochs is None else _with_epochs(plans, options)

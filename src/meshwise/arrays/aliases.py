@@ -47,9 +47,10 @@ def strides_of(x: Array) -> Strides:
 
 
 def shown(x: Array) -> Alias:
-    """Return the `Alias` of an array that is about to be written or viewed, and create it if there is none.
+    """Return the `Alias` of `x`, which describes how `x` shares memory with other arrays. Create it if `x` has none.
 
-    Parts with stride 0, in which several elements have the same memory, are copied first.
+    This is called before `x` is written or viewed. Parts with stride 0, in which several elements share one address in
+    memory, are copied first.
     """
     if x.alias is not None and x.alias.source is not None:
         fetched(x)  # after which it may have what it shows for its own
@@ -74,13 +75,17 @@ def viewed(
     read_only: bool = False,
     found: Array | None = None,
 ) -> Array:
-    """Return `rule(x)` as a view of `x`. For a scalar, the result is a copy.
+    """Make a view of `x`: a write to the view changes `x`, and a write to `x` changes the view.
 
-    `rule` and `back` must not hold a reference to `x`, since `is_last` counts references.
+    A scalar never changes, so for an `x` that stands for a scalar, the result is a copy.
+
+    rule: computes the view from `x`. `rule` and `back` must not hold a reference to `x`, because `is_last` counts the
+        references to arrays.
     strides: the strides that NumPy would give the view, in elements. None means row-major order.
-    back: as in `Alias`. Required if the parts of `rule(x)` are copies.
-    moves: as in `Alias`.
-    found: the result of `rule(x)`, if it is already known.
+    back: the inverse of `rule`, which computes the new values of `x` after a write to the view. Required if the result
+        of `rule` does not share memory with `x`.
+    moves: the name of the operation to log if `back` sends values to other devices. Empty if it sends none.
+    found: the result of `rule(x)`, if the caller has computed it already.
     """
     if is_number(x):  # which never changes
         found = rule(copied(x))
@@ -102,10 +107,10 @@ def copied(x: Array) -> Array:
 
 
 def fetched(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of a view that torch cannot express.
+    """Return the parts of `x`, which is a view that torch cannot express. `Alias.rule` computes these parts as copies.
 
-    The parts are computed again if the viewed memory was written since the last call. If no other array shares the
-    memory, `x` may become an independent array. Raises AttributeError if torch can express `x`.
+    The parts are computed again if the viewed memory was written since the last call. If no other array shares this
+    memory any more, `x` may become an independent array. Raises AttributeError if `x` is no such view.
     """
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
@@ -119,9 +124,9 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 
 def is_last(x: Array) -> bool:
-    """Return True if no other array shares the memory of `x`.
+    """Return True if `x` is the last array in use that has its memory, so that no other array would see a write to `x`.
 
-    If `x` is a view of a view, the intermediate views may exist, but only if nothing else refers to them.
+    A view keeps the arrays alive from which it was made. An array that nothing but such views refers to is not in use.
     """
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:
@@ -238,7 +243,8 @@ def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
 
 
 def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool) -> Array:
-    """Set the strides of `found` as NumPy would, from the memory order of `x`, and return `found`.
+    """Give the result of a reduction the strides that NumPy would give it, and return the result. NumPy keeps the
+    memory order of `x`.
 
     found: the result of a reduction of `x` over `axes`.
     """

@@ -20,10 +20,11 @@ from meshwise.arrays.space import Space
 class Array:
     """An array on the devices of a namespace. Made by the namespace's functions, such as `xp.asarray` and `xp.zeros`.
 
-    parts: the tensors on the devices of this process, in the order of `sharding.places`. These are all parts of the
-        array, unless the array is spread over several ranks.
-    alias: how the array shares memory with other arrays. None if it shares no memory, or if it stands for a NumPy
-        scalar.
+    parts: the tensors on the devices of this process, in the order of `sharding.places`. If the array is spread over
+        several ranks, other ranks hold the rest of it.
+    alias: the strides of the array, and the memory that it shares with its views. None if the array is in row-major
+        order and has no views. For an array without dims, None has another meaning: the array stands for a NumPy
+        scalar, which never changes.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_shape", "alias", "parts", "sharding", "space")
@@ -105,17 +106,22 @@ class ViewedMemory:
 
 @dataclass(slots=True, eq=False)
 class Alias:
-    """How one array shares memory with other arrays.
+    """How an array shares memory with other arrays, such as its views.
 
-    If torch cannot express the view, the array has no parts of its own, and `rule` computes them from `source`.
+    Most views are torch views, which share the memory of the viewed array. torch cannot express some views, such as
+    views in reverse order. The values of such a view are copied from the viewed array, `source`.
+
     strides: the strides that NumPy would give the array, in elements. None means row-major order.
-    source: the array from which `rule` computes the view. None if the array's parts show the shared memory themselves.
-    back: converts values of the view to values of `source`. None if the parts that `rule` returns share memory with
-        `source`.
+    source: the viewed array. None if the array is a torch view, or no view at all.
+    rule: a function that computes the view from `source`.
+    back: the inverse of `rule`, which computes the values of `source` from the view after a write to the view. None if
+        the view shares the memory of `source`.
     flips: the reversed dims, if the view does nothing but reverse dims.
-    moves: the name of the operation that sends written values back to other devices. Empty if no operation does.
-    kept: the parts that `rule` has computed.
-    seen: the value of `memory.writes` when `kept` was computed.
+    moves: the operation that made the view, such as `reshape`, if it moved elements between devices. A write to the
+        view then sends values back. Empty if nothing is moved.
+    kept: the last result of `rule`, as parts.
+    seen: the value that `memory.writes` had when `kept` was computed. If `memory.writes` has changed, `kept` is
+        outdated.
     """
 
     memory: ViewedMemory

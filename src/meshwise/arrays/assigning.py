@@ -105,9 +105,11 @@ def _value(x: Array, value: Any) -> Value:
 
 
 def _bits_of(value: Value, dtype: torch.dtype) -> Value:
-    """Cast a value to `dtype`, and view it as the signed integer dtype that `as_bits` uses in place of `dtype`.
+    """Cast a value to `dtype`. If `dtype` is uint16, uint32 or uint64, reinterpret the bits of the result as signed
+    integers of the same size.
 
-    Returns the value unchanged if `as_bits` does not change arrays of `dtype`.
+    `_write` does the same with the array that gets the value, by `as_bits`, because torch lacks operations on these
+    types. For any other `dtype`, the value is returned unchanged.
     """
     kind = SIGNED.get(dtype)
     if kind is None:
@@ -135,13 +137,16 @@ def _number(dtype: torch.dtype, value: Number) -> Number:
 
 
 def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips: Sequence[int]) -> Array | Tensor:
-    """Reorder the dims of a value to match the target.
+    """Permute and reshape `value`, which the user assigns by `x[key] = value`, so that it can be written to the
+    selected elements.
 
-    The result has the dims of the index arrays, followed by the dims of the region. Dims along which the value is
-    repeated have length 1. Raises ValueError if the value does not broadcast.
-    common: the common shape of the index arrays.
-    shape: the shape of the region without the indexed dims.
-    flips: the dims of the region that the key lists in descending order.
+    The result has the dims of the index arrays first, then the dims of the slices. A dim that `value` lacks gets length
+    1. Raises ValueError if `value` does not broadcast to the shape of `x[key]`.
+
+    key: the key of the assignment.
+    common: the shape to which the index arrays of the key broadcast.
+    shape: the lengths of the dims of the slices.
+    flips: the positions in `shape` of slices with a negative step. The value is reversed along these dims.
     """
     depth = len(common)
     rest = iter(range(depth, depth + len(shape)))
@@ -230,10 +235,12 @@ def _put(
     key: Key | None,
     flips: Sequence[int],
 ) -> None:
-    """Write the entries that index arrays select.
+    """Write a value to the entries of `target` at the given indices, as `target[indices] = value` does.
 
-    dims: the indexed dims.
-    key: the parsed key. None if the dims of `value` are already in the order of the target.
+    dims: the dims of `target` that are indexed, one dim for each index array.
+    key: the user's key, from which the order of the dims of `value` follows. None if `value` has the dims of the index
+        arrays first, and then the dims of `target` that are not indexed.
+    flips: the dims of `target` for which the key has a slice with a negative step.
     """
     target = undivided(target)
     rest = [dim for dim in range(len(target.shape)) if dim not in dims]

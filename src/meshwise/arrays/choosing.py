@@ -72,8 +72,8 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
 def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
     """For each row along `axis`, take the entries at the indices of that row, as NumPy's `take_along_axis` does.
 
-    Indices that lie on another device than their row are moved. This is the least that any method has to move. If `x`
-    is sharded along `axis`, the same bytes move as for `x[indices]`.
+    Entries of `x` stay on their devices, and the indices are sent to them. But if `x` is sharded along `axis`, the same
+    bytes move as for `x[indices]`.
     """
     if not isinstance(indices, Array):
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")

@@ -30,7 +30,7 @@ from meshwise.transfer.interop import from_array, is_array
 
 Placement = Layout | Sharding | None
 Make = Callable[[Shape, tuple[slice, ...], torch.device], Tensor]
-"""Makes one part: (shape of the part, its slices in the whole array, its device) -> the part."""
+"""Makes a part of an array from three arguments: its shape, its slices in the whole array, and its device."""
 
 
 def asarray(
@@ -62,7 +62,7 @@ def asarray(
             piece, shares = piece.to(wanted), True
         elif copy is False:
             raise ValueError(
-                "asarray(copy=False) cannot move values to other devices. Leave copy out, or pass their own device."
+                "asarray(copy=False) cannot move values to other devices. Leave copy out, or pass the values' device."
             )
         else:
             own = torch.empty(piece.shape, dtype=wanted, device=space.devices[place])
@@ -100,7 +100,11 @@ def of_user(
 
 
 def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, copy: bool | None) -> Array:
-    """Apply `asarray` to an array that already belongs to the namespace."""
+    """Apply `xp.asarray` to `x`, an array of the same namespace `xp`.
+
+    Returns `x` itself if dtype, device and sharding stay the same and no copy is requested. Raises ValueError if
+    copy=False but a copy is needed.
+    """
     stays = wanted is None and device in (None, x.space.device_name(x.sharding))
     placed = x.sharding if stays else x.space.placed(x.shape, device, wanted)
     cast = dtype is not None and dtype is not x.dtype

@@ -23,7 +23,7 @@ from meshwise.arrays.sharding import sharding
 from meshwise.arrays.views import axis_of
 
 Carried = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-"""The total before a part (None for the first part) -> (the part's values, the total for the next part)."""
+"""Scans a part of an array. Takes the total of earlier parts, or None. Returns (scan, total after the part)."""
 
 
 def cumulative_sum(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:

@@ -82,7 +82,8 @@ def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast values to `dtype`, or to integers that sort in the same order if torch cannot compare values of `dtype`."""
+    """Cast values to `dtype`. torch cannot compare values of some dtypes. In this case, return integers that sort in
+    the same order."""
     values = values.to(dtype)
     if dtype is torch.uint64:
         return values.view(torch.int64) ^ torch.iinfo(torch.int64).min

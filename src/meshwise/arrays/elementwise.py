@@ -57,7 +57,7 @@ class NoArrayGiven(TypeError):
 
 
 def is_python_number(value: Any) -> bool:
-    """Return True for a Python number, which is cast to the dtype of the array, and False for a NumPy scalar."""
+    """Return whether a value is a Python number, which takes the dtype of an array, unlike a NumPy scalar."""
     return type(value) in PYTHON
 
 
@@ -96,7 +96,7 @@ def binary(
     """Make a function of two arrays, or of an array and a number, from the torch function `op`.
 
     numbers: whether `op` takes a Python number as its second argument.
-    otherwise: (dtypes for which another torch function is used, that torch function).
+    otherwise: a pair (dtypes, torch function). For these dtypes, this function is called instead of `op`.
     """
     at_once = (takes - otherwise[0] if otherwise else takes) - WIDE.keys()
     wide = of_wide(name, otherwise[1] if otherwise and otherwise[0] & INTEGERS else op)
@@ -145,7 +145,7 @@ _TOGETHER: dict[tuple[torch.dtype, torch.dtype], torch.dtype | None] = {}
 
 
 def _together(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
-    """Return the dtype to which both dtypes promote, if torch promotes them to the same dtype; otherwise None."""
+    """Return the dtype to which NumPy promotes two dtypes, or None if torch promotes them to another dtype."""
     try:
         return _TOGETHER[one, other]
     except KeyError:
@@ -164,10 +164,9 @@ def _in_general(
     result: torch.dtype | None,
     given: tuple[Any, ...],
 ) -> Array:
-    """Compute a function of operands that may have different shardings and dtypes. One must be an array.
-
-    choose: returns the torch function for a dtype.
-    """
+    """Compute an elementwise function of arrays and numbers, at least one of which is an array. `choose` returns the
+    torch function for a dtype. `takes` are the supported dtypes, and `result` is the dtype of the result. If `result`
+    is None, the result has the common dtype of the operands."""
     arrays = operands(name, given)
     real = [x for x in arrays if isinstance(x, Array)]
     space = real[0].space
@@ -204,7 +203,8 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
 
 
 def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
-    """Return the dtype in which operation `name` is computed. Raises TypeError if it does not support `dtype`."""
+    """Return the dtype in which to compute: `dtype` if it is supported, or the default float for an integer or boolean
+    in a function of floats. Raises TypeError for any other dtype."""
     if dtype in takes:
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
@@ -234,7 +234,7 @@ def _sign(part: Tensor) -> Tensor:
 
 
 def _by_parts(op: Op) -> Op:
-    """Apply `op`, add or sub, to the real and imaginary parts separately, as torch turns inf into nan otherwise."""
+    """Apply torch.add or torch.sub to real and imaginary parts separately, so that inf does not become nan."""
 
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
@@ -245,7 +245,7 @@ def _by_parts(op: Op) -> Op:
 
 
 def _also_infinite(op: Op, other: Op) -> Op:
-    """Return a function like `op` that uses `other` for complex numbers with inf or nan, where `op` gives nan."""
+    """Return a function that applies `other` to complex numbers with inf or nan, and `op` to all other numbers."""
 
     def of_part(part: Tensor) -> Tensor:
         return torch.where(torch.isfinite(part), op(part), other(part)) if part.is_complex() else op(part)
@@ -272,7 +272,7 @@ def _power(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _absolute(x: Any, /) -> Array:
-    """Return absolute values. For complex numbers, their dtype is the dtype of the real part."""
+    """Return absolute values. A complex `x` gives real numbers of the same precision. Any other dtype stays."""
     if type(x) is not Array:
         raise NoArrayGiven(f"abs needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     parts = [part.clone() if part.dtype in (BOOL, *UNSIGNED) else torch.abs(part) for part in x.parts]

@@ -26,7 +26,7 @@ from meshwise.spec.units import bytes_text
 from meshwise.transfer.comm_log import CommLog, Transfer, comm_log, table
 
 MOST_ARRAYS = 4
-"""Combinations of other placements are tried only if there are at most 4 ** MOST_ARRAYS of them."""
+"""The largest number of combinations of placements that `explain` tries is 4 ** MOST_ARRAYS."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """The total number of bytes that would move."""
+        """The total number of bytes that the explained operation would send between devices."""
         return sum(move.bytes for move in self.moves)
 
     def __str__(self) -> str:
@@ -105,9 +105,10 @@ def _arrays_of(operation: Callable[[], Any]) -> dict[str, Array]:
 
 @contextmanager
 def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
-    """Replace the parts of arrays by tensors without memory inside the `with` block.
+    """Inside the `with` block, replace the parts of arrays by tensors that have a shape but take no memory.
 
-    Yields a function that gives an array another sharding.
+    An operation on these arrays computes nothing, but shows what it would move. Yields a function `lay(x, sharding)`
+    that changes the sharding of an array. When the block ends, the arrays get their parts and shardings back.
     """
     before = [(x, x.parts, x.sharding, x.alias) for x in arrays]
 
@@ -142,13 +143,17 @@ def _moved(operation: Callable[[], Any]) -> CommLog:
         if not isinstance(error, NEEDS_VALUES) and "numpy" not in str(error):
             raise
         raise UsageError(
-            "explain does not compute values, but this function reads values. Explain only the part before that."
+            "explain does not compute values, but this function reads values. Leave out the lines that read them."
         ) from error
     return log
 
 
 def _choices(arrays: dict[str, Array]) -> Iterator[tuple[Sharding, ...]]:
-    """Yield other placements of the arrays: each array as it is, sharded along another dim, or replicated."""
+    """Yield combinations of shardings to try for the arrays, apart from their present shardings.
+
+    In a combination, an array may keep its sharding, be sharded evenly along one of its dims, or be replicated. Yields
+    nothing if there are too many combinations.
+    """
     options = []
     for x in arrays.values():
         places = x.space.places

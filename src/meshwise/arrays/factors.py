@@ -61,14 +61,18 @@ class _Moves:
         return {k: found[k] for k in self.here if k in found}
 
     def check(self, bad: Own, why: str) -> None:
-        """Raise LinAlgError on all ranks if LAPACK's status is not 0 for some part. Waits for the status."""
+        """Raise LinAlgError on all ranks if LAPACK failed for a part on any rank. Reads the status, which waits for the
+        devices.
+
+        bad: LAPACK's status for the local parts. 0 means success.
+        """
         told = [int(bad[k]) if k in bad else 0 for k in self.here]
         if any(counted(self.x, self.held, told)):
             raise np.linalg.LinAlgError(f"{self.name}: {why}")
 
 
 def cholesky(x: Array) -> Array:
-    """Return the lower Cholesky factor of a Hermitian matrix, sharded by rows.
+    """Return the lower Cholesky factor of a Hermitian matrix. The factor is sharded by rows.
 
     Only the lower triangle of `x` is read. Raises LinAlgError if the matrix is not positive-definite.
     """
@@ -108,8 +112,11 @@ class LU:
     """
 
     def __init__(self, x: Array, name: str, right: Array | None = None) -> None:
-        """right: right-hand sides that are sharded by columns over the devices of `x`. Each factorization step also
-        updates them."""
+        """Factor the matrix `x`.
+
+        right: the right-hand sides of a linear system to solve, sharded by columns over the devices of `x`. They are
+            transformed while `x` is factored.
+        """
         x = x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[0], x.sharding.places, 1), name)
         self.x, self.held, self.moves, self.n = x, x.sharding, _Moves(x, name), x.shape[0]
         self.filled = self.moves.filled
@@ -125,7 +132,8 @@ class LU:
             self._panel(k)
 
     def _panel(self, k: int) -> None:
-        """Factor the columns of part k. Then update the later columns and the right-hand sides."""
+        """Do one step of the factorization: factor the columns of part k, and update all later columns and the
+        right-hand sides."""
         begin, width = self.held.offsets[k], self.held.sizes[k]
         if k in self.own:
             factor, self.pivots[k], self.bad[k] = torch.linalg.lu_factor_ex(self.own[k][begin:])
@@ -142,13 +150,15 @@ class LU:
                 self.right[j][begin:] = _forward(self.right[j][begin:], factor, order)
 
     def invertible(self) -> None:
-        """Raise LinAlgError if the matrix is singular. Waits for the factors."""
+        """Raise LinAlgError if the matrix is singular. Waits until the factorization is computed."""
         self.moves.check(self.bad, "the matrix is singular.")
 
     def solution(self) -> list[Tensor]:
-        """Return the solutions for the local parts of `right`.
+        """Return the solutions for all right-hand sides, as the local parts of an array with the sharding of the
+        right-hand sides.
 
-        The factors are sent to the devices of `right` one by one, from the last factor to the first.
+        The columns of the upper factor are sent, part by part, to all devices that hold right-hand sides. The last
+        columns are sent first, since back substitution begins with them.
         """
         for k in reversed(self.filled):
             begin, width = self.held.offsets[k], self.held.sizes[k]
@@ -160,10 +170,11 @@ class LU:
         return [self.right[k] for k in self.moves.here]
 
     def solve_travelling(self, right: Array) -> list[Tensor]:
-        """Solve for a few right-hand sides that are all on the device of the first part.
+        """Solve for a few right-hand sides, all of which lie on the device that holds the first columns of the matrix.
 
-        The right-hand sides are sent from device to device, forward and then back. The solution is sharded by rows in
-        the same way as the matrix is sharded by columns.
+        The large factors stay where they are. The right-hand sides are sent from device to device, forward to the last
+        device and then back. Returns the local parts of the solution, which is sharded by rows. A device gets as many
+        rows of the solution as it holds columns of the matrix.
         """
         count, kept = right.shape[1], {}
         left = right.parts[0] if right.parts else None
@@ -187,7 +198,11 @@ class LU:
         return [kept.get(k, part.new_zeros(0, count)) for k, part in zip(self.moves.here, self.x.parts, strict=True)]
 
     def signs_and_logs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the local parts' factors of the determinant as (signs, logarithms of absolute values)."""
+        """Return what the local parts contribute to the determinant of the matrix, as (signs, logarithms of absolute
+        values).
+
+        The determinant is the product of the contributions of all parts.
+        """
         signs, logs = [], []
         for k in self.moves.here:
             begin, width = self.held.offsets[k], self.held.sizes[k]
@@ -200,7 +215,10 @@ class LU:
 
 
 def _exchanged(pivots: Tensor, rows: int) -> Tensor:
-    """Return the order of `rows` rows after the row exchanges of LAPACK. Waits for the pivots."""
+    """Return the row order after the row exchanges of an LU factorization. Reads `pivots`, which waits for the device.
+
+    pivots: as LAPACK returns them. First row 0 was exchanged with row `pivots[0] - 1`, then row 1 with `pivots[1] - 1`.
+    """
     order = list(range(rows))
     for at, other in enumerate(pivots.tolist()):
         order[at], order[other - 1] = order[other - 1], order[at]
@@ -208,8 +226,13 @@ def _exchanged(pivots: Tensor, rows: int) -> Tensor:
 
 
 def _forward(columns: Tensor, factor: Tensor, order: Tensor) -> Tensor:
-    """Apply a factored panel to later columns: exchange their rows, solve with the lower factor, and update the other
-    rows."""
+    """Apply one step of the LU elimination to columns that are not factored yet, or to right-hand sides.
+
+    The rows are brought into the order `order`. Then the top rows are solved with the lower factor, and multiples of
+    the solution are subtracted from the rows below.
+
+    factor: the columns that were factored in this step.
+    """
     width, columns = factor.shape[1], columns[order]
     top = torch.linalg.solve_triangular(factor[:width], columns[:width], upper=False, unitriangular=True)
     columns[:width] = top
@@ -226,10 +249,11 @@ def _upper(factor: Tensor, columns: Tensor) -> Tensor:
 class Tall:
     """The QR factorization of a matrix that is sharded by rows and has at least as many rows as columns.
 
-    Q is stored as two factors for each part of the matrix. The product of a part's matrices in `owns` and `tops` gives
-    the part's rows of Q.
-    owns: an orthogonal matrix for each local part.
-    tops: a matrix for each part, all on the device of `small`. The list is empty on ranks that do not have this device.
+    Q is stored as two factors: the rows of Q in part k of the matrix are the matrix product owns[k] @ tops[k].
+
+    owns: one orthogonal matrix for each local part.
+    tops: one matrix for each part. All of them are on the device that holds R, and ranks without this device have an
+        empty list.
     small: the factor R, of shape (n, n), on one device.
     """
 
@@ -240,9 +264,9 @@ class Tall:
     small: Array
 
     def q(self, turn: Tensor | None = None) -> Array:
-        """Return Q, sharded as the matrix is.
+        """Return Q, sharded by rows like the factored matrix.
 
-        turn: a matrix on the device of `small`. If given, Q times this matrix is returned.
+        turn: a matrix on the device that holds R. If given, the product of Q and this matrix is returned.
         """
         x, moves = self.x, _Moves(self.x, self.name)
         n, centre = x.shape[1], x.sharding.places.index(self.small.sharding.places[0])

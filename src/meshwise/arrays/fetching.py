@@ -32,13 +32,17 @@ OPERATION = "index"
 
 @dataclass(frozen=True)
 class Asked:
-    """The entries that index arrays select.
+    """The entries of an array that index arrays select.
 
-    dims: the indexed dims.
-    shape: the common shape of the index arrays.
-    placed: the sharding of the indices.
-    flat: for each local part of `placed`, the entries as row-major indices over `dims`. An index out of bounds is -1.
-    every: the row-major indices of all entries, by local device number. Empty if a device knows only its own indices.
+    An entry is given as one number, its row-major index over the indexed dims. For example, row 2 and column 3 of 10
+    columns are entry 23.
+
+    dims: the indexed dims of the array.
+    shape: the shape to which the index arrays broadcast.
+    placed: the sharding of the index arrays, and of the result.
+    flat: one vector of entries for each local part of the index arrays. An index out of bounds is -1.
+    every: all selected entries, with the shape `shape`, on each local device. The keys are device numbers. Empty if an
+        index array is sharded, because no device has all indices then.
     """
 
     dims: tuple[int, ...]
@@ -66,11 +70,12 @@ def common_shape(indices: Sequence[Array | Tensor]) -> Shape:
 
 
 def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, in_order: bool = False) -> Asked:
-    """Convert index arrays for the dims `dims` of `x` to row-major indices.
+    """Find the entries of `x` that are selected by index arrays. Raises IndexError if the index arrays do not
+    broadcast.
 
-    Raises IndexError if the index arrays do not broadcast.
-    in_order: whether the parts of the indices must follow each other in row-major order, so that the last of several
-        equal indices is known.
+    dims: the indexed dims of `x`, one dim for each index array.
+    in_order: True to divide the index arrays such that all indices of one device come before those of the next device,
+        in row-major order. A write needs this: if an entry gets several values, the last value counts.
     """
     places = x.sharding.places
     everywhere = sharding(places)
@@ -99,9 +104,11 @@ def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, i
 
 
 def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Sharding | None:
-    """Return the sharding of the result with which no entry moves, or None.
+    """Return the sharding of the result of `x[indices]` with which no entry of `x` has to move. Return None if it
+    cannot be found cheaply.
 
-    This needs one-dimensional indices in host memory that ascend along the sharded dim.
+    It can be found if all indices are one-dimensional tensors in host memory, and the indices of the sharded dim are
+    sorted.
     """
     if len(indices) > 1 and any(each.ndim != 1 for each in indices if isinstance(each, Tensor)):
         return None
@@ -120,13 +127,19 @@ def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | T
 
 
 def _owners(entries: Tensor, placed: Sharding) -> Tensor:
-    """Return the number of the part that holds each of these entries of the sharded dim."""
+    """Return, for each entry, the number of the part that holds it.
+
+    entries: indices along the dim that `placed` divides.
+    """
     ends = torch.tensor(list(itertools.accumulate(placed.sizes)), device=entries.device)
     return torch.bucketize(entries, ends, right=True)
 
 
 def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
-    """Return, for each part, the row-major indices over the indexed dims. An index out of bounds becomes -1."""
+    """Combine the index arrays of several dims into row-major indices, as one vector for each local part.
+
+    For dims of the lengths 4 and 10, the indices 2 and 3 become 23. An index out of bounds becomes -1.
+    """
     flat = []
     for parts in zip(*(each.parts for each in indices), strict=True):
         number = torch.zeros_like(parts[0], dtype=torch.int64).reshape(-1)
@@ -151,14 +164,13 @@ def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset:
 
 @dataclass(frozen=True)
 class Routes:
-    """The entries that index arrays select, sorted by where they come from and where they go.
+    """Which entries each device requests from each other device, when index arrays select entries of an array.
 
-    Each device asks for the entries at the indices in its part t of the index arrays. An entry lies in part s of the
-    indexed array.
+    The device with part t of the index arrays requests entries from the device with part s of the indexed array.
 
-    orders: for each local part t, the order that sorts its indices by s.
-    counts: counts[t][s] is the number of entries that part t of the indices selects from part s of the array.
-    requests: requests[t, s] has the row-major indices of these entries. It exists for each local part s.
+    orders: for each local part t, the permutation that groups its indices by the part s that holds the requested entry.
+    counts: counts[t][s] is the number of entries of part s that part t requests.
+    requests: requests[t, s] has the row-major indices of these entries, for each t and each local s.
     """
 
     orders: list[Tensor]
@@ -235,7 +247,7 @@ def fetch(x: Array, asked: Asked) -> Array:
 
 
 def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | complex) -> None:
-    """Write values to the selected entries. If an entry is selected twice, the last value is written.
+    """Write values to the entries `asked` of `x`. If an entry is selected twice, the last value is written.
 
     views: the parts of `x`, to which the values are written.
     values: a number, or an array with the shape and layout of the result of `fetch`.

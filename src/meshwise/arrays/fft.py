@@ -102,10 +102,10 @@ def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] |
 
 
 def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:
-    """Apply `fft` or `ifft` along several axes, one after the other.
+    """Apply `fft` or `ifft` along several axes, one after another, in an order that moves little data.
 
-    The sharded axis is usually transformed last. It is transformed first if a dim that is not transformed is long
-    enough to be sharded instead.
+    The array is resharded once to transform the sharded axis. This axis comes first if the array can then be sharded
+    along a dim that is not transformed. Otherwise this axis comes last.
     """
     order = sorted(range(len(dims)), key=lambda k: (dims[k] == x.sharding.dim, k))
     others = [dim for dim in range(len(x.shape)) if dim not in dims]
@@ -119,7 +119,8 @@ def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int
 def _lengths(
     x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] | None
 ) -> tuple[list[int | None], list[int]]:
-    """Return (the length to which each axis is cut or padded, the axes). A length of None leaves the axis unchanged."""
+    """Return the lengths and the axes of a transform over several axes. An axis is cut or padded to its length, or left
+    unchanged if its length is None."""
     count = len(x.shape)
     if axes is None:
         axes = range(count) if s is None else range(count - len(s), count)
@@ -185,7 +186,11 @@ def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
 
 
 def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
-    """Transform a single vector that is sharded."""
+    """Apply `torch.fft.<name>` to a sharded array in which `axis` is the only dim with more than one entry.
+
+    A long vector is transformed by all devices together, by `_in_parts`, if `name` and the length allow this. Any other
+    vector is transformed on one device.
+    """
     held, length = x.sharding, x.shape[axis]
     if name in ("fft", "ifft") and n in (None, length) and length >= LONG and _divisor(length, len(held.places)):
         return _in_parts(x, name, axis, norm)
@@ -210,7 +215,8 @@ def _result(name: str, length: int, n: int | None, dtype: torch.dtype) -> tuple[
 
 
 def _divisor(length: int, places: int) -> int | None:
-    """Return the largest divisor of `length` from `places` to the square root of `length`; None if there is none."""
+    """Return into how many rows to divide a vector, so that each device gets at least one row: the largest divisor of
+    `length` that is at most its square root. Return None if this divisor is below `places`, the number of devices."""
     for one in range(math.isqrt(length), places - 1, -1):
         if length % one == 0:
             return one
@@ -218,10 +224,10 @@ def _divisor(length: int, places: int) -> int | None:
 
 
 def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
-    """Transform a long vector as a matrix of rows x columns, in parts on all devices.
+    """Apply `fft` or `ifft` to a long sharded vector, with the work divided over all devices.
 
-    The columns are transformed first and multiplied by twiddle factors. Then the rows are transformed, and the matrix
-    is transposed.
+    The vector is seen as a matrix of rows x columns. The columns are transformed, and the results are multiplied by
+    twiddle factors. Then the rows are transformed, and the matrix is transposed.
     """
     held, space, length = x.sharding, x.space, x.shape[axis]
     rows = _divisor(length, len(held.places))
@@ -248,7 +254,14 @@ def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
 
 
 def _twiddles(rows: int, begin: int, part: Tensor, length: int, sign: int) -> Tensor:
-    """Return exp(2 pi i sign row column / length), exact to the last bits: the product is reduced modulo `length`."""
+    """Return the twiddle factors exp(2 pi i * sign * row * column / length) for the columns in `part`.
+
+    They are exact to the last bits, because `row * column` is reduced modulo `length` before it is multiplied by pi.
+
+    rows: the number of rows.
+    begin: the number of the first column.
+    part: a tensor with these columns, on the device and with the dtype of the result.
+    """
     row = torch.arange(rows, device=part.device)[:, None]
     column = torch.arange(begin, begin + part.shape[1], device=part.device)
     angle = (row * column % length).to(torch.float64) * (sign * 2 * math.pi / length)
@@ -278,7 +291,11 @@ def rfftfreq(
 
 
 def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[Any, Placement], count: int) -> Array:
-    """Return the first `count` of `n` frequencies. If `count` is `n`, the second half is negative."""
+    """Return the first `count` of the `n` sample frequencies of a transform. If `count` is `n`, the second half is
+    negative.
+
+    d: the time between two samples.
+    """
     kind = space.default_float if dtype is None else as_dtype(dtype)
 
     def make(_: Any, within: tuple[slice, ...], device: torch.device) -> Tensor:

@@ -33,7 +33,8 @@ _told: set[str] = set()
 class GatherWarning(UserWarning):
     """Warns that an operation without a sharded implementation gathers a whole array on one device.
 
-    It is also issued for a write to a view that sends the whole view back to other devices.
+    The same warning comes after a write to a view whose elements were moved to other devices than the original array.
+    The whole view is then sent back.
     """
 
 
@@ -41,8 +42,8 @@ class GatherWarning(UserWarning):
 def guard(mode: str) -> Iterator[None]:
     """Choose what happens in the `with` block if an operation would gather a whole array on one device.
 
-    This also applies to a write to a view that would send the whole view back to other devices. The mode holds in the
-    current thread only, not in threads that it starts.
+    The choice also holds for writes to a view on other devices than its original array, which send the whole view back.
+    It holds in the current thread only.
     mode: `error` raises UsageError. `warn`, the default outside of all blocks, warns once per operation, and for writes
         once per source line. `allow` does nothing.
     """
@@ -55,9 +56,9 @@ def guard(mode: str) -> Iterator[None]:
 
 
 def tell(x: Array, operation: str, wanted: Sharding) -> None:
-    """Warn or raise UsageError before an operation moves `x` to the sharding `wanted`, as `guard` has set.
+    """Warn that an operation gathers `x`, or raise UsageError, depending on the mode that the user set by `guard`.
 
-    Does nothing if no data has to move.
+    Does nothing if no data has to move to the sharding `wanted`.
     """
     size = elements_moved(x.shape, x.sharding, wanted) * x.dtype.itemsize
     if not size or _mode.get() == "allow":
@@ -71,7 +72,10 @@ def tell(x: Array, operation: str, wanted: Sharding) -> None:
 
 
 def tell_return(x: Array, operation: str) -> None:
-    """Warn or raise UsageError, according to `guard`, if a write to the view `x` is sent back to other devices."""
+    """Warn before a write to the view `x`, because all of `x` is then sent back to the devices of the original array.
+
+    In the mode "error" of `mw.guard`, UsageError is raised instead. In the mode "allow", nothing is done.
+    """
     if _mode.get() == "allow" or EXPLAINED:
         return
     at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
@@ -102,8 +106,9 @@ def gathered(x: Array, operation: str, place: int | None = None) -> Array:
 def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
     """Make a sharded array from a tensor that has all of its values.
 
-    The tensor lies on the device number `place`. If there are several ranks, each rank has an equal tensor. The array
-    is sharded along the same dim as `lies`. If the tensor does not have that dim, the array is placed on one device.
+    The tensor is on device number `place`. If there are several ranks, each rank has an equal tensor. The array is
+    sharded along the same dim as `lies`, the sharding of another array. If the tensor lacks this dim, the array is
+    placed on one device.
     """
     shape = tuple(whole.shape)
     if lies.dim is None:

@@ -32,9 +32,10 @@ class Grid:
 
 
 def line_of(xp: Any, key: Any) -> Array:
-    """Return the numbers of a range as written in brackets. A step of `5j` means five numbers, with both ends.
+    """Return the numbers of a slice, such as 0, 1, 2 for `0:3` in `xp.mgrid[0:3]`.
 
-    Raises UsageError if `key` is not a range with an end.
+    A complex step such as `5j` gives 5 evenly spaced numbers from start to stop, stop included. Raises UsageError if
+    `key` is not a slice, or has no stop.
     """
     if not isinstance(key, slice) or key.stop is None:
         raise UsageError(f"{key!r} must be a slice with a stop: start:stop or start:stop:step, such as xp.mgrid[0:5].")
@@ -78,9 +79,11 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
 
 
 def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: bool = False) -> Any:
-    """Return the coordinates of each element of an array with this shape: one array per dim, stacked.
+    """Return the indices of every element of an array of the shape `dimensions`, as NumPy's `indices` does.
 
-    sparse: True returns a tuple of arrays instead. The array of each dim has length 1 along all other dims.
+    The result stacks one array per dim. For the dimensions (2, 3), the first array is [[0, 0, 0], [1, 1, 1]].
+
+    sparse: True returns a tuple of arrays. The array of a dim then has length 1 along the other dims.
     """
     shape = as_shape(dimensions)
     xp = asarray(space, 0).__array_namespace__()

@@ -62,9 +62,10 @@ def _chosen(x: Array, key: Key) -> Array:
 
 
 def _shown(found: Array, key: Key, depth: int) -> Array:
-    """Reorder the dims of the result as the key requires.
+    """Put the dims of `found` into the order that the key requires, and add the new dims of the key.
 
-    depth: the number of leading dims that come from index arrays.
+    found: the entries that the key selects. The dims of its index arrays come first.
+    depth: the number of dims of the index arrays.
     """
     order: list[int | None] = []
     dim = depth
@@ -81,10 +82,10 @@ def _shown(found: Array, key: Key, depth: int) -> Array:
 
 @dataclass(frozen=True)
 class Region:
-    """The region of an array that slices and indices select, in ascending order.
+    """A region of an array, selected by one slice or index per dim. The entries of the region are in ascending order.
 
-    views: torch views of the array's parts.
-    flipped: the dims for which the key lists the entries in descending order.
+    views: torch views of the region in the parts of the array.
+    flipped: the dims whose slice has a negative step. The caller has to reverse the region along these dims.
     """
 
     views: list[Tensor]
@@ -104,7 +105,16 @@ def region(x: Array, cuts: Sequence[Cut]) -> Region:
 def _plan(
     placed: Sharding, cuts: tuple[Cut, ...]
 ) -> tuple[dict[int, tuple[int | slice, ...]], Sharding, Shape, tuple[int, ...]]:
-    """Return (slices by part number, sharding of the result, shape of the result, dims with descending entries)."""
+    """Plan how to select a region of an array, which `cuts` describes by one index or range for each dim.
+
+    A range with a negative step is read in ascending order, so the caller has to reverse it. Returns
+    - the slices to apply to each part, by the number of the part
+    - the sharding of the region
+    - the shape of the region
+    - the dims of the region that the caller has to reverse
+
+    placed: the sharding of the array.
+    """
     kept = [each for each in cuts if isinstance(each, range)]
     shape = tuple(len(each) for each in kept)
     flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0 and len(each) > 1)
@@ -194,9 +204,9 @@ def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[t
 
 
 def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Array:
-    """Select the entries at these indices of the dims `dims`.
+    """Select entries of `x` by index arrays, one for each of the dims `dims`.
 
-    The result has the common dims of the indices, followed by the other dims of `x`.
+    The result has the dims of the index arrays, which are broadcast, followed by the dims of `x` that are not indexed.
     """
     x = undivided(x)
     if x.sharding.dim in dims:
@@ -216,9 +226,10 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
 
 
 def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
-    """Select the entries for which a mask is true. The mask covers dims of `x`, from `dim` on.
+    """Select the entries of `x` at which a mask is true. The mask covers successive dims of `x`, from `dim` on.
 
-    The result has shape (number of entries, other dims of `x`). Waits for the number of entries.
+    The result has the shape (number of selected entries, lengths of the other dims). The call returns only when the
+    number is known.
     """
     depth = len(mask.shape)
     if not depth:
@@ -246,7 +257,13 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
-    """Return the counts of all parts, given the counts of the local parts. Waits for the counts of other ranks."""
+    """Exchange one integer per part of an array, such as a number of entries, and return the integers of all parts.
+
+    If there are several ranks, all ranks must call this function, and it waits for the integers of the other ranks.
+
+    placed: the sharding of the array.
+    here: the integers of the local parts.
+    """
     at = {place: count for (_, place), count in zip(x.space.local(placed), here, strict=True)}
     every = agreed(x.space, [at.get(place, 0) for place in x.space.here], OPERATION)
     return [every[place] for place in placed.places]
@@ -255,8 +272,9 @@ def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
 def nonzero(x: Array, /) -> tuple[Array, ...]:
     """Return the indices of elements that are not zero, as one array per dim, in row-major order.
 
-    Waits for the number of these elements. Moves nothing if `x` is sharded along its first dim. Otherwise one byte
-    moves for each element that has to change devices to make the result follow row-major order. No method moves less.
+    The call returns only when the number of these elements is known. Nothing moves if `x` is replicated, or sharded
+    along its first dim. Otherwise a mask of the elements is resharded along this dim, and one byte moves for each
+    element that changes its device. No method moves less.
     """
     if not x.shape:
         raise ValueError("nonzero needs at least one dim, but this array has none. Write xp.reshape(x, (1,)) first.")

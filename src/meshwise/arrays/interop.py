@@ -41,10 +41,11 @@ def dlpack(
 ) -> Any:
     """Implement `x.__dlpack__()` of the array API standard.
 
-    An array on one device is shared without a copy. An array on several devices is gathered first: on its first device
-    if one process has all devices, and on every rank if there are several ranks. `mw.guard` decides whether this gives
-    a warning or an error. With copy=False, the array itself is changed, and from then on lies on the device where it
-    was gathered. If the array has views, BufferError is raised instead.
+    An array on one device is shared without a copy. An array on several devices is gathered first. With one process, it
+    is gathered on the first device that holds a part. With several ranks, every rank receives the whole array.
+    `mw.guard` decides whether gathering gives a warning or an error.
+
+    With copy=False, `x` itself is replaced by the gathered array. Raises BufferError in this case if `x` has views.
     """
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
@@ -151,10 +152,12 @@ def cuda_interface(x: Array) -> Any:
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return the methods by which NumPy's functions, such as `np.sqrt(x)`, call the functions of this namespace.
+    """Return the methods that NumPy calls when its own functions, such as `np.sqrt(x)`, get an array of this namespace.
 
-    functions: the functions of this namespace by name. The keys of the result are `__array_ufunc__` and
-    `__array_function__`.
+    The methods call the function of the same name in `functions`. They raise TypeError if there is no such function, or
+    if it lacks an option that was passed. The keys of the result are `__array_ufunc__` and `__array_function__`.
+
+    functions: the functions of this namespace by name.
     """
 
     def ufunc(self: Array, called: Any, method: str, *given: Any, **kwargs: Any) -> Any:

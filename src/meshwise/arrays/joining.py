@@ -30,8 +30,8 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, by_bits, made
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
     """Join arrays along an existing dim. If `axis` is None, the arrays are flattened first.
 
-    The result is divided like the largest array. If the largest array is divided along `axis`, each device gets as many
-    entries of the result as it has of all arrays together. Only entries whose device changes are moved.
+    The result is divided along the same dim as most of the joined entries. If this dim is `axis`, each device holds as
+    many entries of the result as it held of all arrays together. Only entries whose device changes are moved.
     """
     given = _of_one_type("concat", arrays)
     if axis is None:
@@ -126,8 +126,10 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
 def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     """Repeat each entry along `axis`. If `axis` is None, the entries of the flattened array are repeated.
 
-    repeats: a number, or an array with one number per entry. Such an array moves to the devices of `x`, and the call
-    waits for its sum. Nothing else moves.
+    All copies of an entry are on the device of this entry.
+
+    repeats: how often to repeat: one number for all entries, or an array with one number per entry. For an array, the
+        call waits until the length of the result is known.
     """
     x = flat(x) if axis is None else x
     repeats = asarray(x.space, repeats) if isinstance(repeats, list | tuple) else repeats
@@ -181,13 +183,13 @@ def halo(
 ) -> tuple[torch.Tensor, ...]:
     """Return the local parts, each extended by entries of the neighboring parts on both sides.
 
-    The added entries move from as many devices as hold them. An empty part is not extended. The result does not share
-    memory with `x`.
+    If a neighboring part has too few entries, the next part supplies the rest. An empty part is not extended. The
+    result does not share memory with `x`.
 
     before, after: how many entries are added before and after a part.
     dim: the dim along which the parts are extended, by default the divided dim.
-    wrap: True treats the array as a ring, in which the last entry precedes the first. Otherwise the first and last
-    parts get fewer entries.
+    wrap: True treats the array as a ring, in which the last entry precedes the first. If False, parts near the two ends
+        of the array get fewer entries.
     """
     dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
     if min(before, after) < 0:
@@ -212,7 +214,11 @@ def halo(
 
 
 def _ring(x: Array, length: int, before: int) -> list[Run]:
-    """Return the `before` entries that precede the first entry of a ring, as runs."""
+    """Return runs of the last `before` entries of `x` along a dim of length `length`. `halo` joins these runs in front
+    of `x` to treat `x` as a ring.
+
+    If `before` exceeds `length`, entries repeat: the last 4 entries of [a, b, c] are [c, a, b, c].
+    """
     rounds, rest = divmod(before, length)
     return [Run(x, length - rest, rest), *[Run(x, 0, length)] * rounds]
 
@@ -259,7 +265,7 @@ def _ends(x: Array, dim: int, before: int, after: int, mode: str) -> list[Run]:
     length = x.shape[dim]
     most = {"edge": math.inf if length else 0, "reflect": length - 1}.get(mode, length)
     if max(before, after) > most:
-        raise ValueError(f"pad(mode={mode!r}) of length {length} takes widths up to {most}, not {before} and {after}.")
+        raise ValueError(f"pad(mode={mode!r}) of {length} entries takes widths up to {most}, not {before} and {after}.")
     if mode == "edge":
         return [Run(x, 0, before, 0), Run(x, length - 1, after, 0)]
     if mode == "wrap":

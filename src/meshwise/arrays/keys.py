@@ -26,13 +26,13 @@ Cut = int | range
 
 @dataclass(frozen=True)
 class Key:
-    """A parsed index key.
+    """A parsed index key, such as `[1:, None, mask]`.
 
-    cuts: what is selected along each dim of the array.
-    arrays: pairs (first dim that it indexes, index array or mask), in the order of the dims. A mask may index several
-    dims.
-    out: the dims of the result, in order. Each is a dim of the array, None for a new dim, or ADVANCED for the dims of
-    the index arrays.
+    cuts: what integers and slices select along each dim of the array. Index arrays then select among these entries.
+    arrays: a pair (dim, array) for each index array and mask, in the order of the dims. `dim` is the dim of the array
+        that is indexed. A mask may cover several dims, and `dim` is then the first of these dims.
+    out: where each dim of the result comes from, in order: a number for a dim of the array, None for a new dim, or
+        ADVANCED for all dims of the index arrays.
     """
 
     cuts: tuple[Cut, ...]
@@ -59,7 +59,7 @@ _BASIC: dict[type, Callable[[Any], Any]] = {
     type(None): lambda each: each,
     type(...): lambda each: each,
 }
-"""Functions that convert the items of a key without arrays to hashable values, by type. A slice is not hashable."""
+"""By type of item in an index key: a function that makes the item hashable, for a cache. Index arrays are left out."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,9 +145,10 @@ def _is_array(item: Any) -> bool:
 
 
 def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
-    """Add a slice for each dim that the key does not name. An ellipsis is kept.
+    """Add a slice for each dim that the key does not name.
 
-    The position of the ellipsis matters: index arrays on both sides of an ellipsis are not neighbors.
+    An ellipsis stays in the list, because it separates index arrays: as in NumPy, the dims of separated index arrays
+    come first in the result.
     """
     used = sum(_dims_of(item) for item in items)
     at = [k for k, item in enumerate(items) if item is Ellipsis]

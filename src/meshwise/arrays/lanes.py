@@ -36,7 +36,11 @@ def freed(x: Array, axes: Collection[int], operation: str) -> Array:
 
 
 def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
-    """Return a sharding that splits none of `axes`: along the longest other dim, or on one device if there is none."""
+    """Return a sharding in which none of `axes` is split.
+
+    The longest dim outside `axes` is split evenly. If all these dims are shorter than 2, the array is placed on one
+    device.
+    """
     dim = free_dim(shape, axes)
     if dim is None:
         return sharding((fullest(held),))

@@ -41,9 +41,10 @@ def arranged(x: Array, order: Sequence[int | None]) -> Array:
 
 
 def flipped(x: Array, dims: Sequence[int]) -> Array:
-    """Reverse the entries along the given dims, as a view.
+    """Return a view of `x` in which the entries along the given dims are reversed.
 
-    Along the divided dim, the order of the devices is reversed, too.
+    No entry moves to another device. If `x` is divided along a reversed dim, the devices of the view are in reverse
+    order.
     """
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         dims, x = sorted(x.alias.flips.symmetric_difference(dims)), x.alias.source

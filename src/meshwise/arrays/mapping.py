@@ -29,10 +29,10 @@ def map_shards(
     If `function` returns a tuple of tensors, the result is a tuple of arrays. `function` must keep the length of the
     divided dim. Empty parts are skipped.
 
-    others: more arguments. For an array, each call gets the part that matches the part of `x`, or the whole array if it
-    lacks the divided dim, as in broadcasting. Other values are passed unchanged.
+    others: more arguments of `function`. An array is divided like `x`, and each call gets the part that matches the
+        part of `x`. An array that lacks the divided dim is passed whole, and so is any other value.
     halo: how many entries of the neighboring parts are added to a part on each side, or a pair (before, after). If the
-    result of `function` still has these entries, they are cut off.
+        result of `function` still has these entries, they are cut off.
     wrap: True also extends the first and last parts, with entries from the other end of the array.
     """
     if not isinstance(x, Array):
@@ -60,10 +60,10 @@ def map_shards(
 
 
 def _beside(x: Array, other: Any) -> Callable[[int], Any]:
-    """Return a function from the number of a part of `x` to the value of `other` that goes with this part.
+    """Return a function that gives the argument for each part of `x`, from the position of the part in `x.parts`.
 
-    If `other` is an array that has the divided dim of `x`, the value is the matching part of `other`. Otherwise it is
-    all of `other`.
+    other: an argument of `map_shards`. If it is an array that has the divided dim of `x`, it is divided in the same
+        way: rows 4 to 8 of `x` get rows 4 to 8 of `other`. Otherwise every part of `x` gets the whole of `other`.
     """
     if not isinstance(other, Array):
         return lambda at: other
@@ -82,9 +82,14 @@ def _ahead(x: Array, at: int, before: int, wrap: bool) -> int:
 
 
 def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> Tensor:
-    """Cut the halo off one result of the user's function.
+    """Remove the halo from one result of the user's function. The halo is the entries that were added from neighboring
+    parts.
 
-    Raises UsageError if its length along the divided dim is wrong.
+    Raises UsageError if the result is not a tensor, or has a wrong length along the divided dim.
+
+    own: the part of the array, without the halo.
+    given: the part with the halo, which the function received.
+    lead: how many entries of the halo precede the part.
     """
     if not isinstance(made, Tensor):
         raise UsageError(

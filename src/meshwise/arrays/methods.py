@@ -75,9 +75,11 @@ def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable
 
 
 def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
-    """Return, for each part of `x`, the right operand with which `rule` can overwrite the part in place.
+    """Return the right-hand operand for each part of `x` in an in-place operation such as `x += other`.
 
-    Returns None unless the result is certain to have the shape, dtype and sharding of `x`.
+    Returns None if the result might have another shape, dtype or sharding than `x`, so that `x` cannot hold it.
+
+    rule: the function of the operator, such as `xp.add`.
     """
     if x.dtype not in getattr(rule, "takes", ()):
         return None
@@ -145,9 +147,9 @@ def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
 
 
 def shards(x: Array) -> tuple[Tensor, ...]:
-    """The parts of this process as torch tensors, in the order of `x.sharding.places`.
+    """The parts of the array on the devices of this process, as torch tensors in the order of `x.sharding.places`.
 
-    They share memory with the array.
+    The tensors share memory with the array.
     """
     return x.parts
 
@@ -165,9 +167,10 @@ def size(x: Array) -> int:
 
 
 def no_such(x: Array, name: str) -> Any:
-    """Implement `Array.__getattr__`. Raises AttributeError with a hint, except for the attribute `parts`.
+    """Implement `Array.__getattr__`, which Python calls if an attribute is missing.
 
-    `parts` is missing if `x` is a view that torch cannot express. In this case the parts are computed and returned.
+    A view that torch cannot express has no attribute `parts`, so its parts are computed here. For any other name,
+    AttributeError is raised, with a hint.
     """
     if name == "parts":
         return fetched(x)

@@ -27,15 +27,17 @@ from meshwise.transfer.path import choose
 from meshwise.workers.verb_log import came_to
 
 EXPLAINED: list[object] = []
-"""Not empty while `mw.explain` runs. Transfers are then recorded as rows of the communication log, but not made."""
+"""Not empty while `mw.explain` runs. In this time, transfers are added to the communication log, but not made."""
 
 
 class Move(NamedTuple):
-    """A tensor to send from one place (device number) to another.
+    """A tensor to send from one device to another. `source` and `target` are the numbers of the devices in the
+    namespace.
 
+    key: identifies the tensor among the tensors that `exchange` returns.
     tensor: the values, or None if the source is not in this process.
-    into: memory at the target that receives the values. None allocates new memory, or uses `tensor` itself, without a
-    copy, if source and target are the same place.
+    into: a tensor at the target that receives the values. If it is None, memory is allocated for the values. No memory
+        is allocated if source and target are the same device: `tensor` itself is used.
     """
 
     source: int
@@ -48,10 +50,10 @@ class Move(NamedTuple):
 
 
 def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Send tensors between devices, and return the tensors that arrived on local devices, by the keys of their moves.
+    """Send tensors between devices. Return the tensors that arrived on local devices, by the `key` of each `Move`.
 
-    A move whose source is its target is not logged, and its tensor is only copied if it has `into`. If there are
-    several ranks, all ranks must pass the same moves in the same order.
+    If source and target are the same device, nothing is logged, and the tensor is copied to `into`. If `into` is None,
+    the tensor itself is returned. If there are several ranks, all ranks must pass the same moves in the same order.
     """
     if space.over_ranks:
         return _over_ranks(space, list(pieces), operation)
@@ -77,7 +79,11 @@ def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hasha
 
 
 def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Exchange tensors between ranks in one batch of sends and receives. Place numbers are rank numbers."""
+    """Send tensors between ranks in one batch. Return the tensors that arrived on this rank, by the `key` of each
+    `Move`.
+
+    The device numbers in a `Move` are numbers of ranks here.
+    """
     came_to(operation)
     (own,) = space.here
     arrived, sends, receives, copies = {}, [], [], []
@@ -132,14 +138,15 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
 
 
 Step = tuple[int, int, Shape, Slices | None, Slices | None]
-"""(source part, target part, shape of the piece, slices in the source, slices in the target). None means all of it."""
+"""(source part, target part, shape to send, slices of source part, slices of target part). None: the whole part."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(shape: Shape, held: Sharding, wanted: Sharding, own: bool) -> tuple[list[Step], set[int]]:
-    """Return the pieces to send, and the numbers of the target parts that one piece fills completely.
+    """Return the steps that change the sharding of an array. A step sends a block of elements to one target part.
 
-    Such a target part needs no memory allocated in advance.
+    Also return the numbers of the target parts that a single step fills. Such a part needs no memory allocated in
+    advance.
     """
     steps: list[Step] = []
     whole = set()
@@ -172,7 +179,7 @@ def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
 
 
 def to_single(x: Array, place: int, operation: str = "to one place") -> Array:
-    """Move all of `x` to one device, named by its number in the namespace."""
+    """Move all of `x` to one device of its namespace. place: the number of the device, from 0."""
     return reshard(x, sharding((place,)), operation)
 
 
@@ -193,9 +200,11 @@ def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Sha
 
 
 def plainly(space: Space) -> bool:
-    """Return True if transfers in this space are plain copies within host memory that nobody observes.
+    """Return True if transfers in this space are plain copies in the memory of this process. The caller may then access
+    all parts directly.
 
-    Returns False over several ranks, with GPUs or virtual devices, in `mw.comm_log`, and in `mw.explain`.
+    Returns False with GPUs or several ranks. Also returns False while transfers are logged or simulated: with virtual
+    devices, in `mw.comm_log`, and in `mw.explain`.
     """
     return not (OPEN or OPEN_DEVICES or EXPLAINED or space.over_ranks or not space.on_host)
 
@@ -208,13 +217,14 @@ def combined(
     operation: str,
     shape: Shape | None = None,
 ) -> Array:
-    """Reduce the first dim of `partials`, the dim of the devices, to an array with the sharding `wanted`.
+    """Combine the partial results of all devices into an array with the sharding `wanted`.
 
-    Each device of `wanted` receives its part of every partial result, and reduces these parts. They always come in the
-    order of the devices, so that the bits of the result are always the same.
+    Each device of `wanted` receives its part of every partial result, and reduces these parts. Their order is always
+    the order of the devices, so that the bits of the result are always the same.
 
-    reduce: a function from shape (devices, ...) to shape (...).
-    shape: the shape of the result, if it differs from the remaining dims of `partials`.
+    partials: the partial results, stacked along dim 0.
+    reduce: a function that removes the first dim of a tensor, such as a sum over this dim.
+    shape: the shape of the result. By default, the shape of one partial result.
     """
     above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
     there = reshard(partials, above, operation)

@@ -109,7 +109,7 @@ PLAIN: dict[str, Any] = {
     "isdtype": dtypes.isdtype,
     "broadcast_shapes": lambda *shapes: broadcast_shape("broadcast_shapes", shapes),
 }
-"""The names that stand for the same object in every namespace, such as `xp.pi`."""
+"""The names in a namespace `xp`, such as `xp.pi`, that do not depend on the devices of `xp`."""
 
 
 class Names:
@@ -151,11 +151,12 @@ class Namespace(Names):
     def shard(
         self, dim: int = 0, sizes: Sequence[int] | None = None, weights: Sequence[float] | Machine | None = None
     ) -> Layout:
-        """Return a layout that divides one dim over the devices, by default evenly to within one entry.
+        """Return a layout that divides one dim over the devices. By default, the numbers of entries differ by at most
+        one.
 
         sizes: the number of entries on each device.
-        weights: a number for each device. The sizes are in proportion to these numbers. If `weights` is a machine
-        (`mw.find_machine()`, or a measured one), the sizes are in proportion to the memory speeds of its devices.
+        weights: a number for each device. The number of entries on a device is in proportion to its weight. If
+            `weights` is a machine, such as `mw.find_machine()`, the memory speeds of its devices are the weights.
         """
         if isinstance(weights, Machine):
             weights = self.space.speeds(weights)
@@ -205,9 +206,9 @@ def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement NumPy's `out=` for all functions, and `where=` for elementwise functions.
+    """Call an array function with NumPy's arguments `out` and `where`, if they are given.
 
-    where: a mask of the elements of `out` that are written.
+    `out` is an array to write the result to. For elementwise functions, `where` is a mask of the elements to write.
     """
     out, shown = kwargs.pop("out", None), kwargs.pop("where", True)
     found = call(*args, **kwargs)
@@ -215,8 +216,8 @@ def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return found
     if not isinstance(out, Array):
         raise UsageError(
-            f"{call.__name__}(out={type(out).__name__}, where=...): give an array of this namespace as out, "
-            "or write xp.where(condition, result, otherwise)."
+            f"{call.__name__}: out must be an array of this namespace, not {type(out).__name__}. "
+            "To use where without out, write xp.where(condition, result, otherwise)."
         )
     if not np.can_cast(dtypes.numpy_dtype(found.dtype), dtypes.numpy_dtype(out.dtype), "same_kind"):
         raise TypeError(f"{call.__name__}: cannot cast the result from {found.dtype} to {out.dtype}, the dtype of out.")

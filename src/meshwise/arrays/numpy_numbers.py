@@ -121,9 +121,9 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
 
 
 def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
-    """Return `length` sums of `count` successive entries each, which are multiplied by the weights in reversed order.
+    """Return `length` weighted sums of `count` successive entries of `a`. Sum number k begins at entry k.
 
-    The k-th sum begins at entry k. Its first entry is multiplied by the last weight.
+    The weights are used in reversed order, as in a convolution: the first entry of a sum gets the last weight.
     """
     held = a.sharding
     spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)

@@ -177,13 +177,14 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 
 
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
-    """Solve `a @ x = b` by least squares. Waits for the rank of `a`.
+    """Solve `a @ x = b` by least squares.
 
     Returns (x, the sums of squared residuals, the rank of `a`, the singular values of `a`). If several x are equally
-    good, the x with the smallest norm is returned. As in NumPy, there are no sums if `a` has no more rows than columns,
-    or if its rank is below the number of columns.
+    good, the x with the smallest norm is returned. As in NumPy, the array of sums is empty if the rank of `a` is below
+    the number of columns, or if `a` has no more rows than columns. The call returns only when the rank is computed,
+    since it is a Python int.
 
-    rcond: singular values below `rcond` times the largest singular value count as 0.
+    rcond: singular values up to `rcond` times the largest singular value count as 0.
     """
     a = as_array("lstsq", a)
     xp = a.__array_namespace__()

@@ -24,8 +24,9 @@ from meshwise.arrays.views import axis_of
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
     """Split an array along a dim into a list of views.
 
-    sections: the number of parts, of which the first ones are longer by one entry if necessary, or a sequence of the
-    entries before which to split.
+    sections: the number of views, or a sequence of the indices at which to split. For example, [2, 5] gives the views
+        [:2], [2:5] and [5:]. If a number of views does not divide the length evenly, the first views are longer by one
+        entry.
     """
     dim = axis_of(axis, len(x.shape), "array_split")
     length = x.shape[dim]

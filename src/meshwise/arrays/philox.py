@@ -40,8 +40,9 @@ def _product(words: Tensor, by: int) -> tuple[Tensor, Tensor]:
 def bits(first: int, count: int, stream: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return 64 random bits for each of `count` elements from index `first` on, as (upper 32 bits, lower 32 bits).
 
-    The bits depend only on the element's index, the stream and the key. Two elements share one counter value: the
-    element with the even index uses the first two of its four words, the other element the last two.
+    The bits depend only on the element's index, the stream and the key. Philox turns a counter into four words of 32
+    bits. The counter k serves two elements: element 2k gets the first two words, and element 2k + 1 gets the last two
+    words.
     """
     begin, end = first // 2, (first + count + 1) // 2
     counts = torch.arange(begin, end, dtype=torch.int64, device=device)

@@ -61,11 +61,12 @@ class Terms:
 
 @dataclass(frozen=True)
 class _Division:
-    """How a product is divided over the devices.
+    """How the work of a product is divided over the devices: each device computes with a range of one dim.
 
-    label: the label along which it is divided.
-    x, y, result: the shardings of the operands and of the result. If `result` is None, each device computes a partial
-    sum of the whole result.
+    label: the label of this dim, as in einsum. None if the work is not divided.
+    x, y: the shardings that the operands must have.
+    result: the sharding of the result. None if the product sums over the divided dim. Each device then computes a
+        partial sum of the whole result.
     """
 
     label: int | None
@@ -82,9 +83,11 @@ def matmul(x1: Array, x2: Array, /) -> Array:
 
 @lru_cache(maxsize=1024)
 def _matmul_terms(a: Shape, b: Shape) -> Terms:
-    """Return the labels and the shape for a matrix product of these shapes.
+    """Return the labels of all dims in a matrix product, as in einsum, and the shape of the result.
 
     Raises ValueError if the shapes do not fit.
+
+    a, b: the shapes of the operands.
     """
     if not a or not b:
         raise ValueError(f"matmul of shapes {a} and {b}: both arrays need at least one dim. Write x1 * x2.")
@@ -108,7 +111,7 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     x1, x2 = as_array("vecdot", x1), as_array("vecdot", x2)
     a, b = x1.shape, x2.shape
     if not -min(len(a), len(b)) <= axis < 0:
-        raise ValueError(f"vecdot of shapes {a} and {b}: axis must be negative and exist in both, but it is {axis}.")
+        raise ValueError(f"vecdot of {a} and {b}: axis must be negative and exist in both arrays, but it is {axis}.")
     if a[axis] != b[axis]:
         raise ValueError(f"vecdot along axis {axis} needs equal lengths along this axis, not shapes {a} and {b}.")
     rest = [shape[:axis] + shape[axis:][1:] for shape in (a, b)]
@@ -142,7 +145,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
         or len({*ours}) < len(ours)
         or len({*theirs}) < len(theirs)
     ):
-        raise ValueError(f"{asked}: axes must pair dims of equal lengths, and name no dim twice.")
+        raise ValueError(f"{asked}: axes must pair dims of the two arrays with equal lengths, and name no dim twice.")
     x = tuple(range(len(a)))
     names = iter(range(len(a), len(a) + len(b)))
     y = tuple(ours[theirs.index(axis)] if axis in theirs else next(names) for axis in range(len(b)))
@@ -193,10 +196,14 @@ def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> A
 def _divided(
     a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms, x_size: int, y_size: int, size: int
 ) -> _Division:
-    """Choose the way to divide a product that moves the fewest bytes.
+    """Choose how to divide the work of a product over the devices, so that the fewest bytes move.
 
-    If several ways move equally many bytes, the dim along which `x` is divided is preferred, and then the dim along
+    If several ways move equally few bytes, the dim along which `x` is divided is preferred, and after it the dim along
     which `y` is divided.
+
+    a, b: the shapes of the operands.
+    x, y: the present shardings of the operands.
+    x_size, y_size, size: the bytes of an element of the operands and of the result.
     """
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)
@@ -219,7 +226,12 @@ def _divided(
 
 
 def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the labels along which a product can be divided, each with the sizes of its parts."""
+    """Yield the dims along which the work of a product can be divided: (label of the dim, numbers of entries per
+    device).
+
+    The dims along which the operands are divided now come first, with their present numbers of entries. Any other dim
+    is divided evenly.
+    """
     places = x.places if x.divided else y.places
     seen = set()
     for labels, lies in ((terms.x, x), (terms.y, y)):
@@ -290,11 +302,13 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stack_labels(own: Shape, stack: Shape) -> Labels:
-    """Return a label for each leading dim of an operand whose leading dims are broadcast to the shape `stack`.
+    """Return labels, as in einsum, for the leading dims of a stack of matrices that is broadcast.
 
-    The label of a dim is its position in `stack`, or None for a dim of length 1 that is repeated.
+    The label of a dim is its position in `stack`, or None for a dim of length 1 that is repeated. For example, (1, 3)
+    in the stack (5, 4, 3) gets the labels (None, 2).
 
-    own: the lengths of the operand's leading dims.
+    own: the leading dims before broadcasting.
+    stack: the leading dims after broadcasting.
     """
     first = len(stack) - len(own)
     return tuple(first + k if length == stack[first + k] else None for k, length in enumerate(own))

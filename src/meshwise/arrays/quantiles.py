@@ -95,18 +95,21 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
 
 
 def _ranks(at: Tensor, length: int) -> Tensor:
-    """Return the positions in the sorted order that must be read to interpolate at the positions `at`.
+    """Return which sorted elements to read, by position, to interpolate at the positions `at`, such as 2.5.
 
-    For each value of `at`, the whole numbers below and above it are returned. The last position follows, since the
-    element there is NaN if any element is.
+    These are first all positions rounded down, then all positions rounded up, and then the last position, `length - 1`.
+    The last element is NaN if any element is NaN, because NaN is sorted last.
     """
     return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
 
 
 def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
-    """Interpolate between elements at the positions `at`, which need not be whole numbers.
+    """Interpolate between sorted elements at the positions `at`. For example, position 2.5 is between elements 2 and 3.
+    The result is NaN if any element is NaN.
 
-    found: the elements at the positions that `_ranks` returns, along the first dim. `rest` more dims follow.
+    found: the element below each position, then the element above each position, then the last element. NaN sorts last,
+        so the last element shows whether there is a NaN.
+    rest: the number of dims of `found` after the first dim.
     """
     found = found if found.is_floating_point() else found.to(torch.float64)
     count = len(at)
@@ -126,9 +129,10 @@ def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
 
 
 def _of_all(x: Array, at: Tensor) -> Tensor:
-    """Return the elements at the positions that `_ranks` returns, in the sorted order of all elements of a split array.
+    """Return the elements that `_between` needs to interpolate at the positions `at`, for a split array. They are in
+    host memory.
 
-    The returned tensor is in host memory.
+    The order is as in `found` of `_between`: below each position, above each position, and the last element.
     """
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
@@ -144,10 +148,11 @@ def _of_all(x: Array, at: Tensor) -> Tensor:
 
 
 def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
-    """Return the `k` largest elements along `axis`, or the smallest if `largest` is False, sorted, and their positions.
+    """Return the `k` largest elements along `axis`, sorted, and their positions. If `largest` is False, the smallest
+    elements are returned.
 
-    Of equal elements, the first ones are taken. Along a split dim, each device sends at most k elements, for each
-    position in the other dims, to one device.
+    Of equal elements, the first ones are taken. If `axis` is split, each device sends only its own k best elements of
+    each row along `axis`.
     """
     x = as_array("topk", x)
     axis = axis_of(axis, len(x.shape), "topk")

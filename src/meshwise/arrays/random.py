@@ -89,7 +89,7 @@ class Generator:
     ) -> Array:
         """Draw numbers from the normal distribution with mean `loc` and standard deviation `scale`.
 
-        They are computed as the inverse of the distribution function at uniform numbers with 53 random bits.
+        Each number is computed from a uniform number with 53 random bits, by the inverse of the distribution function.
         """
         if scale < 0:
             raise ValueError(f"normal: scale must be 0 or more, but it is {scale}.")
@@ -220,15 +220,17 @@ class Generator:
 
 
 BLOCKS = {"cpu": 1 << 15}
-"""The number of elements to draw at a time, by type of device: few enough that their random bits stay in a processor's
-cache, or take little memory on a GPU."""
+"""How many numbers to draw at a time on a CPU, so that their random bits stay in its cache. Other devices draw 2**23
+numbers at a time, whose random bits take little memory on a GPU."""
 
 
 def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: tuple[int, int], draw: Draw) -> Tensor:
-    """Return the random values of one part of an array of this shape.
+    """Return the random values of one part of an array. They are the same however the array is divided into parts.
 
+    shape: the shape of the whole array.
     where: the slices of the part in the array.
-    source: the generator's (stream, key).
+    source: (stream, key) of the generator, which determine the random bits.
+    draw: turns random bits into values.
     """
     own = tuple(each.stop - each.start for each in where)
     divided = next((dim for dim in range(len(shape)) if own[dim] != shape[dim]), 0)
@@ -254,12 +256,13 @@ def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: 
 
 
 def _whole(upper: Tensor, lower: Tensor) -> Tensor:
-    """Join 63 of the 64 random bits to a non-negative int64 number."""
+    """Join the upper and the lower 32 random bits to a non-negative int64 number. The highest bit is left out."""
     return (upper & 0x7FFFFFFF) << 32 | lower
 
 
 def _uniform(upper: Tensor, lower: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return uniform numbers in [0, 1), with as many random bits as the dtype can represent."""
+    """Return uniform numbers in [0, 1). For each number, `upper` and `lower` have 32 random bits each. As many of these
+    bits are used as the dtype can represent."""
     if dtype is torch.float64:
         return ((upper << 21) | (lower >> 11)).to(dtype).mul_(2.0**-53)
     kept = {torch.float32: 24, torch.float16: 11}.get(dtype, 8)

@@ -28,7 +28,7 @@ def to_host(x: Array, operation: str = "read") -> Tensor:
     Raises UsageError inside `mw.explain`, which computes no values.
     """
     if EXPLAINED:
-        raise UsageError(f"explain does not compute values, but {operation} reads them. Explain only what runs before.")
+        raise UsageError(f"explain does not compute values, but {operation} reads them. Leave out what reads values.")
     if x.space.over_ranks:
         return replicate(x, operation=operation).parts[0].to(HOST_DEVICE, copy=True)
     whole = empty_like(torch.empty(x.shape, dtype=x.dtype, device="meta"), HOST_DEVICE)

@@ -26,13 +26,13 @@ from meshwise.arrays.unsigned import extreme as of_ordered
 Reduce = Callable[[Tensor, tuple[int, ...]], Tensor]
 """A function (tensor, dims) that reduces the tensor over these dims, of which there is at least one."""
 IN_ORDER = frozenset((*REAL, *COMPLEX))
-"""The dtypes whose partial sums are added in their own type, one by one. float16 and bfloat16 are added in float32."""
+"""Dtypes in which partial sums of devices are added one by one. float16 and bfloat16 are added in float32."""
 
 
 def as_array(name: str, x: Any) -> Array:
     """Return `x` if it is an `Array`, and raise NoArrayGiven otherwise.
 
-    The namespace then converts `x` to an array and calls the function again.
+    Functions that the user calls, such as `xp.sum`, catch this error, convert `x` to an array, and try again.
     """
     if type(x) is not Array:
         raise NoArrayGiven(f"{name} needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
@@ -69,16 +69,20 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
 
 
 def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
-    """Return the sharding of the result of a reduction over `axes`. `axes` must not contain the divided dim."""
+    """Return the sharding of the result when an array with the sharding `placed` is reduced over `axes`. The array must
+    not be divided along any of these axes."""
     if placed.dim is None or keepdims:
         return placed
     return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
 
 
 def together(x: Array, shape: Shape) -> Sharding:
-    """Return the sharding that a reduction's result of this shape gets when partial results are combined.
+    """Return the sharding for the result of a reduction that is combined from partial results of several devices.
 
-    The result is divided along its first dim. If it has no dims, it lies on the first device.
+    The result is divided along its first dim. If it has no dims, it lies on the first device that holds a part of `x`.
+
+    x: the array that is reduced.
+    shape: the shape of the result.
     """
     places = x.sharding.places
     return evenly(shape[0], places) if shape else sharding(places[:1])
@@ -97,7 +101,7 @@ def reduced(
     """Reduce `x` over axes.
 
     reduce: a function that reduces one part, and a function that reduces partial results stacked along dim 0.
-    of_empty: whether the first function accepts a part without entries along the axes. If not, such parts are left out.
+    of_empty: True if the first function accepts a part without entries along the axes. False leaves such parts out.
     """
     part_reduce, partial_reduce = reduce
     shape = reduced_shape(x.shape, axes, keepdims)
@@ -201,9 +205,9 @@ def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = 
 
 
 def _calculated(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which torch computes a sum of type `dtype`.
+    """Return the dtype in which torch computes a sum or product whose result has the dtype `dtype`.
 
-    Unsigned integers are computed as int64, whose sums have the same bits.
+    For unsigned integers, this is int64. The lower bits are the same as in unsigned arithmetic.
     """
     return torch.int64 if dtype in UNSIGNED else dtype
 
@@ -216,7 +220,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
         axes = as_axes(name, axis, len(x.shape))
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
-            raise TypeError(f"{name} needs an order, but {x.dtype} has none. Write abs(x) or xp.real(x).")
+            raise TypeError(f"{name} cannot compare complex numbers ({x.dtype}). Write abs(x) or xp.real(x).")
         pair = (op, lambda partials: op(partials, (0,)))
         return reduced(name, x, axes, keepdims, x.dtype, pair, of_empty=False)
 

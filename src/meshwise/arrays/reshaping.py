@@ -30,9 +30,10 @@ from meshwise.arrays.views import made, size_of
 
 
 def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
-    """Reshape in row-major order. One length may be -1. The docstring of this file says which elements move.
+    """Reshape in row-major order. One length may be -1. The result is a view where NumPy would return a view.
 
-    The result is a view where NumPy would return a view.
+    Elements can move to other devices only if the reshape joins or splits the dim along which `x` is divided over
+    devices.
 
     copy: True always copies. False raises ValueError if elements must be moved to other devices or reordered.
     """
@@ -66,9 +67,9 @@ def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
 
 
 def on_its_place(x: Array) -> Array:
-    """Return a view of `x` that is not divided if `x` is divided along a dim of length 1. Otherwise return `x`.
+    """Return a view of `x` that lies undivided on one device, if `x` is divided along a dim of length 1.
 
-    The view lies on the device that holds the only entry of that dim.
+    That device holds all of `x` already, since it holds the only entry of the dim. Any other `x` is returned unchanged.
     """
     held = x.sharding
     if held.dim is None or x.shape[held.dim] != 1:
@@ -121,11 +122,13 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """The view (before, outer, length, after) of a divided array, in which every part is a range of each row.
+    """A divided array in the shape (before, outer, length, after), with which its elements are moved in a reshape.
 
-    A group of neighboring dims, one of which is divided, is seen as `outer` rows of `length` entries. `before` and
-    `after` are the numbers of elements in the dims before and after the group. Part k has the entries `begins[k]` to
-    `ends[k]` of each row.
+    Reshaping joins or splits a group of neighboring dims, among them the divided dim. The elements of this group are
+    seen as a matrix of `outer` rows and `length` columns. Part k of the array holds the columns `begins[k]` to before
+    `ends[k]`.
+
+    before, after: the product of the lengths of the dims before the group, and after it.
     """
 
     before: int
@@ -137,14 +140,16 @@ class Rows:
     placed: Sharding
 
     def seen(self, part: Tensor, k: int) -> Tensor:
-        """Return part number k in the shape (before, outer, entries of the part, after)."""
+        """Reshape part number k to (before, outer, columns of this part, after). These names are described at
+        `Rows`."""
         return part.reshape(self.before, self.outer, self.ends[k] - self.begins[k], self.after)
 
 
 def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
     """Describe a divided array as `Rows`.
 
-    group: the first dim of the divided dim's group, and the dim after the last.
+    group: the dims that are reshaped together, as (first dim, dim after the last dim). The array is divided along one
+        of these dims.
     """
     assert placed.dim is not None
     first, last = group
@@ -226,9 +231,11 @@ class Box:
 
 
 def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
-    """Yield blocks that cover the flat elements `begin` to `end` of the group, as far as part n of `rows` holds them.
+    """Yield the blocks of elements that two parts have in common, one part before a reshape and one part after it.
 
-    There are at most three: in the first row, in the rows that lie entirely in the range, and in the last row.
+    The elements are seen as a matrix, in row-major order. One part holds the elements `begin` to before `end` in this
+    order. Part n of `rows` holds the same columns of every row. So there are at most three blocks: in the first row, in
+    the last row, and in all rows between.
     """
     length, low, high = rows.length, rows.begins[n], rows.ends[n]
     if begin >= end:
@@ -245,9 +252,13 @@ def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
 
 
 def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tensor:
-    """Return the view of a box in a part of shape (before, 1, entries, after).
+    """Return a torch view of the block `box` in part k of the array `line`.
 
-    The view has the shape (before, rows, entries of a row, after).
+    The elements of this part follow each other in row-major order. The view has the shape (before, rows of the box,
+    columns of the box, after). For `before` and `after`, see `Rows`.
+
+    tensor: the part, in the shape (before, 1, elements, after).
+    length: the number of elements in a whole row.
     """
     at = box.row * length - line.begins[k]
     if box.count == 1:
@@ -258,5 +269,12 @@ def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tenso
 
 
 def _of_rows(tensor: Tensor, box: Box, rows: Rows, n: int, length: int) -> Tensor:
-    """Return the view of a box in a part that holds some entries of each row."""
+    """Return a torch view of the block `box` in part n of the array `rows`.
+
+    This part holds the same columns of every row. The view has the shape (before, rows of the box, columns of the box,
+    after). For `before` and `after`, see `Rows`.
+
+    tensor: the part, in the shape (before, all rows, columns of the part, after).
+    length: not used. It is a parameter because `_of_line` needs it, which callers call in the same way.
+    """
     return tensor[:, box.row : box.row + box.count, box.low - rows.begins[n] : box.high - rows.begins[n]]

@@ -36,18 +36,20 @@ class Run:
 
 
 Interval = tuple[int, int, int]
-"""(place that wants the entries, index of the first of these entries in the result, index after the last)."""
+"""(device number, begin, end): this device wants the entries from index `begin` to before `end` of the joined array."""
 
 
 def whole(x: Array, dim: int) -> Run:
-    """Return the run of all entries along a dim."""
+    """Return a `Run` that has all entries of `x` along a dim."""
     return Run(x, 0, x.shape[dim])
 
 
 def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | None = None) -> Array:
-    """Join the runs along `dim`. All sources must have the same dtype, and the same shape except along `dim`.
+    """Join runs to an array along `dim`. Each `Run` is a series of entries of its source array.
 
-    placed: the sharding of the result. By default, `_best` chooses it.
+    All source arrays must have the same dtype, and the same shape except along `dim`.
+
+    placed: the sharding of the result. By default, it is chosen so that few entries move.
     """
     first, sources = runs[0].source, [run.source for run in runs]
     shape = (*first.shape[:dim], sum(run.count for run in runs), *first.shape[dim + 1 :])
@@ -67,10 +69,11 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
 
 
 def _best(runs: Sequence[Run], dim: int) -> Sharding:
-    """Choose the sharding of an array that is made by joining runs along `dim`.
+    """Choose the sharding of the array that results if runs are joined along `dim`.
 
-    If most entries come from arrays with one sharding along another dim, the result gets that sharding. Otherwise it is
-    divided along `dim` so that entries stay on their devices.
+    If the source arrays of all runs are replicated on the same devices, the result is replicated there, too. If most
+    entries come from source arrays with one sharding along another dim than `dim`, the result gets this sharding.
+    Otherwise the result is divided along `dim`, see `as_held`.
     """
     lies = runs[0].source.sharding
     if lies.dim is None and all(run.source.sharding == lies for run in runs):
@@ -84,10 +87,11 @@ def _best(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def as_held(runs: Sequence[Run], dim: int) -> Sharding:
-    """Divide `dim` so that each device gets as many entries of the result as it holds of the runs.
+    """Return a sharding along `dim` for the array that results if runs are joined, so that few entries move.
 
-    The devices come in the order of the runs. A run that is replicated or divided along another dim counts as divided
-    evenly over its devices.
+    Each device gets as many entries of the array as it holds in all runs together. If a source array is not divided
+    along `dim`, its run counts as divided evenly over its devices. The devices are in the order in which they appear in
+    the runs.
     """
     sizes: dict[int, int] = {}
     for run in runs:
@@ -104,7 +108,10 @@ def as_held(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operation: str) -> list[Tensor]:
-    """Return the entries of the joined runs for each interval that a local device wants. Intervals may overlap."""
+    """Join runs along `dim`, but make only the wanted intervals of the joined array, not the whole array.
+
+    The result has one tensor for each interval in `wanted` whose device is local. Intervals may overlap.
+    """
     space, dtype = runs[0].source.space, runs[0].source.dtype
     shape = runs[0].source.shape
     pieces: list[Move] = []
@@ -141,9 +148,12 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
 
 
 def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation: str) -> Run:
-    """Return the run with its source divided along `dim`, so that each device has the entries that it wants.
+    """Reshard the source array of a run along `dim`, if it is divided along another dim. Return the new run.
 
-    The run is returned unchanged unless it covers all entries of a source that is divided along another dim.
+    If possible, each device gets the entries that it wants. Otherwise the entries are divided evenly. A run that leaves
+    out or reorders entries of its source array is returned unchanged.
+
+    at: the position of the run's first entry in the joined array.
     """
     if run.source.sharding.dim in (None, dim) or run.step != 1 or run.count != run.source.shape[dim]:
         return run
@@ -155,10 +165,13 @@ def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation:
 
 
 def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the transfers for a run whose first entry is entry `at` of the result.
+    """Yield which entries of a run have to be sent, from which device, and for which interval of `wanted`.
 
-    Each is (sending place, offset of its part, number of the interval, first entry of the result, entry after the
-    last).
+    Each item is a tuple (device, offset, number, begin, end): this device sends the entries `begin` to before `end` of
+    the joined array for `wanted[number]`. It may be the device that wants them. `offset` is the index in the source
+    array at which the part on this device begins.
+
+    at: the position of the run's first entry in the joined array.
     """
     lies, length = run.source.sharding, run.source.shape[dim]
     for number, (target, begin, end) in enumerate(wanted):
@@ -175,9 +188,10 @@ def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterat
 
 
 def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
-    """Return the range of the run's entries that lie in a part of length `size` from `offset` on.
+    """Return which entries of a run lie in one part of its source array, as (first, after the last).
 
-    Entries are counted from the beginning of the run.
+    A run is a series of entries of its source array, e.g. every second entry (see `Run`). Its entries are numbered from
+    0. The part holds `size` entries of the source array, from index `offset` on.
     """
     start, step, end = run.start, run.step, offset + size
     if step == 0:
@@ -191,7 +205,8 @@ def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
 
 
 def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tensor:
-    """Return the given entries of a part, counted within the part."""
+    """Return `count` entries along `dim` of one part of an array, from index `start` of the part on, in steps of
+    `step`. Step 0 repeats one entry."""
     if step == 0:
         return part.narrow(dim, start, 1).expand(*part.shape[:dim], count, *part.shape[dim + 1 :])
     if step == 1 or count <= 1:

@@ -41,7 +41,7 @@ def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tenso
 
 
 def sort_values(values: Tensor, descending: bool = False) -> Tensor:
-    """Return the values of a vector in sorted order, as `order` does, without the indices."""
+    """Return the values of a vector, sorted as by the function `order`. The indices are not returned."""
     if not _by_numpy(values):
         return order(values, 0, descending)[0]
     made = np.sort(values.numpy())
@@ -78,12 +78,11 @@ def _by_numpy(values: Tensor) -> bool:
 
 @dataclass
 class _Window:
-    """The range of elements in which one cut of `cuts` must lie.
+    """What the function `cuts` knows about the r smallest elements of a vector. All parts of the vector are sorted.
 
-    In each part k, elements before low[k] come before the cut, and elements from high[k] on come after it. For the
-    elements from low[k] to high[k], this is not known yet.
-
-    wanted: how many of the elements in these ranges come before the cut.
+    low: elements of part k before low[k] are among the r smallest.
+    high: elements of part k from high[k] on are not among the r smallest. The elements between are undecided.
+    wanted: how many of the undecided elements are among the r smallest.
     """
 
     low: list[int]
@@ -96,16 +95,17 @@ class _Window:
         return max(1, -(-left // max(SAMPLES, FEWEST_A_PART * len(self.low))))
 
     def positions(self, part: int) -> range:
-        """Return the positions to read in a part: the last element of each step."""
+        """Return which elements of a part to read as a sample: every `step`-th undecided element, see `_Window`."""
         return range(self.low[part] + self.step - 1, self.high[part], self.step)
 
     def narrow(self, parts: Tensor, step: int) -> None:
-        """Narrow the window by the samples that were read.
+        """Decide for more elements whether they are among the r smallest, with a sample of the undecided elements.
 
-        A sample is read after every `step` elements of each part. In the order of all samples, at least t * step
-        elements come up to sample number t (counted from 1), and at most (t + number of parts - 1) * step.
+        The sample has every `step`-th undecided element of each part. Take element number t of the sorted sample,
+        counted from 1. At least t * step undecided elements come up to it in sorted order, and at most (number of
+        parts) * (step - 1) more.
 
-        parts: the number of the part from which each sample comes, in the sorted order of the samples.
+        parts: the number of the part from which each element of the sorted sample comes.
         """
         count = len(self.low)
         if step == 1:
@@ -127,11 +127,12 @@ def _tally(parts: Tensor, count: int) -> list[int]:
 
 
 def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[list[int]]:
-    """Return, for each number r in `ranks`, how many of the r first elements in sorted order lie in each part.
+    """Return how many of the r smallest elements of a vector are in each of its parts, for each r in `ranks`.
 
-    Waits for the values of the parts.
+    If `descending`, the r largest elements are counted. The call reads elements of the parts, so it waits for the
+    devices.
 
-    x: a vector whose parts are each sorted by `order`.
+    x: the vector. Each of its parts must be sorted as by the function `order`.
     """
     held = x.sharding
     windows = [_Window([0] * len(held.sizes), list(held.sizes), rank) for rank in ranks]

@@ -84,9 +84,9 @@ def unique_values(x: Array, /) -> Array:
 class _Found:
     """A flattened array after sorting, with the positions of its distinct elements.
 
-    begins: for each local part, a mask of the sorted elements that differ from the previous element.
-    counts: the number of such elements in each part.
-    first: the position of the first such element in each part.
+    begins: for each local part, a mask of the sorted elements that differ from the element before them.
+    counts: the number of elements in each part that the mask selects.
+    first: the position in each part of the first element that the mask selects.
     """
 
     flat: Array
@@ -97,7 +97,10 @@ class _Found:
     name: str
 
     def spread(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Array:
-        """Make a vector with one entry per distinct element from its local parts."""
+        """Make a vector with one value for each distinct element, e.g. how often this element occurs in the array.
+
+        parts: the local parts of this vector.
+        """
         lies = sharding(self.flat.sharding.places, 0, tuple(self.counts))
         return Array(tuple(parts), lies, (sum(self.counts),), dtype, self.flat.space)
 
@@ -105,7 +108,9 @@ class _Found:
 def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> _Found:
     """Sort an array and find its distinct elements.
 
-    alone: True if only the values are needed. Each device then drops its duplicates before the sort.
+    where: True also records the original positions of the elements.
+    alone: True if the caller needs the distinct values, and nothing else. Each device then drops its duplicates before
+        the sort.
     """
     x = as_array(name, x)
     flat = flattened(x, name)
@@ -139,9 +144,11 @@ def _unique(part: Tensor) -> Tensor:
 
 
 def flattened(x: Array, name: str) -> Array:
-    """Flatten `x` in row-major order, split along its only dim.
+    """Flatten `x` in row-major order, and split the resulting vector over the devices of `x`.
 
-    Of a replicated array, the copy on its first device is used.
+    If `x` is not split, the vector lies on the first device of `x`.
+
+    name: the name of the calling operation, for the communication log.
     """
     if x.sharding.dim is None:
         x = reshard(x, sharding(x.sharding.places[:1]), name)
@@ -170,9 +177,10 @@ def _values(found: _Found) -> Array:
 
 
 def _counts(found: _Found) -> Array:
-    """Return how often each distinct value occurs.
+    """Return how often each distinct value occurs in a sorted vector, which may be split over devices.
 
-    This is the distance to the start of the next value, which may lie in a later part.
+    The count is the distance from the first occurrence of a value to the first occurrence of the next value. The next
+    value may begin on a later device.
     """
     held = found.flat.sharding
     parts = []
@@ -201,10 +209,11 @@ def _inverse(x: Array, found: _Found) -> Array:
 
 
 def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) -> Callable[..., Array]:
-    """Make a function of two arrays that returns some of their distinct elements, in ascending order.
+    """Make a set function of two arrays, such as their union. It returns distinct elements, in ascending order.
 
     says: which elements are returned, in words, for the docstring of the function.
-    rule: computes the result from the namespace and the distinct elements of each array.
+    rule: computes the result from the namespace `xp`, the distinct elements of the first array, and the distinct
+        elements of the second array.
     """
 
     def of_two(x1: Any, x2: Any, /) -> Array:

@@ -15,9 +15,10 @@ from meshwise.arrays.views import axis_of
 
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to raise NoArrayGiven if its first argument is not an array.
+    """Wrap a function to raise NoArrayGiven if its first argument is not an `Array`.
 
-    The namespace then converts the argument.
+    Functions that the user calls, such as `xp.squeeze`, catch this error, convert the argument to an array, and try
+    again.
     """
 
     @functools.wraps(rule)

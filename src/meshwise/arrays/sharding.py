@@ -18,10 +18,10 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an array lies on devices. A device is named by its place, which is its number in the namespace.
+    """How an array lies on devices. A place is the number of a device in the list of devices of the array's namespace.
 
-    If `dim` is None, each of `places` holds all of the array. Otherwise the entries of `dim` are divided, in order:
-    part k has `sizes[k]` entries and lies on `places[k]`. A part may be empty.
+    If `dim` is None, each device in `places` holds all of the array. Otherwise the entries of `dim` are divided, in
+    order: part k has `sizes[k]` entries, and lies on the device `places[k]`. A part may be empty.
     """
 
     places: tuple[int, ...]
@@ -37,7 +37,7 @@ class Sharding:
 
     @functools.cached_property
     def numbered(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (number of the part, its place) for all parts."""
+        """Pairs (number of a part, number of the device on which the part lies), in order."""
         return tuple(enumerate(self.places))
 
     @functools.cached_property
@@ -157,9 +157,14 @@ def fitting(wanted: Sharding, shape: Shape) -> Sharding:
 def as_layout(
     places: tuple[int, ...], dim: int, sizes: Sequence[int] | None, weights: Sequence[float] | None
 ) -> Layout:
-    """Make the layout that `xp.shard` returns, a dim divided over devices.
+    """Make the layout in which a dim is divided over devices. `xp.shard` returns this layout.
 
-    Raises UsageError for invalid sizes or weights.
+    Raises UsageError for invalid sizes or weights, or if both are given. Without sizes and weights, the numbers of
+    entries differ by at most one.
+
+    places: the numbers of the devices.
+    sizes: the number of entries on each device.
+    weights: a number for each device, to which its number of entries is proportional.
     """
     if sizes is not None and weights is not None:
         raise UsageError("shard: sizes and weights both set the lengths of the parts. Give only one of the two.")
@@ -179,10 +184,11 @@ def as_layout(
 
 
 def overlaps(shape: Shape, held: Sharding, wanted: Sharding) -> Iterator[tuple[int, int, Slices, Slices]]:
-    """Yield the pieces to send to change the sharding of an array from `held` to `wanted`. Empty pieces are left out.
+    """Yield the blocks of elements to copy when the sharding of an array changes from `held` to `wanted`.
 
-    Each piece is (source part, target part, the piece's slices in the source, its slices in the target). If a device
-    already holds a piece, its source is the device's own copy.
+    Each block is a tuple (number of the source part, number of the target part, slices in the source part, slices in
+    the target part). Empty blocks are left out. If the array is replicated, a device that has a copy takes its blocks
+    from this copy.
     """
     for target, place in enumerate(wanted.places):
         wants = wanted.interval(shape, target)

@@ -63,9 +63,10 @@ def cholesky(x: Array, /, *, upper: bool = False) -> Array:
 
 
 def inv(x: Array, /) -> Array:
-    """Invert a matrix.
+    """Invert a matrix, or each matrix of a stack.
 
-    Raises LinAlgError for a singular matrix. The inverse of a large divided matrix is split by columns.
+    Raises LinAlgError for a singular matrix. If a matrix of at least 32 MiB is divided, all devices invert it together,
+    and the inverse is divided by columns.
     """
     x = as_matrices("inv", x, square=True)
     if not (is_one_split(x) and is_large(x)):
@@ -106,9 +107,10 @@ def slogdet(x: Array, /) -> SlogDet:
 def solve(x1: Array, x2: Array, /) -> Array:
     """Solve x1 @ y = x2 for y. `x2` is a vector, or has the right-hand sides as columns.
 
-    Raises LinAlgError if `x1` is singular. A large divided matrix is factored by columns. The solution is then split by
-    rows if there are few right-hand sides, and by columns if there are many. Any other matrix is sent to the devices
-    that hold the right-hand sides, or solved on one device if fewer bytes move.
+    Raises LinAlgError if `x1` is singular. If a matrix `x1` of at least 32 MiB is divided, all devices factor it
+    together. The solution is then divided by rows if there are few right-hand sides, and by columns if there are many.
+    If `x1` is smaller or undivided, it is sent to the devices that hold the right-hand sides, or the system is solved
+    on one device, whichever moves fewer bytes.
     """
     a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
     if not given.shape or given.shape[-2 if len(given.shape) > 1 else 0] != a.shape[-1]:
@@ -129,10 +131,10 @@ def solve(x1: Array, x2: Array, /) -> Array:
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """Solve the linear systems `a @ y = b` of one part of each operand.
+    """Solve `a @ y = b` on one device, for matrices or stacks of matrices.
 
-    If `b` has one dim less than `a`, torch.linalg.solve would take it for a stack of vectors. A first dim is added to
-    prevent this.
+    If `b` has one dim less than `a`, torch.linalg.solve would read `b` as a stack of vectors. A new first dim of length
+    1 makes it a stack of matrices.
     """
     b = b[None] if b.dim() == a.dim() - 1 else b
     solved: Tensor = called("solve", torch.linalg.solve, a, b)
@@ -140,7 +142,8 @@ def _solved(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rather_on_one(a: Array, b: Array) -> bool:
-    """Return whether solving on one device moves fewer bytes than sending the matrix to all right-hand sides."""
+    """Return whether to solve `a @ y = b` on one device. Otherwise each device gets all of `a`, and solves for some
+    columns of `b`. The choice depends on the number of bytes that move."""
     if not (a.sharding.divided or b.sharding.divided):
         return False
     places = len((a if a.sharding.divided else b).sharding.places)
@@ -156,7 +159,8 @@ def _solved_on_one(a: Array, b: Array) -> Array:
 
 
 def _solved_by_columns(a: Array, b: Array) -> Array:
-    """Solve with a large divided matrix, which is factored by columns."""
+    """Solve `a @ y = b` for a large matrix `a` that is divided over devices. The LU factors of `a` are divided by
+    columns."""
     columns, count = _by_columns(a, "solve"), b.shape[1]
     held = columns.sharding
     if count * len(held.places) > a.shape[0]:

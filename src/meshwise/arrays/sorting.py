@@ -75,14 +75,16 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
 
 @dataclass(frozen=True)
 class SortedParts:
-    """A split vector after sorting. Each device has as many elements as before.
+    """The result of sorting a vector that is split over devices. Each device has as many elements as before the sort.
 
-    Each list except `sent` has one entry per local part, in order. `local` and `merge` are empty if not asked for.
+    First, each part was sorted alone. Then the parts exchanged elements, and each part merged the elements that it
+    received. Each list except `sent` has one entry per local part. `local` and `merge` are empty unless they were
+    requested.
 
     values: the sorted values.
-    local: the order that sorted each part before elements were exchanged.
-    merge: the order that sorted the elements that each part received, concatenated in the order of the senders.
-    sent: sent[k][j] is the number of elements that part k sent to part j. It covers all parts.
+    local: the indices that sorted each part alone.
+    merge: the indices that sorted the elements that each part received, concatenated in the order of the senders.
+    sent: sent[k][j] is the number of elements that part k sent to part j, for all parts.
     """
 
     values: list[Tensor]
@@ -114,7 +116,8 @@ def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = F
 
 
 def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
-    """Return the original index in `x` of each element of the sorted vector, for the local parts."""
+    """Return the original index in `x` of each element of the sorted vector `done`. There is one tensor for each local
+    part."""
     held = x.sharding
     small = torch.int32 if max(held.sizes) < 2**31 else torch.int64
     came = swapped(x, done.sent, [at.to(small) for at in done.local], small, name)

@@ -49,11 +49,12 @@ class Space:
 
     @functools.cached_property
     def on_host(self) -> bool:
-        """Whether all devices are host memory."""
+        """Whether all devices are CPUs, so that all arrays are in host memory."""
         return all(device.type == "cpu" for device in self.devices)
 
     def local(self, placed: Sharding) -> Sequence[tuple[int, int]]:
-        """Return (number of the part, its place) for the parts in this process, in the order of `Array.parts`."""
+        """Return (number of the part, number of its device) for each part in this process, in the order of
+        `Array.parts`."""
         if not self.over_ranks:
             return placed.numbered
         return [(part, place) for part, place in placed.numbered if place in self.here]
@@ -61,8 +62,8 @@ class Space:
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
         """Return the sharding of a new array.
 
-        The layout `wanted` is used if given. Otherwise the whole array lies on `device`. By default, the array is
-        divided along its first dim over all devices.
+        `wanted` is used if given. Without `wanted`, the whole array lies on `device`. Without `device`, too, the array
+        is divided along its first dim over all devices.
         """
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
@@ -75,9 +76,9 @@ class Space:
         return evenly(shape[0], self.places) if shape else sharding((0,))
 
     def place(self, device: Any) -> int:
-        """Return the place of a device that a user names.
+        """Return the number of a device in this namespace. `device` is a name, such as "cuda:0", or the number itself.
 
-        Raises UsageError if the namespace has no device of that name.
+        Raises UsageError if the namespace has no such device.
         """
         if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(self.names):
             return device
@@ -113,7 +114,7 @@ class Space:
 
     def _known(self, placed: Sharding) -> Sharding:
         if any(not 0 <= place < len(self.devices) for place in placed.places) or not placed.places:
-            raise UsageError(f"places must be one or more of this namespace's {self.places}, not {placed.places}.")
+            raise UsageError(f"a sharding takes device numbers of this namespace, {self.places}, not {placed.places}.")
         return placed
 
 
@@ -131,7 +132,7 @@ def find_space(devices: Any, default_float: torch.dtype) -> Space:
         if kind != world.kind or (count or world.size) != world.size:
             raise UsageError(
                 f"array_namespace({devices!r}): arrays of this run are divided over its {world.size} {world.kind} "
-                "ranks. Leave devices out here, and choose the devices when you start the run."
+                "ranks, and no other devices. Leave devices out here, and choose the devices when you start the run."
             )
     world = join().world
     return make_space((torch.device(world.device),) * world.size, default_float, (world.rank,))
@@ -150,7 +151,7 @@ def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
 def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, here: tuple[int, ...]) -> Space:
     """Return the `Space` of these devices. The result is cached, so that equal spaces are the same object.
 
-    here: the places of this process.
+    here: the numbers of the devices that belong to this process.
     """
     if len(here) < len(devices):
         names = tuple(f"{devices[0].type}:{rank}" for rank in range(len(devices)))

@@ -152,10 +152,11 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
 
 
 def _tall(x: Array) -> Array | None:
-    """Return a split matrix, divided by rows, if each part can be factored alone by a QR decomposition.
+    """Return `x` as a matrix that is divided by rows, if it is so tall that each part can first be factored alone
+    (`tall_qr`).
 
-    Returns None if the matrix is not tall enough: the R factors of all parts together may have at most half as many
-    rows as the matrix.
+    Returns None if it is not. The R factors of all parts, stacked, may have at most half as many rows as the matrix.
+    Also returns None for an undivided matrix, for several matrices, and for a small matrix that is not divided by rows.
     """
     if not is_one_split(x) or any(length != 1 for length in x.shape[:-2]):
         return None

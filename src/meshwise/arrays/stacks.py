@@ -63,9 +63,10 @@ def is_one_split(x: Array) -> bool:
 
 
 def by_stack(x: Array, name: str, function: Function) -> Any:
-    """Apply `function` to each matrix of a stack, or to one undivided matrix.
+    """Apply `function` to each matrix of a stack. A single matrix counts as a stack with one matrix.
 
-    Returns an array, or a tuple of arrays if `function` returns several tensors.
+    If the matrices are divided over devices, the stack is resharded first. Returns an array, or a tuple of arrays if
+    `function` returns several tensors.
     """
     stack = len(x.shape) - 2
     x = freed(x, {stack, stack + 1}, name)
@@ -90,9 +91,9 @@ def _arrays(made: list[Any], array: Callable[[list[Tensor]], Array]) -> Any:
 def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> Any:
     """Gather a divided matrix on one device, and apply `function` to it.
 
-    A result that has the divided dim is divided in the same way.
+    A result is then divided along the same dim as `x`. A result without this dim stays on one device.
 
-    told: True warns that the operation gathers a whole array. For a large matrix, this warning is always given.
+    told: True warns that a whole array is gathered. For a large matrix, this warning is always given.
     """
     place = fullest(x.sharding)
     if told or is_large(x):
@@ -106,13 +107,21 @@ def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> An
 
 
 def of_each(x: Array, name: str, function: Function, *, told: bool = False) -> tuple[Array, ...]:
-    """Apply `function` to one matrix or to each matrix of a stack. A divided matrix is gathered first."""
+    """Apply `function` to one matrix or to each matrix of a stack. A single divided matrix is gathered on one device
+    first.
+
+    told: True warns about this.
+    """
     made = on_one(x, name, function, told=told) if is_one_split(x) else by_stack(x, name, function)
     return (made,) if isinstance(made, Array) else tuple(made)
 
 
 def matrix_of_each(x: Array, name: str, function: Function) -> Array:
-    """Apply a function with one result to one matrix or to each matrix of a stack, as `of_each`."""
+    """Apply a function that returns one tensor to a matrix, or to each matrix of a stack. A divided matrix is gathered
+    first.
+
+    name: the name of the operation, for logs and messages.
+    """
     return of_each(x, name, function)[0]
 
 
@@ -132,7 +141,10 @@ def one_matrix(x: Array) -> Array:
 
 
 def with_stack(found: Array, x: Array) -> Array:
-    """Add the leading dims of the stack `x` to a result that was computed from `one_matrix(x)`."""
+    """Add the leading dims of `x`, all of length 1, to a result that was computed without them.
+
+    found: the result. It was computed from the matrix `one_matrix(x)`.
+    """
     more = x.shape[:-2]
     if not more:
         return found

@@ -69,7 +69,11 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
     counts = [size * (count // x.shape[dim]) for size in rows.values()]
 
     def combine(partials: Tensor) -> Tensor:
-        """Combine the (mean, sum of squared distances) of each device. partials: of shape (devices, ..., 2)."""
+        """Return the variance of all elements.
+
+        partials: the mean of the elements on each device, and the sum of their squared distances from this mean. The
+            shape is (devices, ..., 2).
+        """
         means, squares = partials.unbind(-1)
         centre = torch.zeros_like(means[0])
         for number, own in zip(counts, means, strict=True):
@@ -85,7 +89,11 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def real_of_nan(part: Tensor) -> Tensor:
-    """Return the real part of a complex mean of no elements, which is NaN. A real tensor is returned unchanged."""
+    """Return the real part of a complex tensor. A real tensor is returned unchanged.
+
+    `var` uses it if there are no elements: the mean is then NaN, which is complex in a complex array, but a variance
+    must be real.
+    """
     return part.real.clone() if part.is_complex() else part
 
 
@@ -108,8 +116,8 @@ def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
     """Make the function argmax or argmin.
 
-    pick: torch.argmax or torch.argmin. They return the index of the first NaN. Without NaN, they return the index of
-    the best value, or the lowest such index if several values are equal.
+    pick: torch.argmax or torch.argmin. Both torch functions return the index of the first NaN. Without NaN, they return
+        the index of the best value, or the lowest such index if several values are equal.
     best: torch.amax or torch.amin.
     """
 
@@ -120,7 +128,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
             raise TypeError(f"{name}: axis must be one integer, or None for all elements, but it is {axis}.")
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
-            raise TypeError(f"{name} needs an order, but {x.dtype} has none. Write abs(x) or xp.real(x).")
+            raise TypeError(f"{name} cannot compare complex numbers ({x.dtype}). Write abs(x) or xp.real(x).")
         if x.dtype in UNSIGNED:  # for the wide ones torch has no argmax
             keys = tuple(comparable(part, x.dtype) for part in x.parts)
             x = Array(keys, x.sharding, x.shape, comparable(torch.zeros(0), x.dtype).dtype, x.space)
@@ -145,7 +153,11 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
 
 
 def _first(pick: Callable[..., Tensor], part: Tensor, axis: int | None, keepdims: bool) -> tuple[Tensor, Tensor]:
-    """Return the greatest or least value and its index within a part. Both are arbitrary for an empty part."""
+    """Return the greatest or least value of a part of an array, and its index in the part. For an empty part, both
+    values are arbitrary.
+
+    pick: torch.argmax or torch.argmin.
+    """
     run = part.to(torch.uint8) if part.dtype is BOOL else part
     if axis is None:
         index = pick(run) if part.numel() else torch.zeros((), dtype=torch.int64, device=part.device)
@@ -171,9 +183,12 @@ def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
 
 
 def _choose(best: Callable[..., Tensor], values: Tensor, indices: Tensor) -> Tensor:
-    """Return the index of the best value over the first dim, the dim of the devices.
+    """Return the index of the greatest or least value among the results of all devices. Dim 0 of `values` and `indices`
+    has one entry per device.
 
     If several values are equal, the lowest index is returned.
+
+    best: torch.amax or torch.amin.
     """
     run = values.to(torch.uint8) if values.dtype is BOOL else values
     top = best(run, 0)

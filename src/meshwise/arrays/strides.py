@@ -22,7 +22,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 
 def of(shape: Shape, strides: Strides) -> tuple[int, ...]:
-    """Return the strides as a tuple of numbers. None stands for row-major order, and is converted, too."""
+    """Return `strides` as a tuple of numbers. If `strides` is None, return the strides of row-major order."""
     return row_major(shape) if strides is None else strides
 
 
@@ -93,10 +93,11 @@ def of_reshape(shape: Shape, strides: Strides, wanted: Shape) -> tuple[bool, Str
 def of_result(shape: Shape, operands: tuple[tuple[int, ...], ...]) -> Strides:
     """Return the strides that NumPy gives to the result of an elementwise function (NumPy's order K).
 
-    If all operands agree, the dims are ordered by the lengths of their strides. Otherwise the result is in row-major
-    order.
+    The dims of the result are in the same order in memory as the dims of the operands. If the operands contradict each
+    other about two dims, these two dims are in row-major order.
 
-    operands: the strides of each operand, padded to the result's dims, with 0 for a repeated dim or a dim of length 1.
+    operands: the strides of each operand for the dims of the result. They are 0 for a dim that the operand lacks or
+        repeats, and for a dim of length 1.
     """
     inner_first: list[int] = []
     for dim in reversed(range(len(shape))):

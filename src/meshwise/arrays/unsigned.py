@@ -23,7 +23,7 @@ LOWEST = torch.iinfo(torch.int64).min
 def of_wide(name: str, op: Op) -> Op:
     """Wrap `op`, a function of one or two tensors, to support uint16, uint32 and uint64.
 
-    The result has the type of the tensors or is boolean.
+    The wrapped function returns the dtype of its arguments. If `op` returns booleans, it returns booleans, too.
     """
     of_64 = _by_order(op) if name in _ORDERS else _OF_64.get(name, op)
 
@@ -70,10 +70,11 @@ def _shifted(a: Tensor, by: Tensor | int) -> Tensor:
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
-    """Divide the bits of uint64 numbers. Division by zero gives 0.
+    """Divide uint64 numbers that are stored as int64 with the same bits. Division by zero gives 0.
 
-    Half the dividend fits into a signed integer, and twice the quotient of this half is too small by at most one. For a
-    divisor above half the range, the quotient is 0 or 1.
+    torch can only divide signed numbers. Half of a uint64 number is never negative as a signed number. So half of the
+    dividend is divided, and the quotient is doubled. If this result is too small by one, it is corrected. If the
+    divisor is 2**63 or more, the quotient is 0 or 1, and is found by a comparison.
     """
     small = b.clamp(min=1)
     near = torch.div(_shifted(a, 1), small, rounding_mode="trunc") << 1
@@ -82,10 +83,11 @@ def _divided(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _power(a: Tensor, b: Tensor) -> Tensor:
-    """Return powers modulo 2**64.
+    """Return powers, modulo 2**64, of uint64 numbers that are stored as int64 with the same bits.
 
-    An odd number to the power of 2**62 is 1, and an even number to a power above 63 is 0, so that a large exponent can
-    be reduced.
+    torch would read an exponent of 2**63 or more as negative. Such an exponent is replaced by a smaller exponent with
+    the same result: adding 2**62 to the exponent does not change a power of an odd number, and a power of an even
+    number is 0 for all exponents from 64 on.
     """
     return torch.pow(a, torch.where(b < 0, (b & (2**62 - 1)) + 2**62, b))
 

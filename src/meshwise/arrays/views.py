@@ -15,7 +15,7 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
 def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[int]) -> Array:
-    """Return an array of these parts, with the dtype and the space of `x`."""
+    """Make an array from its parts. The dtype and the namespace (`xp`) are taken from the array `x`."""
     return Array(tuple(parts), placed, tuple(shape), x.dtype, x.space)
 
 
@@ -49,7 +49,11 @@ def as_before(x: Array, dtype: torch.dtype) -> Array:
 
 
 def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that only moves elements of its first array to support uint16, uint32 and uint64, too."""
+    """Make a function also work for uint16, uint32 and uint64. The function must do nothing but move elements of its
+    first array.
+
+    It is called with signed integers of the same bits, and its result is converted back.
+    """
 
     @functools.wraps(rule)
     def call(x: Array, /, *given: Any, **named: Any) -> Any:
@@ -76,9 +80,10 @@ def axis_of(axis: int, ndim: int, what: str) -> int:
 
 
 def first_divided(shape: Shape, places: tuple[int, ...], dim: int = 0) -> Sharding:
-    """Divide an array over the devices along the first dim, from `dim` on, that has more than one entry.
+    """Return a sharding that divides an array evenly over devices along a dim: the first dim, from `dim` on, with more
+    than one entry.
 
-    The parts then follow each other in row-major order.
+    If `dim` is 0, the parts follow each other in row-major order.
     """
     while shape[dim] == 1 and dim + 1 < len(shape):
         dim += 1

@@ -26,7 +26,7 @@ from meshwise.workers.fork_server import Forks
 
 LONGEST_NAME = 80
 QUIET_SECONDS = 10
-"""Without a terminal, progress is printed as a line if this many seconds have passed since the last line."""
+"""If the output is not a terminal, progress is printed only if nothing was printed for this many seconds."""
 app = typer.Typer(add_completion=False)
 
 
@@ -39,13 +39,13 @@ def check(
 ) -> None:
     """Prove that the plan computes what one device computes, or name the first module that does not, and why.
 
-    Exit code 0: equal. 1: different. 2: no verdict, because the plan is refused or the program fails. 4: doubtful:
-    equal in float64, but another figure differs.
+    Exit code 0: equal. 1: different. 2: no verdict, because the plan is refused or the program fails. 4: doubtful. All
+    values are equal in float64, but something else differs, such as the size of rounding errors or a printed number.
 
     \b
-    meshwise check --devices 3xcpu train.py     your script, three workers
+    meshwise check --devices 3xcpu train.py     your script, on three workers
     meshwise check train.py:job --set shard=4   a Job under any plan
-    meshwise check gpt --plan plan.toml --json  every figure
+    meshwise check gpt --plan plan.toml --json  print all figures as JSON
     """
     if is_script(options.job):
         check_script(str(options.job), options)

@@ -36,11 +36,11 @@ def checkpoints(
     """List the saved states of a run. Without a name, the newest run is listed. Exit code 1: a state is damaged.
 
     \b
-    meshwise checkpoints                           of the newest run
-    meshwise checkpoints mnist-cnn --verify        whole, or what is damaged
-    meshwise checkpoints state                     of mw.checkpoint("state")
-    meshwise checkpoints runs/20261121-140502-gpt --json   for other programs
-    meshwise run --resume RUN/checkpoint/step-00000040.1   go on from this one
+    meshwise checkpoints                     list the states of the newest run
+    meshwise checkpoints mnist-cnn --verify  check whether each state is whole
+    meshwise checkpoints state               saved by mw.checkpoint("state")
+    meshwise checkpoints runs/20261121-140502-gpt --json  print JSON
+    meshwise run --resume RUN/checkpoint/step-00000040.1  train on from a state
     """
     folder = api.checkpoints.run_folder(run)
     found = api.checkpoints.checkpoints(folder, verify=verify)

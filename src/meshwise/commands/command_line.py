@@ -27,7 +27,7 @@ from meshwise.commands.script_options import check_options_behind
 from meshwise.spec.options import Option, option_name, options_of
 
 BEHIND = "meshwise.behind"
-"""The key in a context's `meta` that holds all words after a script's name."""
+"""The key in the `meta` of a click context for the words after the script's name on the command line."""
 
 
 def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) -> Callable[..., None]:
@@ -55,7 +55,8 @@ def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) ->
 
 
 def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the fields of a dataclass from `values` and return them. Lists, from repeated options, become tuples."""
+    """Remove the fields of the dataclass `kind` from `values` and return them. A list, which a repeated option gives,
+    becomes a tuple."""
     taken = {name: values.pop(name) for name, _, _ in options_of(kind)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
@@ -104,10 +105,10 @@ def is_script(word: object) -> bool:
 
 
 class ScriptCommand(TyperCommand):
-    """A command that reads options only up to the name of a script. The words after the name are in `context.args`.
+    """A click command that stops reading its options at the name of a script, such as `train.py`.
 
-    The command must have an argument `job`. `context_settings={"obj": RunOptions}` tells it the dataclass of its
-    options.
+    The words after the name belong to the script, and are kept in `context.args`. The command must have an argument
+    `job`. The dataclass of its options must be passed to the command as `context_settings={"obj": RunOptions}`.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

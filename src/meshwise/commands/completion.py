@@ -21,7 +21,8 @@ def _those(words: Iterable[str], begun: str) -> list[str]:
 
 
 def files(begun: str, ending: str) -> list[str]:
-    """Return all folders, and the files with this ending, whose paths start with `begun`."""
+    """Complete the path `begun` in a shell: return the folders, and the files with this ending, whose paths start with
+    it."""
     folder = Path(begun) if begun.endswith("/") else Path(begun).parent
     try:
         found = [path for path in folder.iterdir() if not path.name.startswith(".")]
@@ -71,4 +72,4 @@ OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "weights": run_folders,
     "log": lambda incomplete: _those(TRACKERS, incomplete),
 }
-"""The functions that complete the values of options in a shell, by the field that holds the option."""
+"""The functions that complete the values of options in a shell, by the field of the options dataclass."""

@@ -31,8 +31,8 @@ def devices(
 
     \b
     meshwise devices                         this machine
-    meshwise devices 2x8xA100-80GB@200Gb     two hosts of eight GPUs
-    meshwise devices here.toml --json        a file of bench --save
+    meshwise devices 2x8xA100-80GB@200Gb     two hosts of eight GPUs each
+    meshwise devices here.toml --json        a file that bench --save wrote
     """
     found = api.machines.find_machine(machine, torch=not no_torch)
     if as_json:

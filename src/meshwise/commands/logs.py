@@ -33,9 +33,9 @@ def logs(
     """Show what the ranks of a run printed, in all its attempts. Without a name, the newest run is shown.
 
     \b
-    meshwise logs                          of the newest run
-    meshwise logs gpt -f                   as they come, until its end
-    meshwise logs gpt --rank 0 --rank 7    of these ranks
+    meshwise logs                          show the output of the newest run
+    meshwise logs gpt -f                   follow the output to its end
+    meshwise logs gpt --rank 0 --rank 7    show the output of two ranks
     """
     found = newest_run(Path(folder), queued=True) if run is None else find_run(Path(folder), run)
     attempt, status = 1, _Status(api.logs.RunProgress(found).line)
@@ -51,8 +51,8 @@ def logs(
 
 
 class _Status:
-    """The line with a run's progress. On a terminal it is redrawn below the other lines. Elsewhere it is printed if it
-    has changed, at most once in EVERY seconds."""
+    """The line that shows a run's progress. On a terminal, the line stays below the other output, and is redrawn when
+    it changes. If the output is not a terminal, a changed line is printed at most once in EVERY seconds."""
 
     def __init__(self, line: Callable[[], str]) -> None:
         self._line, self._drawn, self._at = line, "", time.monotonic()

@@ -53,7 +53,8 @@ def plan(
 ) -> None:
     """Rank the plans that a job could have on a machine: step time and memory of each, before anything runs.
 
-    Exit code 0: a plan fits. 1: no plan fits for certain, or the plan of --fits is too close to call. 2: refused.
+    Exit codes: 0 if a plan fits, 1 if no plan is certain to fit, 2 if the options or the job are refused. With --fits,
+    the code is 0 only if the given plan is certain to fit.
 
     \b
     meshwise plan gpt --machine 8xH100              ranked plans

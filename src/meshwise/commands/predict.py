@@ -22,9 +22,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 @from_dataclass
 def predict(options: PredictOptions) -> None:
-    """Run a job's model over every sample once, in order, without gradients, and write a row for each.
+    """Run a job's model over every sample once, in order, without gradients, and write a row for each sample.
 
-    After a stop, the same command continues where it stopped. Without --out, the file is predictions.jsonl.
+    If the run was stopped, the same command continues it. Without --out, the rows go to predictions.jsonl.
 
     \b
     meshwise predict mnist-cnn --weights runs/20261121-140502-mnist-cnn

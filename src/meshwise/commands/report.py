@@ -51,9 +51,9 @@ def report(
     meshwise report                    the newest run, on one screen
     meshwise report RUN --html         a page that works offline
     meshwise report RUN RUN2           two runs, compared
-    meshwise report RUN --live         follow a running one
+    meshwise report RUN --live         follow a run while it runs
     meshwise report --steps 100:104    these steps, span by span
-    meshwise report A B --fail-above 5%   exit code 1 where B is slower
+    meshwise report A B --fail-above 5%   exit code 1 if B is over 5% slower
     meshwise report --replay collective:1 > one.py   the slowest collective alone
     """
     console, run, span = Console(), api.report.run_folder(folder), api.report.step_range(steps)
@@ -108,12 +108,15 @@ def _share(text: str) -> float:
 
 
 def _refuse_together(options: list[str], other: str | None) -> None:
-    """Raise UsageError for options that exclude each other. other: the second run, or None."""
+    """Raise UsageError if `meshwise report` cannot combine these options, or cannot combine them with a second run.
+
+    options: the names of the given options, without dashes.
+    other: the second run (RUN2) of a comparison. None if the command shows only one run."""
     shown = ", ".join(f"--{name}" for name in options)
     if other is not None and set(options) - {"json"}:
-        raise UsageError(f"{shown} shows only one run. Leave RUN2 out, or compare as text or with --json.")
+        raise UsageError(f"{shown} cannot compare two runs. Leave out RUN2. Or use no option (text) or --json.")
     if "live" in options and set(options) - {"live", "openmetrics"}:
         raise UsageError(f"--live can be combined only with --openmetrics, but the options are {shown}.")
     printing = [f"--{name}" for name in options if name in VIEWS and not VIEWS[name].file]
     if len(printing) > 1:
-        raise UsageError(f"{' and '.join(printing)} both print to the terminal. Use one of them.")
+        raise UsageError(f"Only one view can print to the terminal. Choose between {' and '.join(printing)}.")

@@ -22,7 +22,7 @@ from meshwise.spec.json_values import json_value
 from meshwise.workers.launchers.find import place_in
 
 SAMPLE = Path(__file__).parents[1] / "jobs" / "data" / "mnist" / "SAMPLE.txt"
-"""A text about the sample of MNIST in wheels (hatch_build.py), and how to get the rest. It exists only in wheels."""
+"""A note on how to get the full MNIST. The file exists only in wheels, which ship just a sample of MNIST."""
 
 EXIT_CODES = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."
 
@@ -38,10 +38,10 @@ def run(
 ) -> None:
     """Train a job on the devices, or run a script on all of them. Words after a script's name are passed to the script.
 
-    A folder in runs/ keeps the losses, weights and saved states, and what each worker printed.
+    Each run gets a folder in runs/ for its losses, weights and saved states, and the output of each worker.
 
     \b
-    meshwise run --devices 2xcpu train.py --lr 0.1   your script; --lr is its own
+    meshwise run --devices 2xcpu train.py --lr 0.1   your script, which gets --lr
     meshwise run train.py:job --set shard=4          a Job in your file, sharded
     meshwise run mnist-cnn --devices 4xcpu           a built-in job
     meshwise run train.py:job --plan auto            the plan that is fastest here
@@ -63,11 +63,11 @@ def run(
 
 
 def typed() -> float:
-    """Return roughly when the command was typed, which is when this process started, in seconds since 1970.
+    """Return the time when this process started, roughly when the user typed the command, in seconds since 1970.
 
-    On Linux, the start of a process is a time after boot, and the time of the boot is rounded down to a second. An
-    attempt could then seem to begin before the previous one ended. So this function computes the age of the process and
-    subtracts it from the current time.
+    On Linux, psutil computes this time from the time when the machine was booted, which is rounded down to a second.
+    With such a time, an attempt could seem to begin before the previous attempt ended. Therefore the exact age of the
+    process is subtracted from the current time.
     """
     import psutil  # here: the help has no use for it
 

@@ -32,13 +32,13 @@ def runs(
     job: Annotated[str | None, typer.Option(help="only those with this in their job or script")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
 ) -> None:
-    """List the runs of a folder: job, plan, status, metric, time, size. Remove one, or open its page.
+    """List the runs of a folder: job, plan, status, metric, time, size. Remove a run, or open its page.
 
     \b
-    meshwise runs                              all runs in runs/
-    meshwise runs --status failed --job mnist  some of them
-    meshwise runs remove 20261121-105309       by a part of the name
-    meshwise runs open mnist-cnn               write its page and open it
+    meshwise runs                              list all runs in runs/
+    meshwise runs --status failed --job mnist  list failed runs of a job
+    meshwise runs remove 20261121-105309       remove the run of this name
+    meshwise runs open mnist-cnn               show the page of a run
     """
     context.obj = Path(folder)
     if context.invoked_subcommand is not None:

@@ -20,18 +20,18 @@ from meshwise.spec.words import some
 MOST_FILES = 200
 _IMPORTS = re.compile(r"^[ \t]*(?:from\s+([.\w]+)\s+import\s+([\w, ]+)|import\s+([\w., ]+))", re.MULTILINE)
 _GIVEN_AWAY = re.compile(r"(?<!def )\b(\w+)\(\s*(?:\w*parser\b|sys\.argv\b)")
-"""Matches a call that passes on a parser or `sys.argv`. A library's function may then know the option."""
+"""Finds functions that are called with a parser or `sys.argv`. Such a function may declare options of the script."""
 
 
 def check_options_behind(script: str, before: Sequence[str], own: Sequence[str], flags: Mapping[str, bool]) -> None:
-    """Check whether options of meshwise stand after a script's name by mistake.
+    """Check whether options for meshwise were written after a script's name by mistake. Options there go to the script.
 
     before: the command, and the words before the script's name.
     own: the words after the script's name.
-    flags: the options of meshwise. The values say whether an option is a switch, which takes no value.
+    flags: the options of meshwise. The value is True for a switch, which takes no value.
 
-    Raises UsageError if the script does not declare such an option. If the script passes its parser to a library, which
-    may declare the option, a note is printed instead.
+    Raises UsageError if `own` has an option of meshwise that the script does not declare. If the script passes its
+    parser to a library, the library may declare the option. A note is printed then instead of the error.
     """
     given = [word for word in own if word.startswith("--") and word.partition("=")[0] in flags]
     if not given or not is_readable(Path(script)):  # one that is not there is told where it is run
@@ -52,13 +52,17 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
     meant = f"{before[0]} {shlex.join([*before[1:], *moved, script, *left])}"
     raise UsageError(
         f"{some(given)}: options after {script} go to the script, but the script does not declare this option. If "
-        f"meshwise should read it, write {meant}. If the script does, write {shlex.join([script, '--', *own])}."
+        f"meshwise should read it, write {meant}. If the script should, write {shlex.join([script, '--', *own])}."
     )
 
 
 def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Split the words into the options `given`, each with its value, and all other words. flags: as in
-    `check_options_behind`."""
+    """Separate options of meshwise from the other words that follow a script's name. Return (the options with their
+    values, the remaining words).
+
+    own: the words that follow the script's name.
+    given: the options to take out.
+    flags: for each of these options, True if it takes no value."""
     moved, left, words = list[str](), list[str](), iter(own)
     for word in words:
         if word not in given:

@@ -26,10 +26,10 @@ def stop(
     """Let a queued or running run save its state and end, and prevent further starts, on Slurm or this machine.
 
     \b
-    meshwise stop 20261121-140502-gpt        by a part of its name
-    meshwise stop gpt --wait 10min           saving takes long
-    meshwise stop gpt --in /shared/me/runs   of another folder
+    meshwise stop 20261121-140502-gpt        stop the run of this name
+    meshwise stop gpt --wait 10min           wait longer, as saving takes long
+    meshwise stop gpt --in /shared/me/runs   stop a run of another folder
 
-    Later, meshwise submit RUN or meshwise run --resume RUN goes on with it.
+    Later, meshwise submit RUN or meshwise run --resume RUN continues the run.
     """
     api.stop.stop(Path(folder), run, print, wait=seconds_of(wait, "--wait"))

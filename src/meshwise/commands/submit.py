@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=ScriptCommand, context_settings={"obj": RunOptions, "allow_extra_args": True})
 @partial(from_dataclass, hidden=api.submit.NOT_SENT)
 def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) -> None:
-    """Send a job or a script to Slurm, rehearsed first. It starts again after its time limit, until it is done.
+    """Estimate a job or a script, and send it to Slurm. A run that reaches its time limit is started again.
 
     What is sent is a short batch script around `meshwise run`; --dry-run
     prints it. Options of sbatch follow the last --. A site's defaults are
@@ -71,7 +71,8 @@ def _say(line: str) -> None:
 
 
 def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list[str]]:
-    """Return the words for the user's script, and the words for sbatch, which stand after the last `--`."""
+    """Return two lists: the words for the user's script, and the words for sbatch. The words after the last `--` are
+    for sbatch."""
     behind: list[str] = context.meta[BEHIND] if is_script(options.job) else ["--", *context.args]
     if "--" not in behind:
         _refuse_ours(behind, BEFORE)

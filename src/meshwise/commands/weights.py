@@ -28,13 +28,13 @@ def weights(
 ) -> None:
     """Write the weights of a run's newest state as safetensors, with the names of the state_dict.
 
-    They are written tensor by tensor, so that the model may be larger than a host's memory. `mw.load_weights`,
-    transformers and others read them.
+    The weights are written tensor by tensor, so the model may be larger than a host's memory. The files can be read by
+    `mw.load_weights`, transformers and other libraries.
 
     \b
-    meshwise weights                               of the newest run
-    meshwise weights mnist-cnn --out weights       into another one
-    meshwise weights gpt --checkpoint step-00000040.1   of an older state
+    meshwise weights                               write weights of the newest run
+    meshwise weights mnist-cnn --out weights       write to the folder weights
+    meshwise weights gpt --checkpoint step-00000040.1   write an older state
     """
     folder, written = api.weights.weights(run, Path(out) if out else None, checkpoint, _say)
     files = plural(len(written.files), "file")
