@@ -119,10 +119,9 @@ def start_diverges(trace: Trace) -> Divergence:
 
 
 def _alike() -> Group:
-    """Return the process group whose ranks must have equal parameters, gradients and losses.
-
-    Without pipeline parallelism, this is the group of all ranks. With it, the result is None, which stands for the
-    default group: the ranks that run the same pipeline stage. `_join_stages` joins the stages later.
+    """Return the process group whose ranks must have equal parameters, gradients and losses. Without pipeline
+    parallelism, this is the group of all ranks. In a pipeline, it is None, which collectives take as the ranks of this
+    stage.
     """
     return None if stages.pipe() is not None else everyone()
 
@@ -153,9 +152,10 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
 
 
 def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
-    """Complete `step`: join what the ranks recorded, and add the state of model and optimizer after the step.
-    Collective.
+    """Complete the trace of a step that several ranks have made. Gather what each rank recorded, and add the state of
+    the model and the optimizer after the step. Collective.
 
+    step: the trace of this rank. It is changed in place.
     optimizer: None if the program updates the parameters without an optimizer.
     divided: whether each rank has the optimizer state of only some parameters.
     """
@@ -194,11 +194,13 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
-    """Gather the recorded module outputs on rank 0, in rank order. Collective.
+    """Gather the recorded module outputs of all ranks on rank 0. Ranks with the same samples form a group. Collective.
 
-    Returns (outputs, groups, divergence). `outputs` has one copy of each output. `groups` has the outputs of every
-    rank, in groups of ranks that work on the same samples. It is empty if no ranks do. `divergence` says how much the
-    outputs differ inside a group.
+    Return (outputs, groups, divergence):
+
+    - outputs: the outputs of the first rank of each group, in one list
+    - groups: the outputs of every rank, by group. Empty if no group has several ranks.
+    - divergence: how much the outputs of a module differ within a group
     """
     found: dict[int, list[list[Output]]] = {}
     differ: Divergence = {}
@@ -260,8 +262,9 @@ def _join_stages(step: StepTrace) -> None:
 
 
 def collect_run(trace: Trace) -> None:
-    """Complete `trace` with the random draws of all ranks, and with how the evaluation metrics of the ranks differ. In
-    a pipeline, also join the initial parameters and buffers of all stages. Collective."""
+    """Complete the trace of a run on several ranks. Gather what the ranks recorded about random draws, and store how
+    much their evaluation metrics differ. In a pipeline, also gather the initial parameters and buffers of all stages.
+    Collective."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
     trace.drawn_alike = set().union(*gather_objects(trace.drawn_alike))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))

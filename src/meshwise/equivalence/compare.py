@@ -28,7 +28,7 @@ from meshwise.equivalence.tolerance import LIMIT, finite
 from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
 
 MICROBATCHES = "number of microbatches"
-"""The name of the `Difference` that is reported if the two runs use different numbers of microbatches."""
+"""The name of the `Difference` between the number of microbatches in a step on one device and under the plan."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
     *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
@@ -112,8 +112,11 @@ def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
 
 
 def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
-    """Return `differences`, with each value that differs between ranks turned into a fault, even if the value on rank 0
-    is right."""
+    """Return the differences. If the ranks disagree on a value, its error becomes at least as large as their
+    disagreement. Otherwise a value that is right on rank 0, but wrong on another rank, would count as right.
+
+    divergence: (kind, name) of a value -> how much the value differs between ranks.
+    """
     found = []
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
@@ -126,11 +129,9 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 
 
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
-    """Do not report gradients that are wrong after the backward pass but right in the optimizer.
-
-    A program may reduce its gradients itself, between the backward pass and the optimizer step. A gradient that is
-    wrong by a constant factor is still reported, because clipping to a norm could hide the factor from the optimizer.
-    """
+    """Return the differences of gradients, without errors that the program itself corrects before the optimizer step,
+    e.g. by an all_reduce. A corrected gradient gets the smaller error that it has when the optimizer reads it. A
+    gradient that is wrong by a constant factor keeps its error, because clipping could hide the factor."""
     got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
     made = {
         d.name: got.get(d.name, math.inf)
@@ -208,8 +209,8 @@ def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differen
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    """Compare the loss, the gradients, their norm, and the clipped gradients. The gradients come in the order in which
-    they became ready on one device."""
+    """Yield the comparisons of the loss, the gradients, the norm of all gradients, and the clipped gradients in a step.
+    The gradients are in the order in which the backward pass on one device has computed them."""
     yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}

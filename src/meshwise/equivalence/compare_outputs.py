@@ -67,10 +67,11 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
 
 
 def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
-    """Yield those of `outputs` that do not differ. The others are moved to `unseen`.
+    """Yield the module outputs that agree with one device. Append the outputs that differ to `unseen`, the list of
+    outputs that could not be compared.
 
-    This is for a step with equal loss and gradients, in which outputs only seem to differ: their rows were mistaken for
-    samples. An expert, for example, may by chance get as many tokens as there are samples.
+    This is called for steps whose loss and gradients are right. So an output that differs was compared in a wrong way:
+    its rows are not samples. Example: by chance, an expert gets as many tokens as there are samples.
     """
     for difference in outputs:
         if difference.fault:

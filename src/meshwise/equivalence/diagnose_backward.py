@@ -30,11 +30,12 @@ WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
 
 @dataclass(frozen=True)
 class Back:
-    """The gradient that reaches the output of a module on the ranks, compared with the same gradient on one device.
+    """The gradient that reaches the output of one module call in the backward pass. It says how the gradient on the
+    ranks is related to the gradient on one device.
 
-    at: the position of the module's call among all calls of the forward pass.
-    is_part: whether the gradients of the ranks add up to the gradient on one device.
-    factor: the ratio to the gradient on one device. 0 if no single factor fits.
+    at: the position of the call among all module calls of the forward pass.
+    is_part: whether the ranks' gradients add up to the gradient on one device. Each rank then has only a part.
+    factor: the ranks' gradient divided by the gradient on one device. 0 if the elements have different ratios.
     """
 
     module: str
@@ -81,9 +82,11 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
 
 
 def _of_a_parameter(evidence: Evidence) -> Cause | None:
-    """Explain why the gradient of a parameter is wrong although the gradient that reaches the output of its module is
-    right. Either each rank has only a part of the parameter's gradient, or the module's backward sums the gradient too
-    often or over the wrong ranks. Returns None if neither fits.
+    """Explain a wrong gradient of a parameter. The caller has found that the gradient of the module's output is right.
+    Return None if there is no explanation.
+
+    There are two explanations. Each rank may have only a part of the parameter's gradient, and the parts were not
+    summed over the ranks. Or the module's backward sums the gradient once too often, or over the wrong ranks.
     """
     reference, actual = evidence.steps
     wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
@@ -117,8 +120,13 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
 
 
 def _adds_up(found: RankWeights | None, alike: int) -> bool:
-    """Return True if each of `alike` ranks with the same samples seems to hold only a part of the gradient. This is
-    assumed if the weights of the ranks are positive and sum to `alike`."""
+    """Return True if each rank seems to hold only a part of a parameter's gradient.
+
+    found: the weights with which the ranks' gradients add up to the gradient on one device. The weights of whole
+        gradients sum to 1. If `alike` ranks each hold a part, every part has the weight of a whole gradient. So the
+        weights sum to `alike`.
+    alike: the number of ranks that have the same samples.
+    """
     one = found.one if found is not None and found.unique else None
     return one is not None and alike > 1 and min(one) > 0 and near(sum(one), alike)
 
@@ -169,7 +177,8 @@ def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
 
 
 def _gradient(output: Output) -> Output:
-    """Return a copy of `output` that holds the random projections of its gradient in place of those of its value."""
+    """Return a copy of `output` for its gradient: `sketches` holds the random projections of the gradient, not of the
+    value."""
     return replace(output, sketches=output.gradient)
 
 

@@ -23,11 +23,16 @@ from meshwise.spec.words import some
 
 
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
-    """Find a module with partial results that the program never sums over ranks. Return a sentence about it, or an
-    empty string.
+    """Return a sentence if the program must add up the outputs of the first wrong module over the ranks, but does not
+    do so. Return an empty string otherwise.
 
-    Such a module is recognized in two ways: the program itself shards the module's parameters, or the outputs of the
-    ranks add up to the output of one device.
+    There are three signs:
+
+    - the ranks' outputs add up to the output on one device
+    - each rank gives the module a slice of the features, and the module returns a slice of the sequence positions
+    - the program itself shards the module's parameters
+
+    The last two signs count only if the module sums nothing over the ranks.
     """
     name = evidence.first.name
     if evidence.first.facts.get("parts") == "a sum":
@@ -54,8 +59,8 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
 
 
 def _follows_features(evidence: Evidence) -> bool:
-    """Return True if the output that was compared just before the first wrong output is sharded over the ranks along
-    its feature dimension."""
+    """Return True if each rank has only a slice of the features in the last module output before the first wrong
+    output."""
     before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < evidence.first.facts["at"]]
     return bool(before) and before[-1].facts.get("parts") == "features"
 
@@ -109,8 +114,12 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
-    """Return a sentence about a module whose outputs differ between ranks with the same samples. Return an empty string
-    if the ranks have equal outputs, or if rank 0 has the same output as one device."""
+    """Return a sentence for the user if ranks with the same samples get different outputs from the first wrong module.
+    Such outputs are usually parts of a sum, and an all_reduce is missing.
+
+    Return an empty string if the ranks agree. Also return it if the output of rank 0 is right, because it is then no
+    part of a sum.
+    """
     if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
         return ""
     text = f"{evidence.where(evidence.first.name)} returns different outputs on ranks that have the same samples"
@@ -131,10 +140,14 @@ def _call(evidence: Evidence) -> tuple[int, str, int]:
 
 
 def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, str]]:
-    """Yield (factor, multiple, what) for each way to write the wrong outputs as `factor` times the outputs of one
-    device plus `multiple` times `what`.
+    """Look for a formula that explains the wrong outputs of the ranks: `wrong = factor * right + multiple * addend`.
+    Yield (factor, multiple, addend) for each formula that fits.
 
-    `what` is the name of a bias, `1` for a constant, or empty. Outputs of ranks that share samples are summed first.
+    The addend is the name of a bias of the module, `1` for a constant, or an empty string if nothing is added. Example:
+    (1, 3, "linear.bias") if each of four ranks adds the whole bias to its part of a sum.
+
+    groups: the outputs of the ranks, where ranks with the same samples form a group. The outputs of a group are summed
+        to get `wrong`.
     """
     key = _call(evidence)
     one = next((output for output in evidence.steps[0].outputs if output.key == key), None)

@@ -12,11 +12,8 @@ UNSUMMED = "without mw.sum"
 
 
 def _sample_counted_again(evidence: Evidence) -> str:
-    """Return a sentence about a single sample that explains all differing metrics. Return an empty string if there is
-    none.
-
-    Either the sample was counted once more for each rank without samples of its own, or it was not counted at all.
-    """
+    """Return a sentence if one sample explains all wrong evaluation metrics. Either the sample was left out, or it was
+    counted again by ranks that got it as padding. Return an empty string if no sample explains the metrics."""
     wrong = [d.name for d in evidence.faults("evaluation")]
     single = evidence.reference.single_sample_metrics
     if not wrong or any(name not in single or name not in evidence.reference.metric_sums for name in wrong):

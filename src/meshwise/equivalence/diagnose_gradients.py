@@ -23,8 +23,12 @@ from meshwise.spec.words import some
 
 
 def _no_gradient(evidence: Evidence) -> Cause | None:
-    """Explain a gradient that exists only on one device or only under the plan. The plan did not reduce it, or the
-    autograd graph does not reach the parameter. Return None if no gradient is missing."""
+    """Explain a gradient that exists in the run on one device, but not in the run under the plan, or the other way
+    round. Return None if the first wrong gradient exists in both runs.
+
+    Under the plan, the gradient may be missing because it was not reduced, because the autograd graph does not reach
+    the parameter, or because the parameter is frozen or unused.
+    """
     first = evidence.first
     lacking = first.facts.get("lacking")
     if lacking is None:
@@ -50,8 +54,8 @@ def _not_reduced(evidence: Evidence) -> str:
 
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients by a program that modifies gradients between the microbatches of a step. Return None if
-    the program does not do this."""
+    """Explain wrong gradients if the program has cleared, scaled or clipped gradients between the microbatches of a
+    step. Return None if the program has not done so."""
     one, plan = evidence.steps
     for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"after microbatch {micro + 1} on rank {rank}"
@@ -87,8 +91,9 @@ def _one_factor(evidence: Evidence) -> Cause | None:
 
 
 def _begins_with_a_factor(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong gradient is multiplied or divided by a number of ranks, and an empty string
-    otherwise. Later gradients may differ in other ways, because they are computed from the first one."""
+    """Return a sentence if the first wrong gradient is N times, or 1/N of, the gradient on one device, where N is a
+    number of ranks such as the number of shards. Return an empty string otherwise. Later gradients may be wrong in
+    other ways, because the backward pass computes them from the first one."""
     factor, plan = evidence.first.factor, evidence.plan
     sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
     if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
@@ -125,8 +130,12 @@ def _lower_precision(evidence: Evidence) -> str:
 
 
 def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
-    """Return a cause that names a collective that the program itself calls, if no weighted sum of the ranks' own
-    gradients equals the gradient on one device. Return None otherwise."""
+    """Explain a wrong gradient by a collective that the program itself calls. This applies if the right gradient is not
+    a weighted sum of the ranks' own gradients, so that some contribution is missing on all ranks.
+
+    The collective is searched in the module of the parameter, then in the modules that are called next. Return None if
+    no collective is found, or if the right gradient is a weighted sum.
+    """
     solved = weights_in(*evidence.steps, [evidence.first.name])
     if solved is None or solved.one is not None:
         return None
@@ -150,8 +159,8 @@ def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
 
 
 def _random_recompute(evidence: Evidence) -> str:
-    """Return a sentence about a recomputed block (activation checkpointing) that draws other random numbers than its
-    first run did, so that its gradients are wrong. Return an empty string if there is none."""
+    """Return a sentence if a block under activation checkpointing draws other random numbers in its recomputation than
+    in its forward pass, but only under the plan. Return an empty string otherwise."""
     reference, actual = evidence.steps
     if not actual.rng_mismatch or reference.rng_mismatch:
         return ""
@@ -163,8 +172,9 @@ def _random_recompute(evidence: Evidence) -> str:
 
 
 def _wrong_recompute(evidence: Evidence) -> str:
-    """Blame the recomputation of a block (activation checkpointing) if the gradients of all later modules are right.
-    Return an empty string otherwise."""
+    """Return a sentence if the recomputation of a block (activation checkpointing) is the likely cause of wrong
+    gradients. The sign is that the backward pass computes right gradients until it reaches this block. Return an empty
+    string otherwise."""
     block = _block_of(evidence)
     if block is None or not _below(evidence):
         return ""
@@ -173,16 +183,18 @@ def _wrong_recompute(evidence: Evidence) -> str:
 
 
 def _block_of(evidence: Evidence) -> str | None:
-    """Return the recomputed block that contains the first wrong gradient, or else the next recomputed block in the
-    order of calls. Return None if there is none."""
+    """Return the name of the block under activation checkpointing that may have caused the first wrong gradient. This
+    is the block that contains the parameter with this gradient. If no block contains it, it is the first block that the
+    forward pass calls after the parameter's module. Return None if there is no such block."""
     owner, again = owner_of(evidence.first.name), evidence.actual.recomputed_modules
     here = next((block for block in again if is_inside(owner, block)), None)
     return here if here is not None else next((b for b in _called_next(evidence) if b in again), None)
 
 
 def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
-    """Blame a batch norm if the gradients of all layers before it are wrong: its backward then sums over the wrong
-    samples. Return an empty string otherwise."""
+    """Return a sentence that blames the backward of a batch norm, because it sums over the wrong samples. The sign is
+    that all gradients are right until the backward pass reaches the batch norm, and wrong from there on. Return an
+    empty string otherwise."""
     below = _below(evidence)
     if not below or not all(d.fault for d in below):
         return ""
@@ -214,7 +226,7 @@ GRADIENT_RULES: tuple[Rule, ...] = (
 
 def _below(evidence: Evidence) -> list[Difference]:
     """Return the first wrong gradient and all gradients that the backward pass computes after it. Return an empty list
-    if the very first gradient of the backward pass is wrong."""
+    if the first gradient of the backward pass is wrong, because no layer is then known to be right."""
     gradients = evidence.gradients()
     return gradients[gradients.index(evidence.first) :] if evidence.first in gradients[1:] else []
 
@@ -239,14 +251,15 @@ def _called_next(evidence: Evidence) -> list[str]:
 
 
 def _whole_modules(names: list[str], evidence: Evidence) -> bool:
-    """Return False if `names` contains some, but not all, parameters of a module."""
+    """Return True if, for each module, `names` contains all of its parameters or none."""
     owners = {owner_of(name) for name in names}
     return all(name in names for name in evidence.reference.steps[0].gradients if owner_of(name) in owners)
 
 
 def _common_module(names: list[str]) -> str:
-    """Return the name of the innermost module that contains the owner of each parameter in `names`, together with the
-    siblings of each owner."""
+    """Return the name of the innermost module that contains the modules of all these parameters. Example:
+    `net.0.weight` belongs to the module `net.0`, so `["net.0.weight"] -> "net"`, and `["net.0.weight", "net.2.bias"] ->
+    "net"`."""
     parts = [owner_of(owner_of(name)).split(".") for name in names]
     shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in shared)

@@ -79,8 +79,9 @@ def own_statistics(evidence: Evidence) -> str:
 
 
 def open_exchange(evidence: Evidence) -> str:
-    """Return a sentence about the collective that was still in flight when a value became NaN. Return an empty string
-    if there is none, or if collectives were not perturbed (`CheckSpec.perturb`)."""
+    """Return a sentence if the program read a value before a collective had written it. The check fills the buffer of a
+    running collective with NaN, so such a value is NaN under the plan. Return an empty string if no value was read too
+    early, or if the check does not fill buffers (`CheckSpec.perturb` is False)."""
     one, plan = evidence.steps
     if not math.isinf(evidence.first.relative) or not math.isfinite(one.loss) or not plan.nan_while_open:
         return ""

@@ -22,8 +22,9 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 def skipped_step(evidence: Evidence) -> str:
-    """Return a sentence about a step in which no parameter changes under the plan, although parameters change in other
-    steps. Return an empty string if this is not so."""
+    """Return a sentence if, in the step with the first difference, parameters change on one device but none changes
+    under the plan. Return an empty string otherwise. If no step at all changes parameters under the plan, also return
+    an empty string, because the optimizer then holds other parameters."""
     (one, plan), step = evidence.steps, evidence.first.step
     mine, theirs = (_values(trace) for trace in (evidence.reference, evidence.actual))
     moved = _moved(mine, step)
@@ -44,8 +45,12 @@ def _moved(values: list[Named], step: int) -> list[str]:
 
 
 def other_microbatches(evidence: Evidence) -> str:
-    """Return a sentence about a skipped optimizer.step(), or an empty string. A step is taken to be skipped if the plan
-    trains on more microbatches than one device before a step, and the first of them are exactly those of one device."""
+    """Return a sentence if the program seems to have skipped an optimizer.step() under the plan. Return an empty string
+    otherwise.
+
+    The sign is a step with too many microbatches under the plan. The first of them are the microbatches of the step on
+    one device, and the rest belong to the next step.
+    """
     counts = [evidence.first.facts.get(side) for side in ("one device", "the plan")]
     one, plan = (
         [sorted(index for part in micro for index in part) for micro in step.samples] for step in evidence.steps
@@ -57,8 +62,8 @@ def other_microbatches(evidence: Evidence) -> str:
 
 
 def accumulates_by_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the first step accumulates gradients over a number of microbatches that depends on the
-    number of ranks. Return an empty string if this does not fit."""
+    """Return a sentence if the number of microbatches in the first step seems to depend on the number of ranks: it is
+    the number on one device, multiplied or divided by the number of ranks. Return an empty string otherwise."""
     ranks, first = evidence.plan.devices, evidence.first
     if ranks == 1 or first.name != MICROBATCHES or first.step > 1:
         return ""
@@ -72,21 +77,22 @@ def accumulates_by_ranks(evidence: Evidence) -> str:
 
 
 def fewer_steps(evidence: Evidence) -> str:
-    """Return a sentence with the numbers of optimizer steps that one device and the plan made."""
+    """Return a sentence that says how many optimizer steps were made on one device, and how many under the plan."""
     one, plan = (evidence.first.facts[side] for side in ("one device", "the plan"))
     return f"one device makes {one} optimizer steps, the plan {plan}; those that both make are equal. {WRITE_STEPS}"
 
 
 def changed_by_a_load(evidence: Evidence) -> str:
-    """Return a sentence about a value that changes after the optimizer step, only under the plan, because the program
-    then loads a state dict into the model. Return an empty string if this is not so."""
+    """Return a sentence if, under the plan, the program loads a state dict into the model between optimizer.step() and
+    the next batch, and the first wrong value changes there. Return an empty string if no state dict is loaded, or if
+    the value changes there on one device too."""
     text = changed_behind_step(evidence)
     return f"{text} The model loads a state dict with other values there." if text and evidence.steps[1].loaded else ""
 
 
 def changed_behind_step(evidence: Evidence) -> str:
-    """Return a sentence about a value that changes between optimizer.step() and the next batch, only under the plan.
-    Return an empty string if this is not so."""
+    """Return a sentence if the first wrong value changes between optimizer.step() and the next batch under the plan,
+    but not on one device. Return an empty string otherwise."""
     (one, plan), name = evidence.steps, evidence.first.name
     if name not in plan.changed_behind or name in one.changed_behind:
         return ""
@@ -95,8 +101,8 @@ def changed_behind_step(evidence: Evidence) -> str:
 
 
 def began_anew(evidence: Evidence) -> str:
-    """Return a sentence about optimizer state that starts from scratch in a later step under the plan, but continues on
-    one device. Return an empty string if this is not so."""
+    """Return a sentence if the optimizer's state is reset under the plan, but not on one device, before the step with
+    the first difference. Return an empty string otherwise."""
     (one, plan), step = evidence.steps, evidence.first.step
     if step == 1:
         return ""
@@ -117,8 +123,11 @@ def began_anew(evidence: Evidence) -> str:
 
 
 def _is_first(step: StepTrace, name: str) -> bool:
-    """Return True if `name` is a first moment (momentum) that is a multiple of this step's gradient, so that no earlier
-    gradient has contributed to it."""
+    """Return True if an optimizer's first moment (momentum) begins in this step. It is then a multiple of this step's
+    gradient, because no earlier gradient contributes to it.
+
+    name: `PARAMETER KEY` in the optimizer's state, e.g. `net.weight exp_avg`.
+    """
     parameter, _, key = name.rpartition(" ")
     gradient = step.clipped_gradients.get(parameter, step.gradients.get(parameter))
     state = step.optimizer_state.get(name)
@@ -164,7 +173,7 @@ def _parameters_in_low_precision(evidence: Evidence) -> dict[str, str]:
 
 
 def _parameters_before(trace: Trace, evidence: Evidence) -> Named:
-    """Return the parameters as they were before the step of the first difference."""
+    """Return the parameters of a run as they were at the beginning of the step in which the two runs first differ."""
     step = evidence.first.step
     return trace.initial_parameters if step == 1 else trace.steps[step - 2].parameters
 

@@ -45,9 +45,12 @@ def by_numbers(evidence: Evidence) -> Cause | None:
 
 
 def not_a_mean(evidence: Evidence) -> Joined | None:
-    """Look at the scalars from which a loss is computed, in order, and return the first one that is wrong under the
-    plan: it is not a mean over samples, not a sum over the ranks, and not equal on all ranks. Return None if there is
-    none."""
+    """Return the first scalar in the computation of the loss whose value on one device does not follow from the ranks'
+    values. Return None if there is none.
+
+    A value follows if it is the mean of the ranks' values weighted by their samples, their sum, or equal to all of
+    them.
+    """
     return next((n for n in _numbers(evidence) if not (n.is_mean or n.is_sum or n.is_alike)), None)
 
 
@@ -92,9 +95,11 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
 
 
 def cut_otherwise(evidence: Evidence) -> str:
-    """Return a sentence if a loss averages over pieces of the batch, and the ranks have other pieces than one device.
-    Return an empty string otherwise. All pieces together are the same data, but each piece has another weight in the
-    loss."""
+    """Return a sentence if the loss averages over pieces of the batch (e.g. sequences), and the plan cuts the batch
+    into other pieces than one device does. Return an empty string otherwise.
+
+    The pieces cover the same data in both runs. But each piece has the same weight in the loss, whatever its size, so
+    the loss depends on how the batch is cut."""
     one, plan = (step.numbers for step in evidence.steps)
     for at, name in dict.fromkeys(key[:2] for key in one[0]) if len(one) == 1 < len(plan) else ():
         mine, theirs = (
@@ -116,8 +121,8 @@ def cut_otherwise(evidence: Evidence) -> str:
 
 
 def other_targets(evidence: Evidence) -> str:
-    """Return a sentence about one of torch's losses that gets the same outputs as on one device, but other targets.
-    Return an empty string if there is none."""
+    """Return a sentence if a loss function of torch, e.g. mse_loss, gets the right outputs from the model, but wrong
+    targets or wrongly paired targets. Return an empty string if there is no such call."""
     for number in _numbers(evidence):
         one, ranks = number.one.given, [rank.given for rank in number.ranks if rank.given is not None]
         if one is None or len(ranks) < len(number.ranks) or sum(rank.rows for rank in ranks) != one.rows:
@@ -167,15 +172,16 @@ def _function_of(place: str) -> str:
 
 
 def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
-    """Return the scalar from which `number` was computed, as long as each step used only one recorded scalar, for
-    example in a multiplication by a constant."""
+    """Return the scalar at the start of the computation of `number`. The search goes back from a result to its input as
+    long as the result has exactly one recorded scalar as input, e.g. in a multiplication by a constant."""
     while len(number.one.made_of) == 1 and number.one.made_of[0] in known:
         number = known[number.one.made_of[0]]
     return number
 
 
 def line_of(number: Joined) -> str:
-    """Return the source line of a number as text: the file, the line number and the code."""
+    """Return where a scalar of the loss is computed, as text: the file, the line number and the source code of the
+    line."""
     return f"{number.place} ({_line(number.place) or number.key[1]})"
 
 
@@ -187,11 +193,11 @@ def _line(place: str) -> str:
 
 
 def by_weights(evidence: Evidence) -> Cause | None:
-    """Find the weights with which the ranks' gradients add up to the gradients of each side, and explain how the two
-    sets of weights differ.
+    """Explain wrong gradients by wrong weights of the ranks. Return None if the weights explain nothing.
 
-    One set of weights for all parameters is tried first. If there is none, the weights of the first wrong gradient are
-    used, for all parameters with the same weights. Returns None if no weights explain the difference.
+    The gradient of the loss is a weighted sum of the ranks' own gradients. The weights under the plan are compared with
+    the weights on one device. If parameters have different weights, only the parameters with the weights of the first
+    wrong gradient are explained.
     """
     reference, actual = evidence.steps
     found, names = weights_in(reference, actual), list[str]()
@@ -233,8 +239,8 @@ def _of(names: Sequence[str]) -> str:
 
 
 def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Explain wrong gradients if all ranks have equal gradients. Only the sum of the ranks' weights is known then.
-    Return None if the sum does not explain the difference."""
+    """Explain wrong gradients if all ranks compute the same gradient. Only the sum of the ranks' weights is known then,
+    and not each weight. Return None if this sum does not explain the difference."""
     one, plan = sum(found.one or ()), sum(found.plan or ())
     ranks = len(found.ranks)
     if near(one, plan) or len(found.columns) > ranks or not one:
@@ -251,8 +257,8 @@ def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Explain ranks or microbatches whose gradients are missing from the sum under the plan. Return None if no gradient
-    is missing."""
+    """Explain wrong gradients if the plan leaves out the gradients of whole ranks or whole microbatches. Return None if
+    no rank or microbatch is left out."""
     one, plan, columns = found.one or [], found.plan or [], found.columns
     lost = [c for c, w, v in zip(columns, plan, one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
@@ -273,8 +279,8 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
-    """Explain microbatches whose loss weights under the plan differ from those on one device, by the same ratio on
-    every rank. Return None if this does not fit."""
+    """Explain wrong gradients if the plan multiplies the gradients of microbatches by wrong factors, e.g. 2 and 0.5.
+    Return None if the factor of a microbatch differs between ranks, or if all microbatches have the same factor."""
     ratios: dict[int, float] = {}
     for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
@@ -292,8 +298,8 @@ def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
-    """Explain ranks, or microbatches of a rank, whose loss weights under the plan differ from those on one device.
-    Return None if this does not fit."""
+    """Explain wrong gradients if the plan gives wrong weights to the gradients of ranks or microbatches. Return None if
+    all weights are right, or if the loss seems to be neither a mean nor a sum of the ranks' losses."""
     one, plan = found.one or [], found.plan or []
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None
@@ -324,16 +330,19 @@ def _count(evidence: Evidence, column: tuple[int, int]) -> int:
 
 
 def _is_mean(one: list[float], evidence: Evidence) -> bool:
-    """Return whether the weights `one` sum to 1 and, applied to the ranks' losses, give the loss of one device. A loss
-    that is the logarithm of a sum over samples fails the second condition."""
+    """Return whether the loss on one device is a mean of the ranks' losses with the weights `one`. The weights must sum
+    to 1. If the ranks' losses are known, their weighted sum must be the loss on one device."""
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike
 
 
 def _share_of_a_sum(one: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the factor `a` if the weights of the ranks are those of a loss of the form mean + a * sum over samples.
-    Return 0 if the loss does not have this form."""
+    """Return `a` if the loss has the form `mean over samples + a * sum over samples`. Return 0 if it has another form.
+
+    one: the weights with which the ranks' own gradients add up to the gradient on one device.
+    counts: for each weight, the number of samples of its rank and microbatch.
+    """
     if any(near(weight, 1) or not count for weight, count in zip(one, counts, strict=True)):
         return 0.0
     total = sum(counts)

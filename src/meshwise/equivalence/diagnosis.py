@@ -51,8 +51,8 @@ ranks_differ = Evidence.ranks_differ
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
-    """Return the name of the module that a difference belongs to: the module whose output differs, or the owner of the
-    parameter. Return an empty string if there is none."""
+    """Return the name of the module in which a difference arose: the module whose output differs, or the module that
+    holds the differing parameter or gradient. Return an empty string if the difference belongs to no single module."""
     if difference.kind in ("module outputs", "modules"):
         return difference.name
     if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping is of all gradients at once
@@ -93,8 +93,9 @@ def _contains_batch_norm(evidence: Evidence) -> bool:
 
 
 def _contains_draws_of_ranks(evidence: Evidence) -> str:
-    """Return a sentence about a module that draws random numbers for rows that are not samples, such as dropout in
-    experts. Return an empty string if there is none."""
+    """Return a sentence if the first wrong module contains a module that draws random numbers for rows that are not
+    samples, e.g. dropout in an expert. Each rank then draws its own numbers. Return an empty string if there is no such
+    module."""
     unkeyed = evidence.reference.unkeyed | evidence.actual.unkeyed
     random = evidence.reference.random_modules | evidence.actual.random_modules
     parts = sorted(name for name in random if is_inside(name, evidence.first.name))
@@ -109,8 +110,8 @@ def _numpy_draws(evidence: Evidence) -> bool:
 
 
 def _random_before(evidence: Evidence) -> str:
-    """Return a sentence about random numbers that ranks draw differently before the first module of a microbatch runs.
-    Return an empty string if there are none."""
+    """Return a sentence if ranks draw different random numbers before they call the first module, and the output of
+    this module is the first wrong output. Return an empty string otherwise."""
     first, outputs = evidence.first, evidence.of_kind("module outputs")
     begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
     unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
@@ -157,8 +158,9 @@ def _read_in(step: StepTrace) -> list[list[int]]:
 
 
 def _pairs_samples(evidence: Evidence) -> str:
-    """Return a sentence about a loss that compares samples with each other, or that is no weighted sum of the ranks'
-    losses. Return an empty string if the loss does neither. Operators in modules with equal outputs are not blamed."""
+    """Return a sentence if the loss cannot be computed separately for the samples of each rank. The sentence names an
+    operator that combines several samples, or else a scalar that `not_a_mean` finds. Operators in modules with right
+    outputs are ignored. Return an empty string if nothing is found."""
     one, plan = evidence.steps
     equal = {d.name for d in evidence.of_kind("module outputs")}
     found = [each for each in taken_together(one.pairs, plan.pairs) if each.module not in equal]
@@ -182,8 +184,9 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
 
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
-    """Return a sentence if the global batch size is that of one device, multiplied or divided by the number of ranks,
-    and the ranks share it evenly. Return an empty string otherwise."""
+    """Return a sentence if the global batch grows or shrinks with the number of ranks: it has as many samples as on one
+    device, multiplied or divided by the number of ranks. Return an empty string otherwise. Nothing is said if ranks
+    read a sample twice, or if their numbers of samples differ by more than 1."""
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
     devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
     even = max(counts) - min(counts) <= 1
@@ -209,8 +212,8 @@ def _is_scheduled(evidence: Evidence) -> bool:
 
 
 def _rate_times_ranks(evidence: Evidence) -> str:
-    """Return a sentence about a learning rate that is multiplied by the number of ranks, or by its square root,
-    although the global batch is the same. Return an empty string if it is not."""
+    """Return a sentence if the learning rate of the first step, under the plan, is the rate on one device times the
+    number of ranks, or times its square root. Return an empty string otherwise."""
     rate, other = _rates(evidence)
     ranks = evidence.plan.devices
     scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
@@ -343,4 +346,4 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "steps": (says(K.SKIPPED, fewer_steps),),
     "evaluation": EVALUATION_RULES,
 }
-"""Maps the kind of the first difference to rules, the most certain first. The first rule that finds a cause wins."""
+"""The rules for each kind of difference between one device and the plan. The first rule that finds a cause is used."""

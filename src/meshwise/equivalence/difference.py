@@ -44,8 +44,8 @@ class Difference:
 
     @property
     def factor(self) -> float | None:
-        """The factor between the plan's gradient and the gradient of one device. None if the two gradients differ in
-        more than a factor."""
+        """The number by which the plan has multiplied the gradient of one device, e.g. 2.0 if the plan's gradient is
+        twice as large. None if no single number explains the difference."""
         factor, rest = self.facts.get("factor", math.nan), self.facts.get("rest", math.nan)
         return float(factor) if rest <= 1e3 * LIMIT and factor != 0 else None
 

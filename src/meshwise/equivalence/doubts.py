@@ -24,10 +24,10 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.words import some
 
 TIMES = 100.0
-"""A plan is doubtful if its rounding error is more than this many times that of one device, and above 1.2e-5 in fp32.
-Another order of summation stays below these limits. A cast to bfloat16 or float16 exceeds them."""
+"""A plan is doubtful if its rounding error exceeds TIMES * max(rounding error of one device, 1.2e-7), in fp32. Another
+order of summation stays below this limit. A cast to bfloat16 or float16 exceeds it."""
 FIRST_STEP = ("loss", "gradients")
-"""Kinds that are judged in the first step only. Later differences depend on updates, and Adam makes noise larger."""
+"""Values that are judged in step 1 only. Later values depend on updates, and Adam enlarges rounding errors."""
 SOME = 8  # values
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (
@@ -41,10 +41,12 @@ OTHER_STEPS = (
 
 
 def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """Yield a sentence for each kind of value that has a far larger rounding error under the plan than on one device.
+    """Yield a sentence if the loss in step 1 has a much larger rounding error under the plan than on one device. Yield
+    another sentence if the gradients in step 1 have a much larger error.
 
-    rounded: two comparisons with the float64 run on one device. The first is for one device in the plan's precision,
-        the second for the plan. Empty if the runs in the plan's precision were not made.
+    rounded: two comparisons. The first compares one device in the plan's precision with one device in float64. The
+        second compares the plan in its precision with one device in float64. Empty if the check made no such runs.
+    dtypes: the dtypes of the plan.
     """
     if not rounded:
         return
@@ -60,10 +62,13 @@ def rounding_doubts(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[s
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence if only the plan keeps parameters in a lower precision between steps, and another sentence for
-    the optimizer's state.
+    """Yield a sentence if the plan seems to keep parameters in bfloat16 or float16 between steps, but one device does
+    not. Yield another sentence if the plan seems to keep the optimizer's state in this way.
 
-    rounded: the traces of one device and of the plan in the plan's precision. Empty if these were not run.
+    The sign is a tensor whose values after step 1 all fit into bfloat16 or float16 without rounding.
+
+    rounded: the trace of one device and the trace of the plan, in the plan's precision. Empty if the check made no such
+        runs.
     """
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
@@ -80,8 +85,8 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
 
 
 def _of_rounding(step: StepTrace) -> set[str]:
-    """Return the names of the parameters whose gradients are only rounding noise, such as a bias in front of a batch
-    norm. The optimizer state of such a parameter may be representable in a low precision by chance."""
+    """Return the names of the parameters whose gradients are only rounding noise, e.g. a bias in front of a batch norm.
+    The optimizer's state of such a parameter may fit into bfloat16 by chance, so `kept_coarser` ignores it."""
     gradients = step.clipped_gradients or step.gradients
     sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
     least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)

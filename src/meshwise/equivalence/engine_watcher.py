@@ -52,13 +52,14 @@ GRACE = 60.0  # seconds in which all ranks must come to the same place of the pr
 
 
 class EngineWatcher:
-    """Records what an engine does during a check (see engine/watcher.py). The result is `found`, complete after `end`.
+    """Records everything that an engine does in one run of a check. The attribute `found` is complete after `end`. See
+    engine/watcher.py for the events.
 
-    draws: the random draws of the run on one device, which this run repeats. None on one device.
-    job: the job that the engine trains. None for a script, which may clip gradients, run several forwards of a batch,
-        or let ranks diverge.
+    draws: the random draws of the run on one device, which this run repeats. None if this is the run on one device.
+    job: the job that the engine trains. None if the engine runs a script.
 
-    Raises ScriptEnds inside the program once enough steps are recorded.
+    The watcher may end a script early, by raising ScriptEnds inside it. It does so if the ranks' models do not match,
+    or if many backward passes follow the last step to record.
     """
 
     def __init__(
@@ -80,12 +81,12 @@ class EngineWatcher:
         self._contents: Any = None  # of that batch
         self._loader: Any = None  # that has given it
         self.reading = Reading()
-        """Where the batches come from."""
+        """Which data set, random generator and collate function the batches come from."""
         self._forward: contextlib.ExitStack | None = None
         self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
         self.hints = Hints() if draws is None and job is None else None
-        """Collects hints about likely mistakes in a script on one device. None elsewhere."""
+        """Collects warnings about likely mistakes in a script on one device. None for a job or under a plan."""
         self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
         self._has_loaded = False  # since then
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
@@ -94,8 +95,8 @@ class EngineWatcher:
         self._meetings = self._sums = 0
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
-        """Return `plan` in the precision of this check. On one device, return a plan without parallelism in that
-        precision."""
+        """Return the plan to apply instead of `plan`. On several ranks, it is `plan` in the precision that the check
+        asks for. On one device, it is a plan without parallelism in that precision."""
         self.found.plan = plan
         kept = ("precision", "param_dtype", "compute_dtype", "grad_dtype")
         alone = Plan(**{name: getattr(plan, name) for name in kept})
@@ -125,8 +126,12 @@ class EngineWatcher:
         return self._loops.limit(batch_size)
 
     def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
-        """Record that a loop has received its batch: complete the last step, and begin to trace a forward pass.
-        Collective."""
+        """Begin to trace the forward pass of a batch that a loop has received. Complete the trace of the last step
+        first. Collective.
+
+        part: this rank's slice of the global batch.
+        split: whether `mw.split` made the batch.
+        """
         self._wait_for_ranks("mw.split" if split else "the next batch of a loader")
         if self.tracer is None:
             self._start()
@@ -173,14 +178,15 @@ class EngineWatcher:
     def backward_begins(self, loss: Any, *_: object) -> None:
         """Record that a backward pass of this rank's loss begins.
 
-        loss: the loss. For a job it may be a tuple (loss, weight).
+        loss: the loss of a script, or the result of a job's loss function, which may be a tuple (loss, weight).
         """
         own = loss[0] if isinstance(loss, tuple) and loss else loss
         if self.tracer is not None and isinstance(own, Tensor):
             self.tracer.loss_made(own)
 
     def _begin_forward(self) -> None:
-        """Begin to trace a forward pass, which the program may run at any time now that it has the batch."""
+        """Begin to record the forward pass of the newest batch. Recording begins as soon as the batch is there, because
+        a script does not say when its forward pass begins."""
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
@@ -245,10 +251,10 @@ class EngineWatcher:
             self._begin_forward()
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """Add `loss` to the loss of the running step. For a job, also record the gradients, divided by `scale`.
+        """Add a loss to the recorded loss of the current step. For a job, also record the gradients.
 
-        loss: the loss of the backward passes since the last reduction, for the samples of all ranks.
-        scale: the factor by which a job's loss scaler has multiplied the gradients.
+        loss: the loss over the samples of all ranks, from all backward passes since the last reduction of gradients.
+        scale: the factor of the job's loss scaler. The recorded gradients are divided by it.
         """
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
@@ -297,8 +303,8 @@ class EngineWatcher:
             self._begin_forward()
 
     def _see_update_by_hand(self) -> None:
-        """Detect a step without an optimizer, by parameters that changed after their gradients were reduced.
-        Collective."""
+        """Record a step if a script has updated the parameters itself, without an optimizer. Such a step is recognized
+        by parameters that have changed since their gradients were reduced. Collective."""
         if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
             return
         if any(gather_objects(local_sum(self._model) != self._reduced)):
@@ -314,8 +320,8 @@ class EngineWatcher:
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
-        """Record the state after the last step. A second call for the same step only updates the recorded state of the
-        scheduler. Collective."""
+        """Record the state of model, optimizer and scheduler after the newest optimizer step. If this is called again
+        for the same step, only the recorded state of the scheduler is updated. Collective."""
         if self._stepped is None or self.found.trace is None:
             return
         (optimizer, step), steps = self._stepped, self.found.trace.steps
@@ -358,8 +364,8 @@ class EngineWatcher:
         self.found.trace.resumed.append(state)
 
     def summed(self, value: Tensor | float) -> None:
-        """Record the values that `mw.sum` returns as metrics of an evaluation. Only the first 16 elements of a tensor
-        are kept."""
+        """Record a result of `mw.sum`, so that the check can compare it with the result on one device. Only the first
+        16 elements of a tensor are recorded."""
         if self.found.trace is None:
             return
         self._sums += 1
@@ -419,7 +425,8 @@ class EngineWatcher:
 
 
 def _is_by_hand(step: StepTrace) -> bool:
-    """Return True if, after the last backward pass, the program changed the gradients by more than a common factor."""
+    """Return True if the program changed the gradients between the last backward pass and the optimizer step, e.g. by
+    adding noise. Return False if all gradients were only multiplied by the same number, as clipping to a norm does."""
     names = step.gradients.keys() & step.clipped_gradients.keys()
     pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
     square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))
@@ -427,8 +434,8 @@ def _is_by_hand(step: StepTrace) -> bool:
 
 
 def _widen_state(optimizer: Optimizer) -> None:
-    """Convert optimizer state to its parameter's dtype, if the state was made before the model was converted to
-    float64."""
+    """Convert an optimizer's state to the dtypes of its parameters. State that was made before the model was converted
+    to float64 has a lower precision."""
     for p, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor) and value.ndim and value.dtype != p.dtype:

@@ -49,25 +49,28 @@ class Evidence:
         return self.reference.steps[self.first.step - 1], self.actual.steps[self.first.step - 1]
 
     def of_kind(self, kind: str) -> list[Difference]:
-        """Return all comparisons of one kind, also of equal values, in the step of the first difference."""
+        """Return all comparisons of values of one kind, such as "gradients", in the step where the plan first differs
+        from one device. Comparisons that found equal values are included."""
         return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
 
     def faults(self, kind: str) -> list[Difference]:
-        """Return the differences of one kind above the limit, in the step of the first difference."""
+        """Return the comparisons of one kind, such as "gradients", that found a difference larger than `LIMIT`. Only
+        the step where the plan first differs from one device is searched."""
         return [d for d in self.of_kind(kind) if d.fault]
 
     def gradients(self) -> list[Difference]:
-        """Return the comparisons of gradients in the step of the first difference. A gradient is left out if it is
-        equal on both sides and so small that it is only rounding noise."""
+        """Return the comparisons of gradients in the step where the plan first differs from one device. A gradient is
+        left out if the comparison found no fault and the gradient is so small that it is only rounding noise."""
         values = self.steps[0].gradients
         noise = NOISE * largest(values.values())
         return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
 
     def not_seen(self, before: float = math.inf) -> str:
-        """Return a phrase that names the modules whose outputs cannot be compared. Return an empty string if all
-        outputs can be compared.
+        """Return a phrase that names the modules whose outputs under the plan cannot be compared with one device.
+        Messages append it to the words "module outputs". Example: " that can be compared (those of encoder cannot)".
+        Return an empty string if all outputs can be compared.
 
-        before: the position of a call in the step. Only calls before this position are named.
+        before: a position among the module calls of the step. Only earlier calls are named.
         """
         names = [
             each.module or "the model"
@@ -109,7 +112,11 @@ class Evidence:
         return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
 
     def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
-        """Return the same collectives as `exchanges_in`, as `Exchange` objects instead of text."""
+        """Return the collectives that the program calls in the forward of `module`. If there are none, return the
+        collectives of the nearest module around it.
+
+        sums: True for sums over ranks only, False for all other collectives, None for all.
+        """
         known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
         inside = [each for each in known if is_inside(each.module, module)]
         around = [each for each in known if is_inside(module, each.module)]
@@ -117,26 +124,29 @@ class Evidence:
         return inside or [each for each in around if each.module == nearest]
 
     def exchanges_without_backward(self, module: str) -> list[str]:
-        """Return the collectives in the forward of `module` that have no counterpart in the backward of their
-        torch.autograd.Function.
+        """Return the collectives in the forward of `module` through which no gradient comes back from other ranks. A
+        collective is returned if it is outside of a torch.autograd.Function, or if the backward of this Function calls
+        no collective.
 
-        If ranks have the same samples, sums over ranks are left out, because their gradients are the same on these
-        ranks.
+        If several ranks have the same samples, sums over ranks are left out. The gradient of such a sum is equal on
+        these ranks, so its backward needs no collective.
         """
         back = {each.function for each in self.actual.exchanges_backward}
         found = self.exchanges(module, False if self.steps[1].peers else None)
         return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
 
     def sums_in_backward(self, module: str) -> list[Exchange]:
-        """Return the sums over ranks that are called in a backward pass, by those autograd functions that also
-        communicate in the forward of `module`. If there are no such sums, return all sums called in a backward pass."""
+        """Return the sums over ranks, e.g. calls of all_reduce, in the backward passes of `module`. They are found in
+        the backward of a torch.autograd.Function whose forward calls a collective in `module`. If there are none,
+        return the sums in the backward passes of all modules."""
         used = {each.function for each in self.exchanges(module) if each.function}
         known = [each for each in self.actual.exchanges_backward if each.adds_up]
         return [each for each in known if each.function in used] or known
 
     def of_another_group(self, sums: list[Exchange]) -> str:
-        """Return a sentence about a sum over the wrong process group, or an empty string. Only ranks with the same
-        samples hold parts of one sum."""
+        """Return a sentence if a collective in `sums` adds up over the wrong process group. Return an empty string if
+        all groups are right. The right group is made of the ranks with the same samples as rank 0, because these ranks
+        hold the parts of the sum."""
         alike = self.steps[1].alike
         wrong = [each for each in sums if each.ranks and set(each.ranks) != set(alike)]
         if not wrong or len(alike) < 2:
@@ -148,8 +158,8 @@ class Evidence:
         )
 
     def divided_by_hand(self, module: str) -> list[str]:
-        """Return the names of those parameters of a module for which each rank computes the gradient of a different
-        part."""
+        """Return the names of the parameters in `module` that the program itself divides over ranks. Such a parameter
+        is recognized by its gradient, which is nonzero in a different region on each rank."""
         found: dict[str, list[list[tuple[int, int]]]] = {}
         for (_, name), box in sorted(self.steps[1].own_boxes.items()):
             if is_inside(name, module):
@@ -157,11 +167,13 @@ class Evidence:
         return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
 
     def ranks_differ(self) -> bool:
-        """Return True if the first difference is in a value that should be the same on all ranks, but is not."""
+        """Return True if the first wrong value that the check found differs between ranks, although all ranks should
+        have the same value."""
         return "ranks apart" in self.first.facts
 
     def other_samples(self) -> bool:
-        """Return whether some sample counts more often or less often than on one device."""
+        """Return whether the first difference is a sample that the plan reads more often or less often than one
+        device."""
         return bool(self.first.facts.get("repeated") or self.first.facts.get("missing"))
 
     def how_many(self) -> str:
@@ -169,7 +181,8 @@ class Evidence:
         return f"{len(self.faults('gradients'))} of {len(self.of_kind('gradients'))} gradients differ"
 
     def both_numbers(self) -> str:
-        """Return a phrase with the two numbers of the first difference, under the plan and on one device."""
+        """Return a phrase with the two numbers of the first wrong value, e.g. "2 under the plan and 1 on one
+        device"."""
         figures = (self.first.facts.get(side) for side in ("the plan", "one device"))
         plan, one = (f"{value:.12g}" if isinstance(value, float) else str(value) for value in figures)
         return f"{plan} under the plan and {one} on one device"
@@ -195,10 +208,11 @@ Rule = Callable[[Evidence], Cause | None]
 
 
 def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:
-    """Make a rule that names `kind` as the cause if all conditions in `when` hold.
+    """Make a rule that returns a `Cause` of the kind `kind` if all conditions in `when` hold, and None otherwise.
 
-    text: the sentence of evidence, in which `{name}`, `{step}` and facts of the difference are filled in, or a function
-        that returns the sentence. An empty sentence means that the evidence does not support this cause.
+    text: the sentence that explains the cause. It may contain placeholders such as `{name}` and `{step}`, which are
+        filled in from the first difference between one device and the plan. A function may be given instead, which
+        returns the sentence. If it returns an empty string, the rule returns None.
     """
 
     def rule(evidence: Evidence) -> Cause | None:
@@ -235,10 +249,13 @@ def owner_of(parameter: str) -> str:
 
 
 def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
-    """Return the lower precision to which the plan's values are rounded, or an empty string.
+    """Return the lower precision that the plan's values are rounded to, e.g. "bfloat16". Return an empty string if they
+    are not rounded.
 
-    The precision must hold the plan's values exactly but not the values of one device, and rounding to it must explain
-    their difference.
+    The values count as rounded if the precision can represent all values of the plan, but not all values of one device.
+    The difference between the two tensors must also be small enough to be a rounding error.
+
+    reference, actual: the values of one device and of the plan, or None.
     """
     if reference is None or actual is None or reference.shape != actual.shape or not reference.is_floating_point():
         return ""
@@ -247,5 +264,6 @@ def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
 
 
 def near(a: float, b: float, limit: float = 1e-6) -> bool:
-    """Return whether two numbers are equal up to rounding: their difference is at most `limit` of the larger one."""
+    """Return whether two numbers are equal up to rounding. Their difference may be at most `limit` times the larger
+    absolute value."""
     return abs(a - b) <= limit * max(abs(a), abs(b), 1e-300)

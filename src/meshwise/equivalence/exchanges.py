@@ -49,12 +49,13 @@ class Exchange(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The source line of the call, and the name of the collective."""
+        """Where the program calls the collective, and its name, e.g. `train.py:31 (all_reduce)`."""
         return f"{self.place} ({self.operator})"
 
     @property
     def within(self) -> str:
-        """The source line, the name of the collective, and the autograd function around the call if there is one."""
+        """The source line of the call and the name of the collective. If the call is inside a torch.autograd.Function,
+        the name of this function is added, e.g. "train.py:31 (all_reduce in Gather)"."""
         return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
 
 
@@ -63,7 +64,8 @@ Exchanges = dict[Exchange, None]
 
 
 def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
-    """Record the collectives that the program itself calls inside the with block in `found`.
+    """Add to `found` each collective that the program itself calls inside the with block. Collectives that meshwise
+    calls are left out.
 
     module: a function that returns the name of the module that runs now.
     """
@@ -90,8 +92,9 @@ def _by_hand() -> FrameType | None:
 
 
 def _function(frame: FrameType | None) -> str:
-    """Return the name of the torch.autograd.Function whose method a frame runs in. The method is recognized by its ctx
-    argument. Return an empty string if there is none."""
+    """Return the name of the torch.autograd.Function whose forward or backward called the code of `frame`. Such a
+    method is recognized by its first argument, `ctx`. Return an empty string if the user's code in the call stack
+    contains no such method."""
     while frame is not None and is_users(frame.f_code.co_filename):
         first = frame.f_code.co_varnames[:1]
         if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):

@@ -45,17 +45,18 @@ UNUSED = "{place}: what {name}.apply gives is not used, so its backward never ru
 DROPS = {"bernoulli_", "native_dropout"}
 """Operators that draw dropout masks."""
 OF_STATISTICS = "torch/optim/swa_utils.py"
-"""The file of torch that recomputes the statistics of batch norms, which needs training mode."""
+"""The file of torch with `update_bn`. It runs a model in training mode on purpose, to recompute its batch norms."""
 
 
 @dataclass
 class _Window:
-    """What a script does between two optimizer steps.
+    """What a script did between two optimizer steps. It is used to notice calls between the backward passes of one
+    step.
 
     backwards: the number of backward passes.
-    zeroed: source lines that call zero_grad between two backward passes, at most one line for each pair of passes.
-    ticked: source lines that step a scheduler between two backward passes, at most one line for each pair of passes.
-    parameters: the sum of the parameters in the last backward pass.
+    zeroed: the source lines that called zero_grad, at most one for each gap between two backward passes.
+    ticked: the source lines that stepped a scheduler, at most one for each gap between two backward passes.
+    parameters: the sum of all parameter values at the newest backward pass, to notice that parameters change.
     moved: whether parameters changed between two backward passes.
     """
 
@@ -152,9 +153,10 @@ class Hints:
         self._said[text] = None
 
     def end(self, by_hand: bool) -> list[str]:
-        """Return the texts of all hints.
+        """Return the texts of all warnings about likely mistakes in the script.
 
-        by_hand: whether the program changed gradients after the last backward pass of some step.
+        by_hand: whether the program itself changed gradients between a backward pass and an optimizer step. A warning
+            about discarded gradients is then left out, because zeroing them may be intended.
         """
         several = [window for window in self._windows if window.backwards > 1]
         count = max((window.backwards for window in several), default=1)
@@ -170,8 +172,8 @@ class Hints:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Record calls inside the with block that zero gradients, step a scheduler, or do not use the result of an
-        autograd Function."""
+        """Watch for three kinds of calls inside the with block. These are calls that set gradients to zero, calls that
+        step a scheduler, and calls of an autograd Function whose result the script ignores."""
 
         def zeroed(thing: Any) -> None:
             if self._window.backwards:
@@ -196,7 +198,7 @@ def _is_active(module: nn.Module) -> bool:
 
 
 def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
-    """Yield the classes that define the method `name` themselves. Only `kind` and all its subclasses are searched."""
+    """Search `kind` and all its subclasses. Yield the classes that define the method `name` in their own body."""
     if name in vars(kind):
         yield kind
     for each in kind.__subclasses__():

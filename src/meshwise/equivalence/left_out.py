@@ -17,7 +17,7 @@ from meshwise.equivalence.trace import Named, Trace
 from meshwise.spec.words import some
 
 NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
-"""Entries in the state of optimizers, such as Adam, that divide a gradient by its own size."""
+"""Keys of `optimizer.state`. An optimizer with such a key divides a gradient by its magnitude, as Adam does."""
 ADAPTIVE_STEPS = (
     "This optimizer divides the gradient by its size, so in float32 the bias takes random steps of up to the learning "
     "rate, which depend on the number of devices. Training is the same. An evaluation differs a little, because "
@@ -73,8 +73,9 @@ def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: N
 
 
 def _of_norms(reference: Trace, names: Sequence[str]) -> list[str]:
-    """Return the names of biases in front of a batch norm or instance norm. Return an empty list if the optimizer does
-    not divide gradients by their size, as Adam does."""
+    """Return the biases in front of a batch norm or instance norm, among the parameters in `names`. The gradient of
+    such a bias is only rounding noise. A bias is returned only if its optimizer divides gradients by their magnitude,
+    as Adam does, because the division turns the noise into full steps."""
     calls = [output for step in reference.steps[:1] for output in step.outputs]
     behind = {one.module: following.kind for one, following in pairwise(calls)}
     adapted = {n.rpartition(" ")[0] for n in reference.steps[0].optimizer_state if n.rpartition(" ")[2] in NORMALISED}

@@ -32,13 +32,15 @@ COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of one of torch's losses, as sums over the random projections of their rows. The sums of all ranks add
-    up to the sum of one device, whatever the order of the rows.
+    """A summary of the inputs of one call of a torch loss function, such as mse_loss. It consists of sums over the
+    rows. The sums of all ranks add up to the sums of one device, whatever the order of the rows.
+
+    To make such a sum, each row is projected on random directions, and the cubes of the projections are summed.
 
     rows: the number of rows.
-    outputs, targets: the sum for the outputs, and the sum for the targets.
-    both: the sum for rows that combine an output with its target. It differs if an output is paired with a wrong
-        target.
+    outputs: the sum for the outputs of the model.
+    targets: the sum for the targets.
+    both: the sum for the rows `output + target`. It changes if outputs are paired with other targets.
     """
 
     rows: int
@@ -49,11 +51,11 @@ class Given:
 
 @dataclass(frozen=True)
 class Number:
-    """A scalar in the computation of a loss.
+    """A scalar that occurs in the computation of a loss.
 
-    made_of: the scalars that it is computed from.
-    over: the divisor, or the number of elements that it is the mean of. 0 if it is neither a quotient nor a mean.
-    given: the inputs, if the scalar is the result of one of torch's losses.
+    made_of: the recorded scalars that it is computed from.
+    over: the number of elements if the scalar is a mean, or the divisor if it is a quotient. 0 for any other scalar.
+    given: the inputs of the torch loss function that returned the scalar. None if no such function returned it.
     """
 
     value: float
@@ -119,8 +121,11 @@ def _given(name: str, args: tuple[Any, ...]) -> Given | None:
 
 @dataclass(frozen=True)
 class Joined:
-    """A scalar of a loss on one device, together with the same scalar on each rank.
+    """One scalar in the computation of a loss, such as a mean or a count: its value on one device, and its value on
+    each rank. The values belong together because the same call at the same source line computes them.
 
+    one: the scalar on one device.
+    ranks: the scalar on each rank.
     samples: the number of samples on each rank.
     """
 
@@ -131,27 +136,29 @@ class Joined:
 
     @property
     def place(self) -> str:
-        """The source line that computes the number."""
+        """The source line that computes the scalar, e.g. "train.py:31"."""
         return self.key[0]
 
     @property
     def is_mean(self) -> bool:
-        """Whether one device's number is the mean of the ranks' numbers, weighted by their samples."""
+        """Whether the scalar on one device is the mean of the ranks' scalars, weighted by the ranks' numbers of
+        samples."""
         return _near(self.weighed(self.samples), self.one.value * sum(self.samples))
 
     @property
     def is_sum(self) -> bool:
-        """Whether one device's number is the sum of the ranks' numbers."""
+        """Whether the scalar on one device is the sum of the ranks' scalars."""
         return _near(sum(number.value for number in self.ranks), self.one.value)
 
     @property
     def is_alike(self) -> bool:
-        """Whether each rank has the same number as one device."""
+        """Whether the scalar has the same value on every rank as on one device."""
         return all(_near(number.value, self.one.value) for number in self.ranks)
 
     @property
     def is_mean_of_its_own(self) -> bool:
-        """Whether one device's number is the mean of the ranks' numbers, each weighted by its own divisor."""
+        """Whether the scalar on one device is a weighted mean of the ranks' scalars, where the weight of a rank is its
+        divisor. Example: a mean loss over tokens, where each rank divides by its own number of tokens."""
         over = [number.over for number in self.ranks]
         return (
             min(over) > 0 and _near(sum(over), self.one.over) and _near(self.weighed(over), self.one.value * sum(over))
@@ -159,20 +166,21 @@ class Joined:
 
     @property
     def shown(self) -> str:
-        """The values on one device and on the ranks, as text."""
+        """A phrase that lists the scalar's value on one device and on each rank."""
         ranks = ", ".join(f"{number.value:.6g}" for number in self.ranks)
         return f"{self.one.value:.6g} on one device and {ranks} on the ranks"
 
     def weighed(self, weights: Sequence[float]) -> float:
-        """Return the sum of the ranks' numbers, each multiplied by its weight."""
+        """Multiply the scalar of each rank by the rank's weight, and return the sum."""
         return sum(weight * number.value for weight, number in zip(weights, self.ranks, strict=False))
 
 
 def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
-    """Join the scalars of one device with the same scalars on the ranks, in the order of one device and with the loss
-    last.
+    """Pair each scalar in the computation of a loss on one device with the same scalar on each rank. The result has the
+    order in which one device computes the scalars, with the loss as the last entry.
 
-    A scalar is left out if one side computes it more often than the other, for example once for each sample.
+    A scalar is left out if its source line runs a different number of times on one device and on a rank, for example
+    once for each sample.
 
     one: the scalars on one device.
     ranks: the scalars of each rank.

@@ -46,8 +46,8 @@ def is_replicated(tensor: Tensor) -> bool:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that this rank's pipeline stage trains, each once, with their names. If the parameters of a
-    sharded block are gathered at the moment, the shards are yielded nevertheless."""
+    """Yield the names and parameters that this rank's pipeline stage trains. Each parameter is yielded once. For a
+    sharded block, the shards of this rank are yielded, even while the whole parameters are gathered."""
     parts = {}
     for _, module in sharded_modules(model):
         for group in groups_of(module):

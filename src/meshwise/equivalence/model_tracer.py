@@ -47,14 +47,12 @@ from meshwise.transfer.sharded import full_tensor
 
 
 class ModelTracer:
-    """Traces the training of `model`. Call `begin` for each step, and enter `forward` and `backward` for each
-    microbatch.
+    """Records how `model` trains: its outputs, random draws and gradients. Call `begin` for each step, and enter
+    `forward` and `backward` for each microbatch. The methods are collective if the model is divided over ranks.
 
     trace: the trace of the whole run.
-    step: the trace of the step that began last.
-    reference: the random draws of the run on one device, which this run repeats. None on one device.
-
-    The methods are collective if the model is divided over ranks.
+    step: the trace of the newest step.
+    reference: the random draws of the run on one device, which this run repeats. None if this is the run on one device.
     """
 
     def __init__(
@@ -113,8 +111,8 @@ class ModelTracer:
         rows: which rows of the microbatch this rank has.
         batch: this rank's part of the microbatch.
         reading: where the batch comes from.
-        alike: whether all ranks of an ordinary run (without a check) draw the same random numbers outside of modules.
-        number: the number of the microbatch, if a pipeline schedule chooses the order.
+        alike: whether `mw.split` made the batch. If True, draws outside of modules are recorded in `trace.drawn_alike`.
+        number: the number of the microbatch in the step, if a pipeline schedule chooses the order.
         """
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows
@@ -142,7 +140,8 @@ class ModelTracer:
             self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
 
     def _go_on(self, calls: dict[str, int]) -> None:
-        """Continue from the call counts of modules that an earlier pipeline stage has sent."""
+        """Take over the number of calls of each module from the previous pipeline stage, so that this stage counts
+        on."""
         self._calls = dict(calls)
 
     def discard(self) -> None:
@@ -154,7 +153,8 @@ class ModelTracer:
         self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
     def _noting(self, layout: DrawLayout) -> DrawLayout:
-        """Wrap `layout` so that random draws outside of modules are recorded if they are for this rank's rows."""
+        """Wrap `layout` so that it records in `trace.drawn_alike` the draws outside of modules, if each rank draws only
+        for its own rows. In a run without a check, all ranks draw equal numbers there."""
 
         def noted(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
             found = layout(call, operator, shape)
@@ -190,8 +190,8 @@ class ModelTracer:
         self._norms_left = local_norms(self._model)
 
     def forget_gradients(self) -> None:
-        """Forget the gradients of this step, because the next backward pass computes them again, as in the closure of
-        an optimizer."""
+        """Forget the gradients of this step. This is called before they are computed again, e.g. when an optimizer
+        calls its closure a second time."""
         self._norms_left = None
         self.step.own_gradients.clear()
 
@@ -294,15 +294,15 @@ class ModelTracer:
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Record the gradient of this rank's own loss with respect to a module's output."""
+        """Record the gradient that reaches a module's output in the backward pass of this rank's own loss."""
         gradient = gradients[number]
         if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
             with without_interception():
                 output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
     def _drawn(self) -> int:
-        """Return the number of random draws in this microbatch so far, plus the number of operators with draws that
-        cannot be keyed."""
+        """Return how many random draws of this microbatch were recorded so far. `_close_call` compares this number
+        before and after a module's call. Draws in `draws.unkeyed` are counted once for each kind."""
         return len(self.draws.log) + len(self.draws.unkeyed)
 
     def _close_call(self, name: str) -> None:
@@ -327,13 +327,14 @@ def _box(there: Tensor) -> list[tuple[int, int]]:
 
 
 def _position(state: Any) -> tuple[bytes, int]:
-    """Return the position in NumPy's random stream: the key of the generator, and how much of it is used."""
+    """Return two values that change when NumPy's global generator draws: its key, and its position in the key."""
     _, key, used, *_ = state
     return key.tobytes(), used
 
 
 class LooksOn:
-    """A module hook that only observes. A copied or pickled hook does nothing."""
+    """A module hook that only calls a function. A copied hook does nothing, so that copies of a model are not
+    traced."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
         self._looks = looks

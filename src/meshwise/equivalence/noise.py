@@ -39,9 +39,14 @@ def note_noise(noise: Named, mine: Named, others: Named) -> None:
 
 
 def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
-    """Return one dict for each step. It maps a parameter to (mask, values): the mask marks the elements whose gradient
-    was only rounding noise in this step or an earlier one, and the values are those of the plan after the step. Return
-    an empty list if no element is marked."""
+    """Find the elements of parameters whose gradients are only rounding noise. Return a dict for each step: name of a
+    parameter -> (mask, values). Return an empty list if no element is noisy in any step.
+
+    The mask is True for elements whose gradient was rounding noise in this step or an earlier step. The values are the
+    parameter after the step, in the run under the plan.
+
+    reference, actual: the traces of the run on one device and of the run under the plan.
+    """
     noise: dict[str, Tensor] = {}
     found = list[Noise]()
     for mine, other in zip(reference.steps, actual.steps, strict=False):

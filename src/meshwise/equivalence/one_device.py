@@ -67,10 +67,9 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
 
 
 def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
-    """Raise UsageError if the host has too little memory for a check of a model of this size. Both sides keep
-    gradients, parameters and optimizer state of every step in float64. Tensors that are being sent between processes
-    need memory twice.
-    """
+    """Raise UsageError if the host has too little free memory to check a model of this size. The check keeps the
+    gradients, parameters and optimizer state of every step in float64, for one device and for the plan. A third copy is
+    counted for tensors that are being sent between processes."""
     size = 8 * sum(p.numel() for p in model.parameters())
     a_step = 2 + STATE + (job.clip_norm is not None)
     needed, free = 3 * size * (1 + spec.steps * a_step), free_bytes(torch.device("cpu"))
@@ -78,8 +77,8 @@ def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
         fits = int((free / (3 * size) - 1) / a_step)
         instead = f"Use --steps {fits}, or" if fits >= 1 else "Use"
         raise UsageError(
-            f"check keeps the results of {spec.steps} steps on both sides in float64, which takes about "
-            f"{bytes_text(needed)} for this model of {bytes_text(size)}, but only {bytes_text(free)} are free. "
+            f"check keeps the results of {spec.steps} steps in float64, on one device and under the plan. This takes "
+            f"about {bytes_text(needed)} for this model of {bytes_text(size)}, but only {bytes_text(free)} are free. "
             f"{instead} a model with fewer or narrower layers."
         )
 
@@ -139,9 +138,14 @@ def _batches(run: _Reference, data: Data, slices: list[BatchSlice], epoch: int) 
 
 
 def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> tuple[Tensor, Tensor]:
-    """Convert the result of a loss or metric to a mean and the weight of that mean.
+    """Return (mean, weight) from the result of a job's loss or metric function. The weight is the number of samples if
+    the result has no weight of its own.
 
-    summed: see `split_weight`.
+    part: the samples of the batch.
+    where: the name of the job or metric, for error messages.
+    summed: None if the result is a mean. Otherwise the result is a sum over samples, and `mean` is (sum / number of
+        samples) * summed. Use 1 to get the mean. Use the size of the global batch to get values whose average over the
+        ranks is the sum over the batch.
     """
     mean, weight = split_weight(result, part, where, summed=summed)
     return mean, as_weight(part.samples if weight is None else weight, mean)

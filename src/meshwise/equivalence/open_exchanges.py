@@ -20,14 +20,15 @@ from meshwise.spec.user_code import user_place
 from meshwise.spec.words import some
 
 UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
-"""Operators whose result may hold NaN without a computation on NaN, such as a copy or uninitialized memory."""
+"""Operators that compute nothing, but copy, fill or allocate memory. NaN in their result is ignored."""
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
-    """Append to `found` a sentence on the first operator inside the with block that returns NaN while an exchange is in
-    flight.
+    """Look inside the with block for operators that read a buffer before a collective or a transfer has written it. The
+    check fills the buffer with NaN until the collective or transfer has ended. So an operator that returns NaN before
+    this end has read too early. A sentence about the first such operator is appended to `found`.
 
-    perturbed: whether exchange buffers hold NaN until the exchange ends. If False, nothing is recorded.
+    perturbed: whether the check fills buffers with NaN. If False, nothing is watched.
     """
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -39,12 +39,12 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class Layout:
-    """How the slices of one device's output along a dimension are distributed over the ranks.
+    """One way in which several ranks may divide a module output along a dimension, such as positions or features.
 
-    whole: the number of all slices.
-    parts: the number of slices on each rank.
-    order: how slices are assigned to ranks, one of `ORDERS`.
-    is_last: whether the dimension is the last one, which holds features.
+    whole: the size of the dimension on one device.
+    parts: the size of the dimension on each rank.
+    order: which indices each rank gets, one of `ORDERS`.
+    is_last: whether this is the last dimension, which holds features.
     """
 
     whole: int
@@ -58,7 +58,8 @@ ORDERS = ("one after the other", "in turn", "from both ends")
 
 
 def _order(layout: Layout) -> Tensor:
-    """Return the indices of one device's slices in the order in which the ranks hold them."""
+    """Return indices that sort the slices of the whole output by rank. Example: 4 slices dealt "in turn" to 2 ranks
+    give (0, 2, 1, 3), because rank 0 has slices 0 and 2."""
     every, ranks = torch.arange(layout.whole), len(layout.parts)
     if layout.order == "in turn":
         return torch.cat([every[rank::ranks] for rank in range(ranks)])
@@ -69,15 +70,26 @@ def _order(layout: Layout) -> Tensor:
 
 
 def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
-    """Yield each layout by which the ranks may hold slices of one device's output, with the relative and absolute
-    difference that remains if the outputs are compared in this layout."""
+    """Yield (layout, difference) for each layout in which the ranks may divide a module output. To get the difference,
+    the ranks' slices are joined as the layout says, and compared with one device. It is a pair (relative, absolute).
+
+    one: the output on one device.
+    ranks: the output on each rank.
+    """
     for layout, mine, theirs in divided_rows(one, ranks):
         yield layout, rows_difference(mine, theirs)
 
 
 def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, Tensor, Tensor]]:
-    """Yield (layout, slices of one device, slices of the ranks) for each layout in which the ranks may hold slices of
-    one device's output. Slices are given by their random projections, and both are in the order of the ranks."""
+    """Yield (layout, mine, theirs) for each layout in which the ranks may divide a module output. The caller compares
+    `mine` and `theirs` row by row. They agree if the ranks use this layout.
+
+    Each row is a short random projection of one slice of the output (see sketches.py). `theirs` has the slices on the
+    ranks, rank by rank. `mine` has the slices on one device, in the same order.
+
+    one: the output on one device.
+    ranks: the output on each rank.
+    """
     if len(ranks) < 2:
         return
     last = len(one.shape) - 1
@@ -103,12 +115,14 @@ def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
 
 
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return True if the output may have one row for each sample. Callers then try no other layout."""
+    """Return True if the shapes of a module output allow that it has one row for each sample. A caller then takes the
+    output as divided by samples, and does not look for another layout."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 
 def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the ranks have the same rows as one device in any order, such as tokens sorted by expert."""
+    """Return whether the ranks together have the same rows as one device, in any order. Example of another order:
+    tokens sorted by expert."""
     parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]
     if "unordered" not in one.sketches or len(parts) < len(ranks):
         return False
@@ -120,8 +134,10 @@ def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
 
 
 def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) -> bool:
-    """Return whether the shapes allow each rank to have a part of one device's output along `dim`.
+    """Return whether the shapes allow that the ranks divide a module output by samples along `dim`. Each rank must have
+    the rows of its own samples. All other dimensions must have the same size as on one device.
 
+    one: the output on one device.
     padded: whether dimension 1 (the sequence) may be shorter on a rank than on one device.
     """
     return all(
@@ -137,8 +153,14 @@ def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) 
 
 
 def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Compare each rank's samples with the same samples on one device. Only positions up to the padded length of the
-    rank are compared. Return an empty list if the numbers of samples differ."""
+    """Compare a module output on one device and on the ranks, position by position, e.g. token by token. Return
+    (relative difference, absolute difference) for each rank that has samples. Return an empty list if the ranks and one
+    device have different numbers of samples.
+
+    mine: the output on one device, as random projections of shape (samples, positions, numbers).
+    ranks: the output on each rank, in the same form. If a rank has fewer positions than one device, only its positions
+        are compared.
+    """
     if sum(map(len, ranks)) != len(mine):
         return []
     parts = mine.split([len(part) for part in ranks])
@@ -150,8 +172,8 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
 
 
 def rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the largest relative and the largest absolute difference between the rows of two matrices of random
-    projections. Two NaN count as equal."""
+    """Return the largest relative and the largest absolute difference between the rows of two matrices. Two NaN count
+    as equal. Each row is a random projection of a slice of a module output (see sketches.py)."""
     lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
     scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))
     return ratio(difference, scale), float(difference.max()) if len(difference) else 0.0

@@ -25,10 +25,10 @@ from meshwise.compat.dispatch import intercept_operators, named_arguments, opera
 from meshwise.spec.user_code import user_place
 
 Dims = tuple[tuple[int, float], ...]
-"""(dimension, factor) for each dimension of a tensor with a size of `factor` times the number of rows."""
+"""Pairs (dimension, factor): this dimension of a tensor is `factor` times as long as the batch has samples."""
 Pairs = dict[tuple[str, str | None, int, Dims, int], str]
-"""Maps (operator, module that runs or None outside of the model, number of the call there, dimensions of the result,
-number of rows) to the source line of the call."""
+"""Maps a call to its source line. The key is (operator, module or None outside of the model, number of the call,
+dimensions of the result, number of samples in the batch)."""
 
 
 STATISTIC = -1  # in the place of a dim
@@ -42,11 +42,11 @@ _TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 
 @dataclass(frozen=True)
 class Together:
-    """An operator that combines several samples of a batch.
+    """An operator that combines several samples of a batch, such as a mean over the batch.
 
     operator: the name of the operator.
     module: the module that calls it. None outside of the model.
-    text: a sentence with the source line.
+    text: a sentence for messages, which says what the operator does and at which source line.
     """
 
     operator: str
@@ -60,8 +60,10 @@ class Together:
 
 
 def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
-    """Record in `found` the operators inside the with block that combine samples. Their result has two dimensions that
-    are multiples of `rows`, or is a statistic over samples.
+    """Record in `found` the operators inside the with block that may combine samples.
+
+    There are two kinds. The result of an operator may have two dimensions that are multiples of `rows`, e.g. a matrix
+    of similarities. Or the operator works along the samples, e.g. a mean, a sort or an index.
 
     rows: the number of samples in the batch.
     module: a function that returns the module that runs now, or None outside of the model.
@@ -91,8 +93,11 @@ def noting_pairs(rows: int, found: Pairs, module: Callable[[], str | None]) -> A
 
 
 def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str, Any], rows: int) -> int:
-    """Return how many rows an operator combines, if this number is a multiple of `rows`. Return 0 if the operator
-    combines no rows, or only sums all rows to a single number."""
+    """Return how many rows an operator combines, e.g. 8 for a variance over 8 rows. Return 0 if the operator does not
+    combine rows, or if it computes a total over all rows, such as the sum at the end of a loss.
+
+    rows: the number of samples. If the number of combined rows is no multiple of `rows`, the result is 0.
+    """
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return 0
     size = len(tensor)
@@ -115,8 +120,11 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 
 def taken_together(one: Pairs, rank: Pairs) -> list[Together]:
-    """Return the operators that combine samples both on one device and on a rank, but a different number of them. They
-    are in the order in which one device calls them."""
+    """Return the operator calls that combine a different number of samples on a rank than on one device. They have the
+    order of the calls on one device.
+
+    one, rank: what `noting_pairs` recorded on one device and on a rank.
+    """
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)

@@ -21,12 +21,13 @@ class Passes:
     def __init__(
         self, what: Sequence[str], steps: int, notify: Callable[[str], None], progress: Callable[[str], None]
     ) -> None:
-        """what: what each pass runs, in words, in the order in which the passes begin."""
+        """what: a description of each pass, in the order in which the passes begin."""
         self._what, self._steps, self._notify, self._progress = what, steps, notify, progress
         self._begun = 0
 
     def begin(self) -> Callable[[int, Message], None]:
-        """Begin the next pass. Return a function that handles the messages of the workers that run it."""
+        """Report that the next run of the checked program begins. Return a function (rank, message) that must be called
+        with the messages of its workers."""
         now = self._next()
 
         def received(rank: int, message: Message) -> None:
@@ -48,12 +49,14 @@ class Passes:
 
 
 def say_next_pass() -> None:
-    """Send, from a worker, the message that the next pass of the check begins. Only rank 0 sends it."""
+    """Tell the launching process that the next run of the checked program begins. Call this in every worker. Only rank
+    0 sends the message."""
     _send("pass")
 
 
 def say_step(step: int) -> None:
-    """Send, from a worker, how many steps of the running pass are done. Only rank 0 sends it."""
+    """Tell the launching process how many optimizer steps the current run of the checked program has made. Call this in
+    every worker. Only rank 0 sends the message."""
     _send("checked", step=step)
 
 

@@ -26,17 +26,19 @@ from meshwise.equivalence.trace import Output, StepTrace
 
 Ways = list[tuple[Layout, tuple[float, float]]]
 Groups = Sequence[Sequence[Output]]
-"""The outputs of all ranks for one call. Each inner list holds the outputs of ranks that work on the same samples."""
+"""The output of one module call on all ranks. Each inner list holds the outputs of ranks that have the same samples."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How the differing outputs of ranks with the same samples relate to the output of one device.
+    """Possible explanations why ranks with the same samples have different outputs of one module call. Each field
+    compares these outputs with the output on one device.
 
-    whole: the relative and absolute difference if each rank has the whole output of its samples. None if that is
-        impossible.
-    ways: the layouts in which the outputs may be slices, each with the difference that remains in this layout.
-    summed: whether the outputs add up to the output of one device.
+    whole: the (relative, absolute) difference, if each rank has the whole output for its samples. None if the shapes
+        exclude this.
+    ways: pairs (layout, difference) for each layout in which each rank may have a slice of the output. The difference
+        is (relative, absolute).
+    summed: whether the ranks' outputs add up to the output on one device.
     """
 
     whole: tuple[float, float] | None
@@ -45,8 +47,8 @@ class Parts:
 
 
 def peers_in(step: StepTrace) -> dict[Any, Groups]:
-    """Return the outputs of ranks that share samples, by the key of the call. Return an empty dict if no ranks share
-    samples."""
+    """Return the module outputs of ranks that have the same samples. The key is (microbatch, module, number of the
+    output). Return an empty dict if each rank has its own samples."""
     sides = [[{output.key: output for output in rank} for rank in ranks] for ranks in step.peers]
     first = sides[0][0] if sides else {}
     return {
@@ -57,8 +59,12 @@ def peers_in(step: StepTrace) -> dict[Any, Groups]:
 
 
 def parts_of(one: Output, groups: Groups) -> Parts | None:
-    """Describe how the outputs of ranks with the same samples relate to the output of one device. Return None if the
-    outputs of these ranks are equal."""
+    """Look for explanations why ranks with the same samples have different outputs of a module call. Return None if the
+    outputs of these ranks are equal.
+
+    one: the output on one device.
+    groups: the outputs of all ranks, where ranks with the same samples form a group.
+    """
     if all(_alike(ranks[0], other) for ranks in groups for other in ranks[1:]):
         return None
     firsts = [ranks[0] for ranks in groups]

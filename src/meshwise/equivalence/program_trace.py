@@ -11,10 +11,10 @@ from meshwise.spec.plan import Plan
 
 @dataclass
 class ProgramTrace:
-    """The trace of a program that ran under a check.
+    """The recorded run of a program in a check.
 
     plan: the plan of the program's models. None if no model was given to `mw.distribute`.
-    trace: the trace. None if the program read no batches.
+    trace: all that was recorded in the steps of the run. None if the program read no batches.
     backwards: how many backward passes ran.
     """
 
@@ -24,7 +24,8 @@ class ProgramTrace:
 
 
 def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
-    """Return the trace to compare. Raise UsageError, with advice on what to write, if the script made no steps."""
+    """Return the trace in `found`. Raise UsageError if the script made no steps, so that a check has nothing to
+    compare. The message says what to write in the script."""
     if found.plan is None:
         raise UsageError(
             f"{script}: mw.distribute was given no model, so there is nothing to check. Write "

@@ -45,13 +45,14 @@ RESUMED = 2  # times: the state that a resumed run saves may lack something
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
-    """Run `script` in this process, as `python script.py` would, for the steps of `spec`. Rank 0 returns the trace of
-    all ranks, and the other ranks return None. Collective.
+    """Run `script` in this process as `python script.py` would, until it has made the steps that `spec` asks for.
+    Return the trace of all ranks on rank 0, and None on the other ranks. Collective.
 
-    The script runs unchanged and from the same seeds, in float64 if `spec` says so. Its loops are cut short (see
-    short_loops.py), and it ends on all ranks together.
+    The script itself is not changed. Its random generators are seeded by `seed`, and it computes in float64 if `spec`
+    says so. Its loops are cut short (see short_loops.py), and it ends on all ranks together.
 
-    draws: the random draws to repeat. None on one device.
+    draws: the random draws that the run on one device has recorded, so that this run can repeat them. None if this is
+        the run on one device.
     """
     engine = default_engine()
     watcher = EngineWatcher(engine, spec, seed, draws)
@@ -92,11 +93,12 @@ def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
-    """Look for races inside the with block if `spec.perturb` is set. Yields the list of this rank's races, complete
-    after the block.
+    """Look for races inside the with block if `spec.perturb` is True. Yield a list. When the block ends, a sentence for
+    each race on this rank is added to the list.
 
-    CUDA streams are watched in every pass. Collectives are delayed only in float64, and only if there are several
-    ranks.
+    Every run looks for races between CUDA streams. A float64 run on several ranks also looks for races in collectives,
+    by delaying the collectives at random. A run in lower precision has no delays, because delays can hide races between
+    streams.
     """
     found: list[str] = []
     if not spec.perturb:
@@ -113,7 +115,8 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
 
 
 def _tell(races: list[str], found: ProgramTrace) -> None:
-    """Gather the races of all ranks, and store them in the trace. Collective."""
+    """Gather the races that all ranks have found, and store them in the trace. A race is a value that is used before a
+    collective or a stream has finished with it. Collective."""
     if found.trace is not None:
         found.trace.races = sorted({race for own in gather_objects(races, everyone()) for race in own})
 
@@ -137,7 +140,7 @@ class _Run:
     state: RunState
 
     def begin(self) -> None:
-        """Attach the watcher, and begin to train."""
+        """Prepare the engine and the model for training. The watcher that records the run is attached to the engine."""
         self.engine.watch(self.watcher)
         if self.state.scheduler is not None:
             self.engine.given.add_scheduler(self.state.scheduler)
@@ -145,11 +148,12 @@ class _Run:
 
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it. Rank 0 returns the trace of all ranks, and the other ranks
-    return None. Collective.
+    """Train `job` under the plan of `spec`, and evaluate it. Return the trace of all ranks on rank 0, and None on the
+    other ranks. Collective.
 
-    Before the last step, the run is saved and resumed twice, as with `--resume`, and then evaluated. A check of two
-    steps does not resume, because a resume could hide an error in the state that a step leaves in memory.
+    In a check of three or more steps, the run is saved and resumed twice before the last step, as with `--resume`. A
+    check of two steps does not resume: a resume replaces the state in memory, and would hide an error in it. The run is
+    evaluated before the last step and at the end.
     """
     engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)

@@ -21,7 +21,7 @@ from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 
 ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
-"""The kinds of values for which a proof reports the rounding error."""
+"""The kinds of values for which a `Proof` lists rounding errors."""
 
 
 class Verdict(Enum):
@@ -35,10 +35,12 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Rounding:
-    """The rounding errors of one kind of value when both sides run in the plan's precision.
+    """The rounding errors of one kind of value, e.g. of the gradients, if they are computed in the plan's precision. An
+    error is the largest relative difference from the run on one device in float64.
 
     kind: one of `compare.KINDS`.
-    one_device, plan: the largest relative difference of each side from the run on one device in float64.
+    one_device: the error of one device in the plan's precision.
+    plan: the error of the plan in its own precision.
     """
 
     kind: str
@@ -52,18 +54,18 @@ class Proof:
 
     job: the name of the job or the script.
     plan: the plan that was checked.
-    devices: the devices that it ran on (`4xcpu`).
+    devices: the devices that it ran on, e.g. "4xcpu".
     batches: the number of samples in each step.
     comparison: all comparisons. `comparison.first` is the first difference in the order of events, None if nothing
         differs.
     module: the module of the first difference. Empty if it is unknown.
-    cause: the likely cause of the first difference.
-    rounding: how each side rounds in the plan's own precision. Empty if it was not asked for.
+    cause: the likely cause of the first difference. None if nothing differs.
+    rounding: the rounding errors in the plan's own precision, on one device and under the plan. Empty if they were not
+        asked for.
     notes: remarks on the plan, and what was not checked.
     doubts: sentences on other things that differ, such as printed numbers, although all values compared in float64 are
         equal.
-    warnings: sentences on a plan that divides little of the work, and on mistakes that the script also makes on one
-        device.
+    warnings: sentences on a plan that divides little of the work, and on likely mistakes that also affect one device.
     """
 
     job: str
@@ -85,7 +87,7 @@ class Proof:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs by more than 1e-9 of its size."""
+        """Whether all values of the plan equal the values of one device, up to a relative difference of 1e-9."""
         return self.comparison.equal
 
 
@@ -98,11 +100,15 @@ def prove(
     rounded: Sequence[Trace] = (),
     again: Callable[[CheckSpec], Trace] | None = None,
 ) -> Proof:
-    """Compare the run under a plan with the run on one device, and return the result as a proof.
+    """Compare a run under a plan with a run on one device, and return the result.
 
-    reference, actual: the traces of one device and of the plan.
-    rounded: the traces of both sides in the plan's own precision, if asked for.
-    again: runs one device once more. It is called if a difference may follow from rounding noise (see noise.py).
+    job: the name of the job or the script, for messages.
+    reference: the trace of the run on one device.
+    actual: the trace of the run under the plan.
+    rounded: the traces of one device and of the plan in the plan's own precision. Empty if these runs were not asked
+        for.
+    again: a function that runs one device a second time. It is called if a difference may come from gradients that are
+        only rounding noise. The second run takes over the noisy parameter elements from the plan (see noise.py).
     """
     comparison = compare(reference, actual)
     first = comparison.first
@@ -143,8 +149,9 @@ def prove(
 def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
     """Yield the rounding errors of each kind of value.
 
-    rounded: two comparisons with the float64 run on one device. The first is for one device in the plan's precision,
-        the second for the plan. Empty if these runs were not made.
+    rounded: two comparisons. The first compares one device in the plan's precision with one device in float64. The
+        second compares the plan in its own precision with one device in float64. Empty if the check made no runs in the
+        plan's precision.
     """
     if not rounded:
         return

@@ -27,12 +27,13 @@ ROUNDING = 100 * LIMIT  # of what is wanted: a start that differs by 1e-13 is ma
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights with which the gradients of ranks and microbatches add up to the gradient of one device and to the
-    gradient of the plan.
+    """The weights with which the ranks' own gradients add up to the gradient of the loss. A rank has one gradient of
+    its own for each microbatch.
 
-    columns: the rank and microbatch of each weight.
-    one, plan: the weights for each side. None if no weights fit.
-    unique: whether these are the only weights that fit.
+    columns: (rank, microbatch) for each weight.
+    one: the weights that give the gradient on one device. None if no weights do.
+    plan: the weights that give the gradient under the plan. None if no weights do.
+    unique: whether no other weights give these gradients.
     """
 
     columns: list[tuple[int, int]]
@@ -42,15 +43,19 @@ class RankWeights:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have weights, each once."""
+        """The ranks that have a weight, in ascending order."""
         return sorted({rank for rank, _ in self.columns})
 
 
 def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | None = None) -> RankWeights | None:
-    """Return the weights with which the ranks' own gradients add up to the gradients of each side in a step. Return
-    None if the ranks' own gradients, from before the all-reduce, were not recorded for all parameters.
+    """Find weights with which the ranks' own gradients add up to the gradient of one device. Also find weights with
+    which they add up to the gradient of the plan. A rank's own gradient is its gradient before the all-reduce. Return
+    None if own gradients are missing, or if their shapes differ from the gradients of the step.
 
-    names: the parameters to use. By default, all parameters with a gradient above rounding noise.
+    reference: the step on one device.
+    actual: the step under the plan.
+    names: the parameters to use. Parameters without own gradients are skipped. By default, all parameters with a
+        gradient above rounding noise are used, and all of them must have own gradients.
     """
     own = {column: g for column, g in sorted(actual.own_gradients.items()) if g}
     most = NOISE * largest(reference.gradients.values())

@@ -28,17 +28,19 @@ MEASURED = {
 }
 """Words that mark the number after them as a time, an amount of memory, or a figure of the devices."""
 ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(count)."
-"""The likely reason why a line prints another number than on one device although all compared values are equal."""
+"""The advice to the user if only printed numbers differ from one device, and all compared values are equal."""
 
 
 def shown_otherwise(one: Shown, many: Shown, devices: str, again: Shown = ()) -> tuple[list[str], list[str]]:
-    """Return sentences on source lines that print other numbers on `devices` than on one device.
+    """Find the source lines of a script that print different numbers on `devices` than on one device. Return two lists
+    of sentences: one about lines that should not differ, and one about lines that may differ.
 
-    The first list is about lines that should not differ. The second list is about lines that may differ: times, amounts
-    of memory, figures of the devices, and numbers that also differ greatly between two runs on one device.
+    A line may differ if it prints times, amounts of memory or numbers of devices. It may also differ if its numbers
+    differ greatly between two runs on one device.
 
-    one, many: what the script printed on one device and on `devices`.
-    again: what one device printed in another precision.
+    one: what the script printed on one device.
+    many: what the script printed on `devices`.
+    again: what the script printed in a second run on one device, which may use another precision.
     """
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
@@ -74,10 +76,10 @@ def _apart(text: str, other: str) -> list[int]:
 
 
 def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Decimal]]:
-    """Return the pairs of numbers that differ although they are at the same position of the two texts. Times, memory
-    and figures of the devices are left out.
+    """Return the pairs of numbers that differ between two printed texts, each at the same position in both. Times,
+    amounts of memory and numbers of devices are left out.
 
-    again: the text of the same run once more. Numbers that differ there are left out too.
+    again: the same output as `text`, but from a second run. A number that differs between the two runs is left out too.
     """
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     measured = _apart(text, again)
@@ -103,7 +105,12 @@ def _is_measured(text: str, number: int) -> bool:
 
 
 def _is_of_the_moment(text: str, again: str, number: int) -> bool:
-    """Return whether a number differs greatly when one device runs again. It then depends on the moment of the run."""
+    """Return whether a printed number changes greatly from one run on one device to the next. Such a number is measured
+    or random, and not computed from the data.
+
+    text, again: the printed line in the first and in the second run.
+    number: the index of the number among the numbers of the line.
+    """
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(again)
     if len(numbers) != len(others):
         return False

@@ -29,7 +29,9 @@ def sketch(value: Tensor) -> Tensor:
 
 
 def pieces(value: Tensor) -> Tensor:
-    """Return a tensor as a short vector: all values of a small tensor, or sketches of 16 pieces of a large one."""
+    """Return a tensor as a short vector. It holds all values if there are at most 128. Otherwise the tensor is cut into
+    16 runs of equal length, and the vector holds their sketches. A sketch is a projection on a few fixed random
+    directions."""
     flat = as_real(value).reshape(-1).to(torch.float64)
     if flat.numel() <= PIECES * DIRECTIONS:
         return flat.cpu()
@@ -37,16 +39,20 @@ def pieces(value: Tensor) -> Tensor:
 
 
 def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
-    """Return sketches (random projections) of a tensor in each layout that it may have, by the name of the layout.
-
-    - `0`, `1`: one row for each sample, if that dimension is the batch
-    - `each`: one row for each position of each sample
-    - `along D`: one row for each slice along dimension D
-    - `whole`: one row for the whole tensor
-    - `unordered`: a sum over all rows. The sums of the ranks add up to the sum of one device, whatever the order of
-        rows
+    """Return sketches of a tensor for each way in which several ranks may divide it. A sketch is a projection of a row
+    on a few fixed random directions.
 
     rows: the number of samples of this rank.
+
+    The keys of the result say what a row is:
+
+    - `0`: one sample, if the size of dimension 0 is a multiple of `rows`
+    - `1`: one sample, if the size of dimension 1 is a multiple of `rows`
+    - `each`: one position of one sample, e.g. a token
+    - `along D`: one index of dimension D
+    - `whole`: the whole tensor
+    - `unordered`: the whole matrix, as a sum over its rows in any order. The ranks' sums add up to the sum of one
+      device.
     """
     value = as_real(value)
     found = {"whole": sketch(value)}

@@ -22,23 +22,24 @@ Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
 """Maps (kind of a value, name of the value) to how much ranks differ in it, relative to its size."""
 Noise = Mapping[str, tuple[Tensor, Tensor]]
-"""Maps a parameter to (mask, values): the mask marks elements with only rounding noise as gradient (noise.py)."""
+"""Parameter -> (mask of the elements whose gradient is rounding noise, the parameter under the plan). See noise.py."""
 Draws = Mapping[int, Sequence[Draw]]
 """Maps the number of a forward pass, from 0, to the random draws in it."""
 
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """The settings of a check.
+    """The settings of a check, which runs a program on one device and under a plan.
 
     plan: the plan to compare with one device. If a script chooses its own plan, this is a data-parallel plan with one
         replica for each device.
-    steps: how many optimizer steps both sides make.
-    in_float64: whether both sides compute everything in float64. Otherwise they use the plan's own precision, to see
-        its rounding.
-    perturb: whether to delay the plan's ranks at random, and to keep exchanged values NaN until awaited
-        (compat/perturbed.py).
-    noise: parameter elements that one device takes over from the plan.
+    steps: how many optimizer steps each run makes.
+    in_float64: whether the runs compute everything in float64. Otherwise they use the plan's own precision, to see its
+        rounding.
+    perturb: whether to look for races. The ranks are then delayed at random. A buffer that a collective writes holds
+        NaN until the program has waited for the collective (compat/perturbed.py).
+    noise: for each step, the parameter elements whose gradient is only rounding noise. After the step, the run on one
+        device overwrites them with the plan's values. Empty in a first run.
     """
 
     plan: Plan
@@ -53,7 +54,7 @@ class CheckSpec:
 
     @property
     def dtypes(self) -> Dtypes:
-        """The dtypes in which one device and the plan both store values and compute."""
+        """The dtypes that the check uses for storage and computation, on one device as well as under the plan."""
         return self.applied(self.plan).dtypes
 
     @property
@@ -66,12 +67,15 @@ class CheckSpec:
 class Output:
     """A module's output in one call on one rank, as random projections (see sketches.py).
 
+    microbatch: the number of the microbatch in the step, from 0.
+    module: the name of the module.
+    kind: the class of the module.
     number: the number of this output among all outputs of the module in this microbatch, from 0.
+    shape: the shape of the output.
     rows: how many samples the rank has.
-    sketches: the projections by layout. `0` and `1` have a row for each sample, if that dimension can hold the batch.
-        `each` has a row for each position of each sample, `whole` is one row.
-    gradient: projections of the gradient that reached the output in the first backward pass. Empty in later backward
-        passes.
+    sketches: the random projections, by the names that `sketches` lists, such as `0` or `whole`.
+    gradient: the random projections of the gradient with respect to the output. Recorded in the first backward pass of
+        a run, and empty in later backward passes.
     """
 
     microbatch: int
@@ -92,12 +96,13 @@ class Output:
 class Contents:
     """A rank's part of a microbatch, as the program got it.
 
+    microbatch: the number of the microbatch in the step, from 0.
     place: the user's source line that reads the batch.
-    source: the data set.
-    draws: the name of the data set's random generator.
-    collate: the user's function that makes a batch of samples.
-    fields: the tensors with one row for each sample, by their name in the batch. For each of them, the shape of a row
-        and random projections of the rows are kept.
+    source: the class of the data set, with the source line that reads a sample.
+    draws: the name of the data set's random generator. Empty if it has none.
+    collate: the name of the user's function that makes a batch of samples. Empty for the default function.
+    fields: name of a tensor in the batch -> (shape of a row, random projection of each row). Only tensors with one row
+        for each sample are included.
     """
 
     microbatch: int
@@ -110,30 +115,35 @@ class Contents:
 
 @dataclass
 class StepTrace:
-    """The trace of one optimizer step on one side of a check.
+    """What was recorded in one optimizer step, either on one device or under the plan.
 
-    samples: microbatch -> rank -> the indices of the samples that counted.
-    outputs, contents: the module outputs and the batches of all ranks that have samples, in rank order.
-    peers: for each set of ranks with the same samples, the outputs of each rank. Empty if no ranks share samples.
-    alike: the global ranks of rank 0 and of the ranks with the same samples as rank 0.
-    ready_order: parameters in the order in which their gradients became ready in the last backward pass.
-    clipped_gradients: the gradients that the optimizer got, if they are clipped.
+    samples: for each microbatch and each rank, the indices of the samples that the rank read, without padding.
+    outputs: the module outputs of all ranks that have samples, in rank order.
+    peers: the module outputs of every rank, where ranks with the same samples form a group. Empty if no ranks share
+        samples.
+    alike: the ranks that have the same samples as rank 0, including rank 0.
+    contents: the batches of all ranks that have samples, in rank order.
+    ready_order: the parameters, in the order in which the last backward pass completed their gradients.
+    clipped_gradients: the gradients that the optimizer got. Empty if a job does not clip gradients.
     learning_rates: the learning rate of each parameter group in this step.
     optimizer_state: `PARAMETER KEY` -> tensor, after the step.
     scheduler: the numbers in the scheduler's state after the step.
-    own_gradients: rank and microbatch -> the gradients of that rank's loss alone under the plan, before any exchange
-        (see `sketches.pieces`).
-    own_boxes: rank and parameter -> the range of nonzero elements of the gradient in each dimension.
-    modified_between_backwards: (rank, microbatch, norm before, norm after, whether all changed by one factor) for
-        gradients that were changed between two backward passes.
-    standing: microbatch -> the norm of the gradients that the next backward pass adds to.
+    own_gradients: (rank, microbatch) -> the gradients of this rank's own loss by parameter, before any collective.
+        Recorded only under the plan, as short vectors (see `sketches.pieces`).
+    own_boxes: (rank, parameter) -> the range of indices in each dimension where the rank's own gradient is not zero.
+        Shows which parameters a program divides by hand. Recorded only for programs that call collectives themselves.
+    modified_between_backwards: (rank, microbatch, norm before, norm after, whether all gradients changed by the same
+        factor). An entry says that the program changed gradients after the backward pass of this microbatch.
+    standing: microbatch -> the norm of all gradients, just before the backward pass of the next microbatch.
     rng_mismatch: whether a backward pass drew random numbers that its forward pass did not draw.
-    low_precision: the parameters that a lower precision represents exactly on some rank, each with this precision.
+    low_precision: parameter -> `float16` or `bfloat16`, if all values of the parameter on some rank fit into this dtype
+        without rounding.
     pairs: operators on rank 0 that may combine samples (see pairs.py).
-    numbers: the scalars that the loss of the first microbatch is computed from (see loss_numbers.py), for each rank
-        with samples.
-    evaluating: modules in evaluation mode in a forward pass of the step.
-    nan_while_open: sentences on values that became NaN while a collective was in flight, if collectives are perturbed.
+    numbers: for each rank with samples, the sums and means from which the program computes the loss of the first
+        microbatch (see loss_numbers.py).
+    evaluating: the modules that were in evaluation mode in a forward pass of the step.
+    nan_while_open: sentences on operators that returned NaN while a collective had not ended. Empty if the check does
+        not look for races.
     changed_behind: parameters and buffers that changed between the optimizer's step and the next batch.
     loaded: whether a model loaded a state dict between the optimizer's step and the next batch.
     """
@@ -169,29 +179,33 @@ class StepTrace:
 
 @dataclass
 class Trace:
-    """The trace of one side of a check.
+    """What was recorded in one run of a check, either on one device or under the plan.
 
-    modules: name -> class.
-    places: name of a module -> the source line of its forward, if the user wrote it.
+    modules: the name of each module -> its class.
     tied: groups of names that share one parameter.
-    draws: the random draws of all forward passes.
-    evaluated: the indices of the test samples that counted in the evaluation.
-    rank_divergence: how ranks differ before the first step and in the evaluation.
-    unkeyed: random operators that could not be keyed, so that ranks draw different numbers.
+    draws: the random draws of each forward pass.
+    evaluated: the indices of the test samples that were evaluated, without padding.
+    unkeyed: random operators that draw other numbers on each rank, because data/keyed.py cannot compute the numbers.
     drawn_alike: random draws that are different on each rank in this check, but equal on all ranks in an ordinary run.
     numpy_draws: whether a forward pass drew from NumPy's global generator.
+    counted_again: warnings about loops in which every rank reads the whole data, so that mw.sum counts the data several
+        times.
+    shown: (source line, text) for each text that the script printed or logged.
+    rank_divergence: how much ranks differ in values before the first step and in the evaluation.
     random_modules: modules that draw random numbers themselves.
     recomputed_modules: modules that run again in the backward pass.
     evaluation_draws: the number of random draws in the evaluation.
-    metric_sums: metric -> its sum over samples, and the sum of the weights.
-    single_sample_metrics: metric -> sample -> mean and weight of that sample alone, for samples at the ends of batches.
+    metric_sums: metric -> (weighted sum over the samples, sum of the weights).
+    single_sample_metrics: metric -> sample -> (mean, weight) for that sample alone. Only the first and last sample of
+        each batch are measured.
     padding_ranks: the first sample of an evaluated batch -> how many ranks had no sample of that batch.
-    races: faulty exchanges between ranks or streams, if they were perturbed.
-    shown: (source line, text) for each text that the script printed or logged.
-    exchanges, exchanges_backward: collectives that the program itself calls on rank 0 (see exchanges.py).
-    counted_again: sentences on loops that every rank reads as a whole, so that mw.sum counts them once per rank.
+    exchanges: the collectives that the program itself calls in forward passes on rank 0 (see exchanges.py).
+    exchanges_backward: the collectives that the program itself calls in backward passes on rank 0.
+    races: sentences on values that were used too early, before a collective or a stream was done with them. Empty if
+        the check does not look for races.
     resumed: the state after each resume of a job.
-    hints: sentences on mistakes that also affect the run on one device (see hints.py).
+    hints: warnings about likely mistakes that also affect the run on one device (see hints.py).
+    places: the name of a module -> the source line of its forward, if the user wrote it.
     """
 
     modules: dict[str, str]
@@ -225,8 +239,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Batches:
-    """The samples that each step of a check reads. The last step reads a ragged batch from the start of a new epoch.
-    All other steps read full batches."""
+    """The samples that each step of a job reads in a check. Iterate to get (epoch, sample indices) for each step. In a
+    check of several steps, the last step starts a new epoch with a small batch that the ranks cannot divide evenly. All
+    other batches have the job's size, unless they are cut short by the end of an epoch."""
 
     seed: int
     samples: int
@@ -234,10 +249,11 @@ class Batches:
     spec: CheckSpec
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
-        """Return (epoch, position, indices) for step `step`, counted from 0: the sample indices that the step reads,
-        and the epoch and the position in this epoch after the step.
+        """Return (epoch, position, indices) for a step. `indices` are the samples that the step reads. `epoch` and
+        `position` say where in the data the next step goes on.
 
-        epoch, index: the epoch and the position before the step.
+        step: the number of the step, from 0.
+        epoch, index: the epoch and the position in this epoch before the step.
         """
         last = 0 < step == self.spec.steps - 1
         if index >= self.samples or (last and index):

@@ -55,7 +55,7 @@ def upcast(active: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
     """Disable the fast path of `nn.TransformerEncoder` inside the with block, so that evaluation computes what training
-    computes. The fast path packs padded batches into nested tensors, and the sizes of these cannot be read."""
+    computes. The fast path packs padded batches into nested tensors, and the check cannot read their sizes."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -66,8 +66,8 @@ def plain_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_in_float64(active: bool = True) -> Iterator[None]:
-    """Convert every module that is called in the with block to float64. After the block, its parameters and buffers get
-    their old dtypes back. Used together with `upcast`.
+    """Convert each module to float64 when it is called inside the with block. When the block ends, the parameters and
+    buffers of these modules get their old dtypes back. Modules are converted only while `upcast` is active as well.
 
     active: if False, the context manager does nothing.
     """
@@ -109,8 +109,12 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Convert arguments in float32 or a lower precision to float64, if the operator only reads them and returns a new
-    tensor. If the operator writes to a float32 tensor, convert what it reads to float32 instead."""
+    """Prepare the arguments of an operator so that it computes in float64. Tensors of float32 or a lower precision are
+    converted. Arguments stay as they are if the operator returns a view.
+
+    If the operator writes to a tensor of low precision, the tensors that it reads are converted to that precision
+    instead.
+    """
     given = [*args, *kwargs.values()]
     tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
     if operator.namespace != "aten" or all(tensor.dtype not in WIDE for tensor in tensors):
@@ -143,7 +147,8 @@ def _narrow(operator: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers in float32, so that initial values and random data are the same as in the user's program."""
+    """Draw random numbers in float32, and convert them to float64. In float64, torch draws other numbers, so initial
+    values and random data would differ from the user's program."""
     name, first = operator_name(operator), args[0] if args else None
     if name.endswith("_") and isinstance(first, torch.Tensor) and first.dtype in (torch.float64, torch.complex128):
         return first.copy_(operator(first.to(_NARROW[first.dtype]), *args[1:], **kwargs))
@@ -158,14 +163,17 @@ def _random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Compute what `aten._grouped_mm` returns for these arguments, in any dtype. torch's own operator does not support
+    """Multiply matrices in groups as `aten._grouped_mm` does, in any dtype. torch's own operator does not support
     float64.
 
-    `offs` holds the end of each group. Rows after the last group are zero. Without `offs`, this is an ordinary batched
-    product.
+    There are three forms:
 
-    Shapes: (rows, k) x (groups, k, n) -> (rows, n) groups rows; (m, k) x (k, n) -> (groups, m, n) groups k; (groups, m,
-    k) x (k, columns) -> (m, columns) groups columns.
+    - (rows, k) x (groups, k, n) -> (rows, n): each group of rows is multiplied by its own right matrix.
+    - (m, k) x (k, n) -> (groups, m, n): k is cut into groups, and each group gives a product (m, n).
+    - (groups, m, k) x (k, columns) -> (m, columns): each group of columns is multiplied by its own left matrix.
+
+    offs: the index at which each group ends. Rows or columns after the last group are zero in the result. If None,
+        there are no groups, and the result is left @ right.
     """
     if offs is None:
         product = left @ right

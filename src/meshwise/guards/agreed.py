@@ -35,19 +35,21 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed_bits
 
 SIGNS = CARRIED - 1
-"""How many numbers, each 1 or -1, are sent along with the loss. A difference is missed with probability 2**-32."""
+"""The number of signs (1 or -1) in a checksum. Two different values have the same checksum once in 2**32 times."""
 _Held = tuple[list[Any], Settings, Seen | None]
 PLAIN = frozenset((int, float))
 STEPS_OF_A_JOB = 8
-"""The number of a job's first steps that compare the ranks' batches, which takes one more collective in each step."""
+"""The number of first steps in which a job compares the shapes of its ranks' batches. Each takes a collective."""
 
 
 class Agreed:
-    """Compares values that must be equal on all ranks, by a checksum that is sent along with each loss.
+    """Checks that values such as learning rates are equal on all ranks. Each rank computes a checksum of its values.
+    The checksums are averaged over the ranks together with the loss, so the check needs no collective of its own.
 
     settings: returns the values of this rank to compare, such as learning rates and sums of parameters.
     notify: prints a line for the user; an empty line prints nothing.
-    losses: the guard to which losses that are not finite are reported."""
+    losses: the guard that reports a loss that is not finite. None if such losses are not reported.
+    """
 
     def __init__(
         self,
@@ -69,7 +71,11 @@ class Agreed:
         self._on_its_way: tuple[Tensor, Any, _Held] | None = None
 
     def signs(self, like: Tensor) -> Tensor:
-        """Return a checksum of this rank's values as 32 numbers, each 1 or -1, to send along with `like`."""
+        """Return a checksum of this rank's values, as a tensor of 32 numbers that are 1 or -1. The caller sends it to
+        the other ranks together with the loss.
+
+        like: a tensor, usually the loss. The result is on its device, and has its dtype or float32 if that is wider.
+        """
         now = self.settings()
         if self.shapes.given:
             now += self.shapes.take()
@@ -92,13 +98,15 @@ class Agreed:
         return (every * 2 - 1).to(dtype)
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """Compare the ranks by the means over ranks of the numbers that `signs` returned. Raise UsageError on every
-        rank if the ranks differ. On an accelerator this is raised only at the next call, because reading the means at
-        once would have to wait for the device.
+        """Check whether the checksums of all ranks are equal. If they differ, find out which values differ. Different
+        buffers or batch shapes lead to a warning. Any other difference raises UsageError on every rank.
 
-        means: the mean loss (or the means of the weighted loss and its weight), followed by the means of the 32
-        numbers.
-        seen: facts about the backward of the loss."""
+        On an accelerator, a difference is reported at the next call, so that the program does not wait for the device.
+
+        means: the numbers that the ranks have sent, averaged over the ranks. First comes the loss, or the weighted loss
+            and its weight. Then come the 32 numbers of the checksum from `signs`.
+        seen: the backward that the loss belongs to. None if only a checksum was sent.
+        """
         if self.rehearses:
             return
         held = ([] if self.batches is None else self.batches.take()), self._now, seen
@@ -116,7 +124,8 @@ class Agreed:
         self._check_earlier(earlier)
 
     def finish(self) -> None:
-        """Check the means that came with the last loss, because no further loss follows."""
+        """Check the checksums that were sent with the last loss, at the end of the program. On an accelerator, a
+        checksum is normally checked when the next loss comes. On a CPU, nothing is left to check."""
         earlier, self._on_its_way = self._on_its_way, None
         self._check_earlier(earlier)
 
@@ -126,8 +135,12 @@ class Agreed:
             self._check(earlier[0].tolist(), earlier[2])
 
     def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
-        """Compare the batches of one of a job's first steps, in which no checksum is sent along with the loss.
-        Collective."""
+        """Check whether the ranks have equal settings and batches of equal shapes, in one of the first steps of a job.
+        A job sends no checksum together with its loss, so this takes a collective of its own. Collective.
+
+        parts: the batch of each microbatch, with this rank's slice of the global batch.
+        place: the name of the job, for messages.
+        """
         if self.world.size > 1:
             for number, (batch, part) in enumerate(parts):
                 self.shapes.note(number, batch, part, place)
@@ -144,7 +157,8 @@ class Agreed:
             self._explain(held)
 
     def _explain(self, held: _Held) -> None:
-        """Find out how the ranks differ, and print a notice or raise UsageError. Collective."""
+        """Find out which values differ between the ranks, after their checksums differed. Print a warning about buffers
+        or shapes of batches. Raise UsageError about other values. Collective."""
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))
         held_by = [settings for _, settings in ranks]
@@ -158,17 +172,23 @@ class Agreed:
 
 
 def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
-    """Return values that must be equal on all ranks: the settings of the optimizers in use and of the schedulers in
-    `fed` (weak references). At backward 2, 4, 8 and so on, sums of parameters and buffers are included."""
+    """Return this rank's values that must be equal on all ranks: the settings of the optimizers in use, and the best
+    metrics of schedulers. The sums of parameters and buffers are included at the 2nd, 4th, 8th ... backward of a
+    program. At other backwards, they would cost too much time.
+
+    fed: weak references to schedulers that get a metric, such as ReduceLROnPlateau.
+    """
     found, count = settings_of(program.in_use, fed), program.backwards - program.began
     return found if count < 2 or count & (count - 1) else found + sums_of(program)
 
 
 def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
-    """Return the settings of each parameter group of the optimizers, and the best metric of each scheduler in `fed`.
+    """Return the settings of each optimizer, by parameter group, and the best metric of each scheduler. A tensor on an
+    accelerator is replaced by None, because reading its value would have to wait for the device.
 
-    optimizers, fed: weak references.
-    A tensor on an accelerator counts as None, because reading its value would have to wait for the device."""
+    optimizers: weak references to optimizers.
+    fed: weak references to schedulers that get a metric, such as ReduceLROnPlateau.
+    """
     found: list[tuple[str, str, Any]] = []
     number = 0
     for ref in optimizers:

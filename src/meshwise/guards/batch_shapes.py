@@ -29,7 +29,7 @@ OTHER = (
 
 
 class BatchShapes:
-    """Compares, on behalf of `Agreed`, the shapes of the ranks' batches since the last backward."""
+    """Records the shapes of this rank's batches since the last backward. `Agreed` compares them between the ranks."""
 
     def __init__(self) -> None:
         self.given: dict[object, tuple[str, str, Any]] = {}
@@ -37,7 +37,8 @@ class BatchShapes:
         self._told = False
 
     def begins(self) -> None:
-        """Allow another warning, because a new program or a loop at another source line begins."""
+        """Allow another warning about different shapes. This is called when a new program begins. It is also called
+        when a loop begins for the 1st, 2nd, 4th, 8th ... time at its source line."""
         self._told = False
 
     def batch_given(self, loop: LoopRead, given: tuple[Any, BatchSlice]) -> None:
@@ -51,7 +52,7 @@ class BatchShapes:
             self.given[loader] = SHAPES, place, shapes_beside_samples(batch, len(part.indices))
 
     def take(self) -> Settings:
-        """Return the recorded shapes, to be sent along with this backward, and clear the record."""
+        """Return the shapes of the newest batches, and forget them. `Agreed` includes them in its next checksum."""
         given = tuple(self.given.values())
         self.given.clear()
         return given
@@ -70,11 +71,13 @@ class BatchShapes:
 
 
 def shapes_beside_samples(batch: Any, samples: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return the shape of each tensor of a batch without the dimension of samples, which is the first or second
-    dimension. Tensors of fewer than two dimensions are skipped.
+    """Return the shape of each tensor of a batch, without the dimension of the samples. This is the first dimension if
+    its size is `samples`, else the second. Example with 8 samples: (8, 3, 32) -> (3, 32). Tensors with fewer than two
+    dimensions are left out.
 
-    Return None if a tensor has no such dimension, as when rows are nodes of graphs or boxes in pictures. Also return
-    None for lists with one tensor per sample."""
+    Return None if neither of the first two dimensions of some tensor has this size. In a batch of graphs, for example,
+    each row may be a node. Also return None if the batch seems to be a list with one tensor for each sample.
+    """
     tensors: list[Tensor] = [tensor for tensor in tensors_in(batch) if tensor.dim() > 1]
     if any(samples not in tensor.shape[:2] for tensor in tensors):
         return None

@@ -33,8 +33,9 @@ DRAWS = (
 
 
 class BehindLoop:
-    """Checks whether a program calls a model with a loop's last batch after that loop has ended, and the model draws
-    random numbers."""
+    """Warns if a program calls a model on the last batch of a loop after the loop has ended, and the model draws random
+    numbers. Each rank then draws numbers for its own samples only. All later random numbers differ from the random
+    numbers on one device."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
@@ -43,12 +44,12 @@ class BehindLoop:
         self._before: Tensor | None = None
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """Stop checking, if this is the first batch of a new loop."""
+        """Stop watching calls of the models if this is the first batch of a new loop."""
         if loop.given == 0:
             self.ends()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Begin to check, because a loop has ended or the program has left it."""
+        """Begin to watch calls of the models, because a loop has ended or the program has left it."""
         batch = loop.batch
         if batch is None or self._engine.generator.nested or self._engine.stopped:
             return
@@ -87,7 +88,8 @@ def _told(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
+    """Add the guard `BehindLoop` to an engine that runs a script on several ranks. Do nothing for the engine of a job,
+    or on one device."""
     if engine.script and engine.world.size > 1:
         behind = BehindLoop(engine)
         engine.events.listen(behind, batches=1)

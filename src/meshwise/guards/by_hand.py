@@ -43,12 +43,14 @@ class HandUpdates:
         self._compared = self._compared_in_it = 0
 
     def begins(self) -> None:
-        """Allow as many comparisons as at first, because a new program or a loop at another source line begins."""
+        """Allow `MOST` more comparisons of the ranks' parameters. This is called when a new program begins. It is also
+        called for the first loop at a source line, and again for its 2nd, 4th, 8th ... repetition."""
         self._compared_in_it = 0
 
     def batch_given(self, loop: LoopRead, batch: object) -> None:
-        """Raise UsageError if the ranks' parameters have diverged. They are compared only if the last iteration has
-        written parameters, or run a backward, without `mw.backward`."""
+        """Compare the parameters of all ranks if the program may have updated them by hand. Raise UsageError if they
+        differ. An iteration is suspicious if it did not call `mw.backward`, but ran another backward or changed
+        parameters."""
         program = self._program
         if program.backwards != self._backwards:
             self._backwards, self._written = program.backwards, []
@@ -93,7 +95,8 @@ def _count(backwards: list[int], p: Tensor) -> None:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
+    """Add the guard `HandUpdates` to an engine that runs a script on several ranks. Do nothing for the engine of a job,
+    or on one device."""
     if engine.script and engine.world.size > 1:
         updates = HandUpdates(engine.program)
         engine.events.listen(updates, batches=BATCHES, anew=updates.begins)

@@ -13,7 +13,8 @@ from meshwise.spec.user_code import user_place
 
 
 class ChangelessSteps:
-    """Checks the optimizer steps of a program until its first `mw.backward`."""
+    """Warns if an optimizer step changes nothing. The reason is that the program did not call `mw.backward` before the
+    step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -31,6 +32,6 @@ class ChangelessSteps:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs a script. Do nothing for the engine of a job."""
+    """Add the guard `ChangelessSteps` to an engine that runs a script. Do nothing for the engine of a job."""
     if engine.script:
         engine.events.listen(ChangelessSteps(engine), backwards=1)

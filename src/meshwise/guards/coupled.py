@@ -42,7 +42,8 @@ class CoupledLosses:
         notice_hooks()
 
     def begins(self) -> None:
-        """Check the losses that come next, because a new program or a loop at another source line begins."""
+        """Start again to check the next few losses. This is called when a new program begins. It is also called when a
+        loop begins for the 1st, 2nd, 4th, 8th ... time at its source line."""
         self._looks, self._program.joined_at = 0, None
         self._found.clear()
         self.close()
@@ -71,7 +72,7 @@ class CoupledLosses:
         return COUPLED.format(place=where or user_place(), ranks=plan.devices)
 
     def close(self) -> bool:
-        """Stop watching for collectives. Return whether the program itself, not meshwise, has called a collective since
-        the last check."""
+        """Stop watching for collectives. Return whether the program itself has called a collective since the last call
+        of `look`. Collectives that meshwise called do not count."""
         foreign, self._foreign = self._foreign, None
         return foreign is not None and foreign.close()

@@ -18,12 +18,15 @@ class DrawsNote:
         self._engine = engine
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Print a notice if some draws of the forward differ from those of one device."""
+        """Print a notice if some random draws of the forward differ from the draws on one device.
+
+        mean: None if the backward raised an error. Nothing is printed then.
+        """
         if mean is not None and self._engine.draws is not None:
             self._engine.notify(self._engine.draws.note())
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs a script with exact random draws. Do nothing for other engines."""
+    """Add the guard `DrawsNote` to an engine that runs a script with `--exact-random`. Do nothing for other engines."""
     if engine.script and engine.draws is not None:
         engine.events.listen(DrawsNote(engine))

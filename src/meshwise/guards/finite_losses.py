@@ -50,8 +50,8 @@ class FiniteLosses:
         self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
 
     def models_added(self) -> None:
-        """Exclude from the check the parameters that are not finite already when their model is given to
-        `mw.distribute`."""
+        """Remember which parameters contain NaN or infinity when a model is given to `mw.distribute`. These parameters
+        are never reported."""
         if not rehearsing():
             self._never |= not_finite_names(self._program.numbered_models())
 
@@ -77,8 +77,11 @@ class FiniteLosses:
                 self.found(seen)
 
     def found(self, seen: Seen) -> None:
-        """Count a mean loss that is not finite. Report the first such loss on every rank, which is collective.
-        seen: facts about the backward of the loss."""
+        """Count a loss whose mean over the ranks is not finite. The first such loss is also reported on every rank, and
+        this report is collective.
+
+        seen: the backward of the loss: its number, its step, the samples, and this rank's own loss.
+        """
         number, step, part, own = seen
         self._count, self._last = self._count + 1, number
         if self._count > 1:
@@ -92,20 +95,26 @@ class FiniteLosses:
         self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Keep the loss of a backward for the next check. This is called only on one device, because on several ranks
-        `Agreed` checks the losses."""
+        """Keep the loss until the next call of `look`, which checks it. This is called only on one device. On several
+        ranks, `Agreed` checks the losses.
+
+        mean: the loss. None if the backward raised an error.
+        """
         if mean is not None:
             self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Check the parameters after a loop over batches, if at least BACKWARDS backwards have run since the last
-        check."""
+        """Look for parameters that contain NaN or infinity. This is done after a loop over batches, if at least
+        `BACKWARDS` backwards have run since the last look."""
         if self._program.backwards - self._looked_at >= BACKWARDS:
             self._look_at_parameters()
 
     def spoiled_in(self, thing: Any) -> str:
-        """Return the name of a parameter of the models that is not finite in `thing`, which is about to be saved.
-        Return an empty string if all are finite."""
+        """Return the name of a parameter that contains NaN or infinity in an object such as a state dict. Return an
+        empty string if there is none. Only parameters of the program's models are looked at.
+
+        thing: the object that the program is about to save.
+        """
         return not_finite_in_tree(thing, self._program.numbered_models(), self._never)
 
     def _look_at_parameters(self) -> None:
@@ -117,7 +126,8 @@ class FiniteLosses:
         self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
 
     def program_begins(self) -> None:
-        """Report how the previous program ended, because another program begins in this process."""
+        """Begin to watch another program in the same process. First report the losses of the previous program that were
+        not finite."""
         self._wrong = self._conclude() or self._wrong
         self._began, self._count, self._spoiled = self._program.backwards, 0, ""
 
@@ -155,7 +165,7 @@ def _samples(part: BatchSlice | None) -> str:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs a script. Do nothing for the engine of a job."""
+    """Add the guard `FiniteLosses` to an engine that runs a script. Do nothing for the engine of a job."""
     if engine.script:
         losses = FiniteLosses(engine)
         alone = engine.world.size == 1

@@ -31,11 +31,12 @@ class LossLooks:
         self._engine, self.coupled = engine, CoupledLosses(engine.program)
 
     def begins(self) -> None:
-        """Check the losses that come next, because a new program or a loop at another source line begins."""
+        """Start again to check the next few losses for mistakes in their reduction. This is called when a new program
+        begins. It is also called when a loop begins for the 1st, 2nd, 4th, 8th ... time at its source line."""
         self.coupled.begins()
 
     def close(self) -> None:
-        """Stop checking losses, and stop watching for collectives."""
+        """Stop checking losses. `CoupledLosses` also stops watching whether the program itself calls collectives."""
         self.coupled.close()
 
     def backward_begins(
@@ -56,7 +57,7 @@ class LossLooks:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs on several ranks. Do nothing on one device."""
+    """Add the guard `LossLooks` to an engine that runs on several ranks. Do nothing on one device."""
     if engine.world.size > 1:
         looks = LossLooks(engine)
         engine.events.listen(looks, backwards=BACKWARDS, anew=looks.begins)
@@ -64,6 +65,7 @@ def watch(engine: Engine) -> None:
 
 
 def losses_apart(engine: Engine) -> bool:
-    """Return whether each loss checked so far is a mean or a sum of terms, each of which depends on one sample only."""
+    """Return True if, in every loss checked so far, each term depends on one sample only. The loss is then a mean or a
+    sum of such terms."""
     looks = engine.events.find(LossLooks)
     return looks is not None and looks.coupled.apart

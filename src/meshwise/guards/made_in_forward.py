@@ -62,8 +62,9 @@ def _is_in_forward(program: Program, frame: FrameType | None) -> bool:
 
 
 def sums_of_made(made: list[Made]) -> Settings:
-    """Return the sum of the absolute values of each parameter in `made`, to send along with the next loss. Clear
-    `made`."""
+    """Return the sum of the absolute values of each parameter in `made`, and clear `made`. A forward of a model has
+    created these parameters. `Agreed` compares the sums between the ranks, to find parameters that each rank has drawn
+    differently."""
     held = [] if rehearsing() else made  # tensors without values
     sums = [(f"{place}|{kind}|{name}", float(p.detach().abs().double().sum())) for place, kind, name, p in held]
     made.clear()
@@ -71,9 +72,11 @@ def sums_of_made(made: list[Made]) -> Settings:
 
 
 def made_differ(ranks: Sequence[Settings]) -> str:
-    """Return a sentence about a parameter that differs between ranks, because each rank has created it in a forward.
-    Return an empty string if there is none. ranks: the values of each rank, which include the results of
-    `sums_of_made`."""
+    """Return a sentence if a forward has created a parameter with different values on two ranks. Return an empty string
+    otherwise.
+
+    ranks: the values that each rank has sent, which include the results of `sums_of_made`.
+    """
     for settings in ranks:
         for mine, other in zip(_made(settings), _made(ranks[0]), strict=False):
             if mine != other and mine[1] == other[1]:

@@ -41,8 +41,8 @@ WATCH = (
 
 
 def attach(engine: Engine) -> Engine:
-    """Add all guards to a new engine, and make the engine follow the steps of the program's optimizers. Return the
-    engine."""
+    """Add all guards to a new engine, and return the engine. A guard, such as `FiniteLosses`, looks for one kind of
+    mistake in the program. The engine also gets hooks by which it notices each optimizer step."""
     follow_optimizers(engine)
     for watch in WATCH:
         watch(engine)

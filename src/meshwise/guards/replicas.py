@@ -73,8 +73,9 @@ NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def sums_of(program: Program) -> Settings:
-    """Return a sum of all parameters, and a sum of each buffer that must be equal on all ranks. The sum of parameters
-    is left out if the plan shards them."""
+    """Return sums by which to compare the ranks: one sum over all parameters, and one sum for each floating-point
+    buffer. Buffers of batch norms and instance norms are left out, because they need not be equal on all ranks. The sum
+    over the parameters is left out if the plan shards them."""
     if program.plan is None or rehearsing():
         return ()
     named = [
@@ -124,16 +125,17 @@ _BUFFER = (
 
 
 class LastLook:
-    """Compares the ranks' parameters at the end of a program. If a rank has changed its parameters after the last
-    training loop, nothing is compared, because rank 0 may load other values to save or evaluate them."""
+    """Compares the ranks' parameters at the end of a program, and prints a notice if they differ. Nothing is compared
+    if a rank has changed its parameters after the last training loop. The change may be intended, e.g. if rank 0 loads
+    the best checkpoint to evaluate it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._key = engine, f"meshwise/replicas/{next(_made)}"
         self._backwards, self._versions = 0, list[int]()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """At the end of a loop that has trained, record how often the parameters have been written so far. It may be
-        the last training loop."""
+        """After a loop that has trained, record the version counters of the parameters. If the counters are higher at
+        the end of the program, something has changed the parameters after its last training loop."""
         program = self._engine.program
         if program.backwards != self._backwards:
             self._backwards, self._versions = program.backwards, versions(program.named_parameters().values())
@@ -159,6 +161,7 @@ _made = itertools.count()  # every rank makes its engines in the same order
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
+    """Add the guard `LastLook` to an engine that runs a script on several ranks. Do nothing for the engine of a job, or
+    on one device."""
     if engine.script and engine.world.size > 1:
         engine.events.listen(LastLook(engine), only=("loop_ends",))

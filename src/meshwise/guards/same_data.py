@@ -35,7 +35,7 @@ from meshwise.transfer import collectives
 MOST_BYTES, MOST_SECONDS, MOST_THINGS = 1 << 20, 0.05, 256
 STRETCHES, STRETCH = 16, 512  # of the numbers of a tensor, and how many each has
 ITEMS, FILES, DEPTH = 256, 32, 6
-"""The most items of a list to compare, the most files to compare by size, and the most levels of nesting to read."""
+"""The most items to read of a list, the most files to read sizes of, and the most levels of nesting to read."""
 FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's own: a range, a device
 MOST_SENT = 4  # things whose numbers travel, where their bits are others
 ROUNDING = 1e-3  # of a stretch's largest number: what the ranks' machines may compute otherwise
@@ -54,12 +54,14 @@ _Array = numpy.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Held:
-    """The facts about one attribute of a data set that are compared over the ranks.
+    """What the ranks compare about one attribute of a data set or a sampler, such as a tensor of labels.
 
     size: how many rows the attribute has.
-    told: facts that must be exactly equal on all ranks.
-    numbers: some of the attribute's numbers, which may differ between ranks by rounding.
-    row: whether the attribute has one row for each sample."""
+    told: facts that must be exactly equal on all ranks, such as shapes and texts.
+    numbers: arrays of numbers from the attribute, which must be equal up to rounding. Only some numbers if there are
+        many.
+    row: whether the attribute has one row for each sample.
+    """
 
     size: int
     told: tuple[Any, ...] = ()
@@ -68,8 +70,8 @@ class Held:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """The number of rows and a checksum of the other facts. Two equal results mean that all compared facts are
-        bitwise equal."""
+        """A short summary of the attribute: its number of rows, and a checksum of `told` and `numbers`. The ranks
+        exchange the summaries first. They exchange the values only if the summaries differ."""
         return self.size, zlib.crc32(b"".join(map(_Array.tobytes, self.numbers)), zlib.crc32(repr(self.told).encode()))
 
 
@@ -82,9 +84,11 @@ class SameData:
     def check(self, data: Any, samples: int | None, say: Callable[[str], object], samplers: Sequence[Any] = ()) -> None:
         """Raise DataError if the ranks have different data sets or samplers. Collective.
 
-        samples: the size of the data set; None if it has none.
-        say: prints a note. It is called for a differing attribute without one row for each sample, which is not an
-        error."""
+        samples: the number of samples in the data set. None if it has no length.
+        say: a function that prints a note. Some attributes of a data set do not have one row for each sample. If only
+            such an attribute differs, a note is printed instead of an error.
+        samplers: the samplers to compare too.
+        """
         everyone = collectives.everyone()  # those too that work on the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
@@ -123,15 +127,21 @@ class Reading:
     """Reads the values that data sets and samplers hold, up to limits on bytes and time."""
 
     def __init__(self, known: weakref.WeakValueDictionary[int, Any], samples: int | None) -> None:
-        """known: objects that were already read, by id, to which the objects read now are added.
-        samples: the size of the data set; None if it has none."""
+        """known: the objects that were compared before, by id. They are not read again. Objects that are read now are
+        added.
+        samples: the number of samples in the data set. None if it has no length.
+        """
         self._known, self._before, self._seen = known, set(known), set[int]()
         self._end, self._left = time.monotonic() + MOST_SECONDS, MOST_BYTES
         self._sizes = {samples}
         self._found: dict[str, Held] = {}
 
     def read(self, things: dict[str, Any]) -> dict[str, Held]:
-        """Return the facts to compare about the objects in `things` and their attributes, by name."""
+        """Return the facts by which to compare objects with the same objects on another rank. The result maps the name
+        of an object, or of an attribute inside it, to its facts.
+
+        things: the objects to read, by name.
+        """
         for name, thing in things.items():
             self._walk(name, thing, 0)
         return self._found
@@ -160,8 +170,9 @@ class Reading:
 
 
 def _parts(name: str, thing: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a data set, a sampler, or a short list or dict of such objects or tensors, as (name, part).
-    Return None for an object that is compared as a whole."""
+    """Return the parts of an object that holds other objects, as pairs (name, part). The parts of a data set or a
+    sampler are its attributes. The parts of a short list or dict are its items. Return None for an object that is
+    compared as a whole, such as a tensor or a long list."""
     if isinstance(thing, Tensor | numpy.ndarray | nn.Module | type) or _is_table(thing):
         return None
     if type(thing) in (list, tuple) and len(thing) <= FEW and not any(isinstance(each, _NUMBERS) for each in thing):
@@ -178,7 +189,8 @@ def _is_table(thing: Any) -> bool:
 
 
 def held(thing: Any) -> Held | None:
-    """Return the facts to compare about a tensor, an array, a table or a list. Return None if it cannot be compared."""
+    """Return the facts by which to compare a tensor, an array, a table or a list with the same object on another rank.
+    Return None if the object cannot be compared."""
     if _is_table(thing):
         return _held_items(thing.iloc[_places(len(thing), ITEMS)].to_numpy().tolist(), len(thing))
     if isinstance(thing, numpy.ndarray) and thing.ndim and thing.dtype.kind not in "biufc":
@@ -199,8 +211,12 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _held_items(items: list[Any], size: int) -> Held | None:
-    """Return the facts to compare about a list of `size` items, given some of its items. None if any of them cannot be
-    compared."""
+    """Return the facts by which to compare a list, a table or an array of objects with the same object on another rank.
+    Return None if an item cannot be compared.
+
+    items: the items to read, or the rows of the table.
+    size: the length of the whole object, of which `items` may be only a part.
+    """
     found = _Items()
     if not items or not all(map(found.add, items)):
         return None
@@ -208,7 +224,12 @@ def _held_items(items: list[Any], size: int) -> Held | None:
 
 
 class _Items:
-    """Collects the facts to compare about the items of a list."""
+    """Collects what the ranks compare about the items of a list.
+
+    told: facts that must be exactly equal, such as texts and sizes of files.
+    scalars: the items that are numbers.
+    arrays: numbers from the items that are tensors or arrays.
+    """
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -217,7 +238,11 @@ class _Items:
         self._files = self._texts = 0
 
     def add(self, item: Any, depth: int = 0) -> bool:
-        """Add the facts about an item. Return False if an item of its type cannot be compared."""
+        """Record an item of the list, so that it can be compared with the same item on another rank. Recorded are e.g.
+        a number, a text, or a checksum of bytes. Items inside a list or dict are recorded too.
+
+        Return False if the item has a type that cannot be compared.
+        """
         if isinstance(item, str | os.PathLike):
             self._add_text(str(item))
         elif isinstance(item, bytes):
@@ -236,8 +261,9 @@ class _Items:
         return True
 
     def _add_text(self, text: str) -> None:
-        """Add the size of the file that `text` names, because folders may differ between machines. If there is no such
-        file, add the text itself."""
+        """Record a text of a data set, so that it can be compared between the ranks. If the text names a file, record
+        only the size of the file, because its folder may have another name on another machine. After the first file,
+        texts that do not name a file are ignored."""
         looks = self._files < FILES and self._texts < FILES
         if looks and (size := _size_of_file(text)) is not None:
             self.told.append(size)
@@ -256,8 +282,8 @@ def _size_of_file(name: str) -> int | None:
 
 
 def _places(size: int, most: int) -> list[int]:
-    """Return at most `most` indices below `size`: all indices if `size` is at most `most`, else evenly spaced runs of
-    indices."""
+    """Return at most `most` indices below `size`. If there are more than `most`, return `STRETCHES` runs of consecutive
+    indices, with equal gaps between the runs."""
     if size <= most:
         return list(range(size))
     length = most // STRETCHES
@@ -266,7 +292,8 @@ def _places(size: int, most: int) -> list[int]:
 
 
 def _stretches(array: Any) -> Iterator[Any]:
-    """Yield some runs of consecutive elements of a tensor or an array. Only these elements are copied."""
+    """Yield runs of consecutive elements of a tensor or an array, at evenly spaced places. A small tensor is yielded as
+    a whole, in runs of `STRETCH` elements. Only the yielded elements are copied."""
     size = math.prod(array.shape)
     if size <= STRETCHES * STRETCH:
         flat = array.reshape(-1)
@@ -285,9 +312,9 @@ def _as_array(tensor: Tensor) -> _Array:
 
 
 def _differ(one: Held, other: Held) -> bool:
-    """Return whether two ranks hold different values. A run of numbers that differs, but is all zero on one rank, may
-    consist of rows that are not filled yet. Such runs count as a difference only if they are more than half of all
-    runs."""
+    """Return whether two ranks hold different values of an attribute. If an array contains only zeros on one of the
+    ranks, it may be a cache that this rank has not filled yet. Such arrays count as a difference only if they are more
+    than half of all arrays."""
     if (one.size, one.told) != (other.size, other.told) or len(one.numbers) != len(other.numbers):
         return True
     apart = [pair for pair in zip(one.numbers, other.numbers, strict=True) if not _close(*pair)]
@@ -304,7 +331,7 @@ def _close(one: _Array, other: _Array) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to the engine of a script or of a job."""
+    """Add the guard `SameData` to an engine. `check_data` calls it whenever the program gets a data set."""
     engine.events.listen(SameData())  # no event: `check_data` is called where data is given
 
 

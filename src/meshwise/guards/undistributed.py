@@ -70,8 +70,8 @@ class UndistributedLoops:
 
     @contextlib.contextmanager
     def adding(self, verb: str, value: Any) -> Iterator[None]:
-        """Return a context manager for a collective that sums `value` over the ranks. At its end, warn if every rank
-        has read the same whole loader and sums the same value."""
+        """Inside the `with` block, a collective sums `value` over the ranks. At the end of the block, warn the user if
+        the sum counts the same data several times: all ranks read the same data and contribute the same value."""
         loop, ranks = self._reads.whole, self.world.size
         if loop is None or loop.compared == MOST:
             yield
@@ -89,7 +89,9 @@ class UndistributedLoops:
 
 
 def _total(leaf: Any) -> float:
-    """Return a sum over some numbers of each sample. The sum does not depend on the order of the samples."""
+    """Return a number that tells whether two ranks hold the same data, whatever the order of the samples. For a tensor
+    or an array, it is the sum of absolute values. Only about `OF_A_ROW` evenly spaced numbers of each sample are
+    summed, to save time. For a text or a number, it is a checksum. For anything else, it is 0."""
     if isinstance(leaf, Tensor) or (isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf"):
         rows = torch.as_tensor(leaf).detach()
         rows = rows.reshape(len(rows) if rows.dim() else 1, -1) if rows.numel() else rows.reshape(1, 0)
@@ -98,7 +100,8 @@ def _total(leaf: Any) -> float:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the absolute values of some of the numbers in a value or in each tensor of a tree."""
+    """Return numbers by which to compare a value with the same value on another rank. They are the absolute values of
+    at most `LOOKED_AT` evenly spaced numbers of each tensor in it."""
     flat = [torch.as_tensor(leaf).detach().reshape(-1) for leaf in all_leaves(value)]
     return [float(abs(number)) for t in flat for number in t[:: len(t) // LOOKED_AT + 1].tolist()]
 
@@ -114,7 +117,8 @@ def _are_same(ranks: list[tuple[str, list[float]]]) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
+    """Add the guard `UndistributedLoops` to an engine that runs a script on several ranks. Do nothing for the engine of
+    a job, or on one device."""
     if engine.script and engine.world.size > 1:
         loops = UndistributedLoops(engine.reads, engine.world, engine.notify)
         engine.events.listen(loops)  # no event: batches come from torch's loaders

@@ -74,9 +74,9 @@ class Loop:
     trained: bool = False
     reduced: bool = False
     ran: bool = False
-    """Whether a submodule of a model has run, even if the whole model has not."""
+    """Whether a submodule of a distributed model has run. The model itself may not have run as a whole."""
     used: bool | None = None
-    """Whether the program uses the output of the first call of a whole model. None if no whole model was called."""
+    """Whether the program uses the output of the first model call in this loop. None before the loop calls a model."""
     output: StorageWeakRef | None = None
     norm: str = ""
     """The class name of a batch norm that ran in training mode in a model that is not distributed; else empty."""
@@ -85,7 +85,8 @@ class Loop:
     foreign: Foreign | None = None
 
     def watch(self) -> None:
-        """Register hooks on the models that watch what the loop does with its first batch, which begins now."""
+        """Begin to watch the first batch of this loop. Forward hooks on the models record which models the loop calls,
+        and whether the loop uses their outputs. If the program uses torch.compile, no hooks are registered."""
         self.foreign = Foreign()
         if compiling.is_used():
             return
@@ -102,14 +103,15 @@ class Loop:
         self.end_watch()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the models, because the program may copy or save the models."""
+        """Remove this loop's forward hooks from the models. If the program copied or saved a model that still had
+        hooks, the copy or the file would contain the hooks."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
 
     def end_watch(self) -> None:
-        """Remove all hooks, and record whether the program itself, not meshwise, has called a collective since they
-        were added."""
+        """Stop watching this loop: remove its hooks from the models. Also record whether the program has called a
+        collective of its own while the loop was watched."""
         self.remove_hooks()
         if self.norms is not None:
             self.norms.remove()
@@ -128,12 +130,14 @@ class Loop:
 
 
 class UnsummedLoops:
-    """Watches the loops of a program. It warns if an evaluation's results are not summed over the ranks.
+    """Warns the user if an evaluation's results are never summed over the ranks. One instance watches all loops of a
+    program.
 
     models: returns the models that were given to `mw.distribute`.
-    say: prints a sentence for the user.
-    expects: called with this object when a loop begins. It must arrange that `backward_begins` is called at the next
-    backward."""
+    say: prints a warning for the user.
+    expects: called with this instance when a loop begins. `expects` must make the engine call this instance's
+        `backward_begins` at the start of the next backward.
+    """
 
     def __init__(
         self,
@@ -150,8 +154,8 @@ class UnsummedLoops:
         """The source lines of the loops that the user was warned about."""
 
     def batch_asked(self, loop: LoopRead) -> None:
-        """Record that a loop over a distributed loader begins at the user's running line, or that it has finished its
-        first batch."""
+        """Begin or end the watch over a loop's first batch. Called each time a loop over a distributed loader asks for
+        a batch. The first request begins the watch, and the second request ends the watch."""
         if loop.given == 0:
             self._begin(loop)
         elif loop.given == 1 and loop in self._open:
@@ -179,7 +183,8 @@ class UnsummedLoops:
             self._waiting.append(loop)
 
     def backward_begins(self, *_: object) -> None:
-        """Warn of finished evaluations with results that were not summed. Training continues, so no sum will follow."""
+        """Warn the user about each evaluation loop that has ended without a sum over the ranks. A backward means that
+        training continues, so the program will not sum the results of these loops any more."""
         self._say_waiting(lambda loop: not self._is_kept(loop))
         self._forget_waiting()  # what is kept is used in training
         for loop in self._open.values():
@@ -187,8 +192,8 @@ class UnsummedLoops:
             self._training.add((loop.place, loop.loader))
 
     def reduced(self) -> None:
-        """Record that values were reduced over the ranks. They may have been computed in loops that have finished or
-        that are still running."""
+        """Record that the program has reduced values over the ranks. They may be the results of any earlier loop, so
+        the user gets no warning about the loops up to now."""
         for loop in self._open.values():
             loop.reduced = True
         self._forget_waiting()
@@ -207,12 +212,14 @@ class UnsummedLoops:
             loop.prepares = False
 
     def finish(self) -> None:
-        """Warn, at the end of the program, of evaluations with results that were not summed."""
+        """Warn of all remaining evaluation loops with results that were never summed over the ranks. Called when the
+        program ends."""
         self._say_waiting(lambda loop: True)
 
     def _is_kept(self, loop: Loop) -> bool:
-        """Return whether the program still holds a model's output from a loop that ran before any training. Such a loop
-        probably prepares the training, rather than evaluates a model."""
+        """Return whether the loop probably prepares the training, e.g. computes features with a frozen model. Such a
+        loop is not an evaluation. It ran before the first backward, and the program still keeps an output of the
+        model."""
         return loop.prepares and loop.output is not None and not loop.output.expired()
 
     def _say_waiting(self, which: Callable[[Loop], bool]) -> None:
@@ -226,7 +233,8 @@ class UnsummedLoops:
 
 
 def _ran(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> None:
-    """Record that a whole model was called, and whether the program uses its output. Then remove the hooks."""
+    """Record that the loop called a model, and whether the program uses the model's output. This function is a forward
+    hook on the models. Only the first call matters, so it then removes all hooks of the loop."""
     loop.remove_hooks()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == _MODULE_CALL:
@@ -262,7 +270,11 @@ def drops(code: CodeType, at: int) -> bool:
 
 
 def watch(engine: Engine) -> None:
-    """Add this check to an engine that runs a script on several ranks. Do nothing for other engines."""
+    """Warn the user if the results of an evaluation loop are never summed over the ranks. Only scripts on several ranks
+    are watched.
+
+    engine: the engine of the running program.
+    """
     if engine.script and engine.world.size > 1:
         loops = UnsummedLoops(lambda: engine.program.models, engine.notify, engine.events.begins)
         engine.events.listen(loops, only=("batch_asked", "loop_ends"), batches=2)

@@ -54,9 +54,12 @@ class Touch(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses of the same bytes, by two streams or by a stream and the host, without synchronization between them.
+    """Two accesses of the same bytes without synchronization between them, at least one of them a write. They were made
+    by two streams, or by a stream and the host.
 
-    recorded: the last event of the stream `earlier.lane` for which the stream `later.lane` waited, or None.
+    recorded: the newest event from the stream of `earlier` for which the stream of `later` has waited. The event was
+        recorded before the access `earlier`, so waiting for it does not prevent the race. None if there was no such
+        event.
     """
 
     earlier: Access
@@ -65,7 +68,8 @@ class Race:
 
     @property
     def freed(self) -> Any:
-        """The source lines that freed the memory between the two accesses, or None if it was not freed."""
+        """The source lines that freed the memory between the accesses `earlier` and `later`. None if the memory was not
+        freed between them."""
         return self.earlier.block.freed if self.earlier.block is not self.later.block else None
 
 
@@ -88,7 +92,10 @@ class Checker:
         self._blocks[block] = Block(block, lane=lane)
 
     def free(self, block: int, where: Any) -> None:
-        """Record that a block was freed, so that another tensor may get its memory. where: the source lines."""
+        """Record that a block of memory was freed, so that another tensor may get it.
+
+        where: the source lines that freed the block.
+        """
         found = self._blocks.pop(block, None)
         if found is not None:
             found.freed = where
@@ -106,8 +113,8 @@ class Checker:
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:
-        """Record a call of `tensor.record_stream`. After the block is freed, it is reused only when the stream has
-        finished its work up to now."""
+        """Record a call of `tensor.record_stream(stream)` for the stream `lane`. If the block is freed later, its
+        memory is reused only after the stream has finished the work that it had at that time."""
         found = self._blocks.get(block)
         if found is not None:
             found.recorded.add(lane)

@@ -43,7 +43,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The whole description as text of several lines."""
+        """The finding as text of several lines: what happens, what to write in the program, and the details."""
         return INDENT.join((f"{self.sentence}.", f"{self.advice}.", *self.details))
 
 

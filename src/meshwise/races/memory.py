@@ -14,16 +14,20 @@ from typing import Any, NamedTuple
 from meshwise.races.order import Lane
 
 MOST_STRIDED = 64
-"""How many accesses with gaps, such as columns written one by one, are kept per byte. Older ones are forgotten."""
+"""How many accesses of the same byte by strided views, such as columns, are remembered. The oldest are forgotten."""
 MOST_TRIED = 4096
-"""How many offsets are tried before two views are assumed to overlap."""
+"""After this many tries, `have_common_bytes` assumes that two views overlap."""
 
 
 class Region(NamedTuple):
-    """The bytes of a view, all in [lo, hi).
+    """The addresses of the bytes that a view of a tensor covers.
 
-    The view consists of contiguous pieces of `run` bytes. Each (step, times) of `outer` repeats them `times` times,
-    `step` bytes apart.
+    lo, hi: all bytes are in [lo, hi).
+    run: the number of contiguous bytes from `lo` on. The view consists of repetitions of this run.
+    outer: how the run repeats, from the innermost to the outermost dim. A pair (step, times) repeats everything inside
+        it `times` times, with `step` bytes from one start to the next.
+
+    Example: a column of a (3, 4) float32 tensor has run=4 and outer=((16, 3),).
     """
 
     lo: int
@@ -50,7 +54,7 @@ def region_of(start: int, item: int, shape: Sequence[int], strides: Sequence[int
 
 
 def have_common_bytes(one: Region, other: Region) -> bool:
-    """Return whether two views share at least one byte. After MOST_TRIED tries, the views are assumed to do so."""
+    """Return whether two views share at least one byte. If the search takes more than MOST_TRIED tries, return True."""
     if one.lo >= other.hi or other.lo >= one.hi:
         return False
     if not one.outer and not other.outer:
@@ -60,8 +64,13 @@ def have_common_bytes(one: Region, other: Region) -> bool:
     tried = 0
 
     def lands(apart: int, rest: list[tuple[int, int]]) -> bool:
-        """Return True if a piece of one view overlaps a piece of the other for some repetition in `rest`. `apart` is
-        the distance of their first pieces in bytes."""
+        """Return whether the views `one` and `other` have a byte in common. Each view repeats a run of contiguous
+        bytes. Return True also if there were more than MOST_TRIED calls.
+
+        apart: the address of a run of `other` minus the address of a run of `one`, without the offsets in `rest`.
+        rest: pairs (step, count) of offsets that are still to choose. Each pair adds 0, step, ... or (count - 1) * step
+            to `apart`.
+        """
         nonlocal tried
         tried += 1
         if not rest or tried > MOST_TRIED:
@@ -92,7 +101,11 @@ class Access:
 
 
 class _Cell:
-    """The accesses of the bytes in [lo, hi) that are remembered: the last writes, and the reads since then."""
+    """The remembered accesses of the bytes in [lo, hi).
+
+    writes: the last writes of these bytes.
+    reads: the reads of these bytes since the last writes.
+    """
 
     __slots__ = ("hi", "lo", "reads", "writes")
 
@@ -148,7 +161,12 @@ class ShadowMemory:
         self._cells[first:last], self._starts[first:last] = left, [cell.lo for cell in left]
 
     def _opened(self, region: Region) -> list[_Cell]:
-        """Return cells that cover the whole region. If the region has no gaps, cells are cut at its ends."""
+        """Return the cells that cover the region, in order. A cell holds the accesses of a range of bytes. Bytes that
+        have no cell get an empty cell.
+
+        If the bytes of the region are contiguous, cells are split at the ends of the region. Otherwise, cells stay
+        whole, and their accesses are compared byte by byte later.
+        """
         if not region.outer:
             self._split(region.lo)
             self._split(region.hi)
@@ -182,9 +200,7 @@ class ShadowMemory:
 
 
 def _kept(earlier: list[Access], access: Access, is_before: IsBefore) -> list[Access]:
-    """Return the accesses in `earlier` that `access` does not replace.
-
-    It replaces the accesses that are ordered before it and whose bytes it covers.
-    """
+    """Return the accesses in `earlier` that the checker still has to remember after `access`. It forgets an access that
+    is ordered before `access` and whose bytes `access` covers."""
     dense = not access.region.outer
     return [each for each in earlier if not ((dense or each.region == access.region) and is_before(each))]

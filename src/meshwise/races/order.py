@@ -27,14 +27,15 @@ class Lane(NamedTuple):
 
 HOST = Lane("host", 0)
 Clock = dict[Lane, int]
-"""Maps a lane to the number of its latest piece of work that is known to be done, as in a vector clock."""
+"""Maps a lane (a stream, or the host) to a number. All work of the lane up to this number is known to be done."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The last recording of an event.
+    """What is known of a CUDA event since it was last recorded.
 
-    seen: the clock of the lane at the time of the recording.
+    lane: the stream on which it was recorded.
+    seen: for each stream, the number of the last work that is sure to be done once the event is complete.
     where: the source lines that recorded it.
     """
 
@@ -44,8 +45,12 @@ class Recorded:
 
 
 class Order:
-    """The vector clocks of all lanes. The clock of a lane says which work of the other lanes is done before the next
-    work of this lane begins."""
+    """Tells which work is done before which other work begins, on the streams and the host. A stream, or the host, is
+    called a lane.
+
+    It uses vector clocks. Each lane has a `Clock`, which says what other lanes have done before the lane's next work
+    begins.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Lane, Clock] = {}
@@ -54,19 +59,24 @@ class Order:
         self._waited: dict[tuple[Lane, Lane], Recorded] = {}
 
     def begin(self, lane: Lane) -> int:
-        """Begin the next piece of work on a lane. Returns its number."""
+        """Begin an operator on a lane (a stream, or the host). Return its number in the order of this lane."""
         own = self._clock(lane)
         own[lane] += 1
         return own[lane]
 
     def is_before(self, lane: Lane, number: int, other: Lane) -> bool:
-        """Return whether work number `number` of `lane` is done before the next work on the lane `other` begins."""
+        """Return whether work number `number` of `lane` is sure to be done before any work begins that is launched on
+        `other` from now on."""
         if lane in (other, HOST) or number <= self._host.get(lane, 0):
             return True
         return other != HOST and number <= self._clock(other).get(lane, 0)
 
     def record(self, event: Hashable, lane: Lane, where: Any = None) -> None:
-        """Record an event on a lane, with the lane's present clock. where: the source lines."""
+        """Record that the program records an event on the stream `lane`. A stream that waits for the event waits for
+        all work on `lane` so far, and for all work for which `lane` has waited.
+
+        where: the source lines that record the event.
+        """
         self._recorded[event] = Recorded(lane, dict(self._clock(lane)), where)
 
     def delete(self, event: Hashable) -> None:
@@ -81,23 +91,27 @@ class Order:
             _join(self._clock(lane), recorded.seen)
 
     def host_waits(self, seen: Clock) -> None:
-        """Record that the host waits for all work in the clock `seen`."""
+        """Record that the host has waited for work of the streams. seen: for each stream, the number of its last work
+        that is done. All earlier work of the stream is done, too."""
         _join(self._host, seen)
 
     def seen_by(self, lane: Lane) -> Clock:
-        """Return the lane's clock, which includes its own work up to now."""
+        """Return a copy of the `Clock` of the stream `lane`. It has, for each stream, the number of the last work for
+        which `lane` has waited, and for `lane` itself the number of its newest work."""
         return dict(self._clock(lane))
 
     def lanes(self, device: str) -> list[Lane]:
-        """Return the streams of a device that were used."""
+        """Return the streams of a device on which the program has launched work or recorded or awaited an event."""
         return [lane for lane in self._seen if lane.device == device]
 
     def let_wait(self, lane: Lane, other: Lane) -> None:
-        """Continue as if `lane` had waited for all work of `other` up to now."""
+        """Pretend that the stream `lane` now waits for all work of the stream `other` so far. The checker calls this
+        after it has reported a race, so that it does not report the same missing wait again."""
         self._clock(lane)[other] = self._clock(other)[other]
 
     def event_waited_for(self, lane: Lane, other: Lane) -> Recorded | None:
-        """Return the last event of the lane `other` for which `lane` has waited, or None."""
+        """Return the event for which the stream `lane` has waited most recently, among the events recorded on the
+        stream `other`. Return None if `lane` has waited for none of them."""
         return self._waited.get((lane, other))
 
     def _clock(self, lane: Lane) -> Clock:

@@ -17,7 +17,7 @@ from meshwise.spec.user_code import OURS, is_users, place
 MOST_FRAMES = 100
 LEFT_OUT = (f"{OURS}races", f"{OURS}compat", f"{OURS}equivalence")
 MODES = {"__torch_function__", "_handled"}
-"""Functions of meshwise that run in place of an operator that the user calls. Lines inside them are left out."""
+"""Functions through which meshwise runs each operator. A `Stack` leaves out the lines of meshwise inside them."""
 LIBRARIES = ("/site-packages/", "/dist-packages/")
 UNSEEN = "code that no line of Python is running"
 
@@ -35,9 +35,12 @@ class Line(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Source lines that were being executed, the innermost first.
+    """The source lines that the program was executing when something happened, such as a read of memory. The innermost
+    line is first.
 
-    of: the name of the autograd node that made the access, if these lines called its backward pass. Otherwise "".
+    of: the name of the autograd node that was running, e.g. "MulBackward0", if a thread of autograd ran it. Such a
+        thread executes no Python lines, so `lines` are then the lines of the main thread, which called the backward.
+        Otherwise `of` is "".
     """
 
     lines: tuple[Line, ...]
@@ -45,18 +48,18 @@ class Stack(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The innermost source line of the user's code or of meshwise, or else of another library."""
+        """The innermost line of the stack that is in the user's code or in meshwise. If all lines are in libraries, the
+        innermost line of the stack."""
         own = (line for line in self.lines if _is_ours(line.file) or is_users(line.file))
         found = next(own, self.lines[0] if self.lines else None)
         return UNSEEN if found is None else str(found)
 
 
 def stack(of: str = "") -> Stack:
-    """Return the source lines that this thread is executing.
+    """Return the source lines that this thread is executing. If it executes none, as a thread of autograd does, return
+    the lines of the main thread, together with `of`.
 
-    A thread of autograd executes no such lines. For such a thread, the lines of the main thread are returned.
-
-    of: the name of the autograd node that such a thread executes.
+    of: the name of the autograd node that this thread is running, e.g. "MulBackward0".
     """
     lines = _lines(sys._getframe(1))
     if lines:

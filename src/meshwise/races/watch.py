@@ -78,7 +78,8 @@ _open: _Watcher | None = None
 
 
 class _Watcher:
-    """Reports the operators of a program and the calls that order streams to a `Checker`."""
+    """Finds races in a running program. It tells a `Checker` which memory the program's operators read and write, and
+    which calls make a stream or the host wait for another. It collects the races that the checker finds."""
 
     def __init__(self, notify: Callable[[Finding], None]) -> None:
         self.found: list[Finding] = []
@@ -90,7 +91,8 @@ class _Watcher:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Return a context manager that watches the operators of this thread and of backward passes that it begins."""
+        """Look for races between the operators of this thread, until the `with` block ends. Backwards that this thread
+        begins are included."""
         with intercept_operators(self._operator), _HostReads(self._read_by_host):
             yield
 
@@ -114,8 +116,8 @@ class _Watcher:
                     self._checker.synchronize(lane)
 
     def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
-        """Report an operator to the checker: first the synchronization calls before its accesses, then the accesses,
-        then the calls after them."""
+        """Report an operator to the checker, in the order in which things happened: the synchronization calls before it
+        touches memory, then its accesses of memory, then the calls after them."""
         at = 0
         waits = next((number for number, event in enumerate(events) if event.waits is not None), None)
         if waits is not None and touches:
@@ -134,9 +136,11 @@ class _Watcher:
     def _touches(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> tuple[Lane, list[Touch], bool]:
-        """Return the stream of an operator, its accesses, and whether the host waits for the operator.
+        """Return the stream on which an operator runs, the memory that it reads and writes, and whether the host waits
+        until the operator is done.
 
-        The host waits for a write to unpinned host memory, which is done when the operator returns.
+        The host waits if an operator on a stream writes to host memory that is not pinned: such an operator returns
+        only when the write is done.
         """
         name, found, lane, waited = operator_name(operator), list[Touch](), HOST, False
         if name == "record_stream":
@@ -150,10 +154,8 @@ class _Watcher:
         return lane, found, waited and lane != HOST
 
     def _touch(self, tensor: torch.Tensor, writes: bool, operator: str) -> Touch | None:
-        """Describe an access.
-
-        Returns None for memory that is neither on a GPU nor pinned, as streams do not use it by themselves.
-        """
+        """Describe how an operator reads or writes the memory of `tensor`. Return None for an empty tensor. Also return
+        None for host memory that is not pinned, because no stream uses such memory after the operator has returned."""
         storage = tensor.untyped_storage()
         on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor lies nowhere
         if not on_cuda and not self._is_pinned(tensor):
@@ -235,7 +237,8 @@ class _Watcher:
 
 
 class _HostReads(TorchFunctionMode):
-    """Intercepts reads by the host that call no operator, such as `.numpy()`."""
+    """Notices when the host reads a tensor by a call that runs no operator, such as `.numpy()`, and reports it by
+    `read`."""
 
     def __init__(self, read: Callable[[torch.Tensor, str], None]) -> None:
         super().__init__()
@@ -276,9 +279,10 @@ def _lane_of(stream: torch.Stream) -> Lane:
 
 
 def _name_of(address: int) -> str:
-    """Return the name of the variable that holds the tensor at `address` in the innermost shown function.
+    """Return the name of the variable that holds the tensor at `address`, e.g. "x" or "self.weight".
 
-    Returns "" if there is none.
+    The variables of the innermost function are searched, leaving out functions of torch, of Python and of the race
+    detector. Return "" if no variable holds the tensor.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_shown(frame.f_code.co_filename):

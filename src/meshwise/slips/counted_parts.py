@@ -39,12 +39,12 @@ LETS_GO = ("pop", "popleft", "clear")
 
 
 def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iterator[str]:
-    """Yield warnings about the user's loop over a distributed loader that has just ended.
+    """Yield warnings about the user's loop over a distributed loader that has just ended. A warning says that the loop
+    uses a sum or a buffer of this rank's samples as if it covered the samples of all ranks.
 
-    ended: how many loops of this program have ended at each source line. This loop is added to the count. At each line,
-    only the first, second, fourth, eighth loop and so on are checked. Later loops are included because a buffer may
-    fill up in them.
-    uneven: whether this rank's share of the global batch varied between batches."""
+    ended: how many loops have ended at each source line. This function counts the loop that has just ended. A line is
+        checked after its 1st, 2nd, 4th, 8th ... loop, because several loops may be needed to fill a buffer.
+    uneven: whether this rank got different numbers of samples in different batches."""
     frame = user_frame()
     if frame is None:
         return
@@ -63,8 +63,8 @@ def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iter
 
 
 def _of_batch(loop: ast.For) -> set[str]:
-    """Return the names of the loop variables, and of other variables to which the loop assigns them or parts of
-    them."""
+    """Return the names of the variables that hold the batch or a part of it. For `for batch in loader: x = batch[0]`,
+    these are `batch` and `x`."""
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in inside(loop):
         for name, value in given(node):
@@ -117,7 +117,10 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
 
 
 def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
-    """Return whether a sum is divided by `len(x)`, such as the size of a data set, which is equal on all ranks."""
+    """Return whether the user's function divides `kept` by a length such as `len(dataset)`, which counts the samples of
+    all ranks.
+
+    kept: the expression to which the loop adds this rank's losses, such as `total`."""
     for node in inside(source.scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _uses(node.left, kept):
             right = node.right
@@ -127,15 +130,19 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
-    """Return whether the function that contains the loop reads a sum after the loop. kept: the sum, an entry of a dict
-    or an attribute, which other functions might read too."""
+    """Return whether the function that contains the loop reads `kept` after the loop.
+
+    kept: the expression to which the loop adds values, such as `stats["loss"]` or `self.total`."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 
 
 def _uses(node: ast.AST, kept: ast.expr) -> bool:
-    """Return whether code reads `kept`: a name, an entry such as `stats["loss"]`, or an attribute such as `self.total`.
-    Also return True if it reads the dict or object that holds the entry or attribute."""
+    """Return whether code may read `kept`. Code that reads the whole dict or object of which `kept` is an entry or
+    attribute counts too.
+
+    kept: a name, an entry such as `stats["loss"]`, or an attribute such as `self.total`. For any other expression, the
+        result is True."""
     if isinstance(kept, ast.Name):
         return reads(node, kept.id)
     if not isinstance(kept, ast.Subscript | ast.Attribute):
@@ -156,8 +163,12 @@ def _uses(node: ast.AST, kept: ast.expr) -> bool:
 
 
 def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether the function may reduce the value `kept` over the ranks, or may pass it to other code that might.
-    Values computed from it, and the container that holds it, are followed too."""
+    """Return whether the user's function may reduce the value `kept` over the ranks. Return True also if the function
+    returns the value or gives it to other code, which may then reduce it. Variables computed from the value count as
+    the value.
+
+    kept: the expression that holds the value, such as `total`, `stats["loss"]` or `self.total`.
+    behind: the variables that are known to be computed from the value."""
     name = kept.id if isinstance(kept, ast.Name) else ""
     functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
@@ -213,8 +224,8 @@ def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[in
 
 
 def _extended(node: ast.AST, rows: set[str]) -> str:
-    """Return the name of the list to which a statement appends the samples of a batch. Return an empty string
-    otherwise."""
+    """Return the name of the list to which a statement appends the samples of a batch. Return an empty string if the
+    statement does not append samples. rows: the variables that hold the samples."""
     if isinstance(node, ast.For) and any(reads(node.iter, name) for name in rows):
         appends = [n for n in ast.walk(node) if _is_call_of(n, "append")]
         return next((n.func.value.id for n in appends if n.args), "")  # type: ignore[attr-defined]
@@ -233,8 +244,10 @@ def _pushed(node: ast.AST, rows: set[str]) -> str:
 
 
 def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
-    """Return whether an attribute of the object is a full deque of single samples from batches like `batch`. Return
-    False for a PyTorch module and for a Python module."""
+    """Return whether an object, such as a replay memory, stores single samples in a full deque, which drops its oldest
+    sample for each new sample. PyTorch modules and Python modules are not examined, and the result for them is False.
+
+    batch: the tensors of a batch. A single sample has one dimension less."""
     if isinstance(thing, nn.Module | ModuleType):
         return False
     dims = {tensor.dim() for tensor in tensors_in(batch)}
@@ -261,8 +274,11 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 
 def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
-    """Return whether the loop removes old entries of a collection. If the collection is a bounded deque, return whether
-    it is full."""
+    """Return whether the loop removes old entries of a collection, such as by `del buffer[0]` or `buffer.pop(0)`. A
+    deque with a maximum length drops old entries by itself once it is full, so return True for a full one.
+
+    name: the variable that holds the collection.
+    value: the collection as it is now, or None if it is unknown."""
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) == value.maxlen
     for node in inside(loop):
@@ -276,7 +292,7 @@ def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
 
 
 def _is_drawn_from(loop: ast.For, name: str) -> bool:
-    """Return whether the loop draws random entries of a collection."""
+    """Return whether the loop draws random entries of the collection in the variable `name`."""
     for node in inside(loop):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             draws = node.func.attr in ("sample", "choice", "choices", "randint", "randperm", "randrange", "permutation")

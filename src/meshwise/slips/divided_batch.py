@@ -45,8 +45,10 @@ def says_divided(size: int | None, ranks: int) -> str:
 
 
 def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Call, Source]]:
-    """Yield each call of a DataLoader class that may have made the value of an expression, with the source around the
-    call."""
+    """Find where a loader was created. Yield each call of a DataLoader class that may have created the value of the
+    expression `node`, with the `Source` of the function that contains the call.
+
+    deep: how many variables and calls to follow from `node` to the DataLoader."""
     if isinstance(node, ast.Name) and deep:
         for value in source.given_to(node.id):
             yield from _loaders(source, value, deep - 1) if value is not None else ()
@@ -62,7 +64,10 @@ def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Ca
 
 
 def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
-    """Yield `x` for each division of `x` by the number of ranks in an expression."""
+    """Yield the expression `n` if the value of `node` is computed as `n // world_size`, or by another division by the
+    number of ranks. Calls such as `int(...)` and variables are followed.
+
+    deep: how many variables to follow."""
     if (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.FloorDiv | ast.Div)

@@ -26,14 +26,15 @@ DIVIDED = (
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A loop of the user without a backward, and the source around it."""
+    """A loop of the user that may be an evaluation, with the source code that contains the loop."""
 
     source: Source
     loop: ast.For
 
 
 def evaluated_here() -> Evaluated | None:
-    """Return the user's loop that has just ended. Return None if the source code does not show it."""
+    """Return the `for` loop at the line that the user's code is running, with the source code around it. Return None if
+    there is no source code, or no `for` loop at that line."""
     frame = user_frame()
     if frame is None:
         return None
@@ -43,7 +44,9 @@ def evaluated_here() -> Evaluated | None:
 
 
 def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
-    """Yield a warning if an evaluation divides its figures by `count`, which is the number of backwards in a step."""
+    """Yield a warning if an evaluation loop divides its loss as the training does. The training divides its loss by
+    `count` because it adds up the gradients of `count` backwards. The result of the evaluation is then `count` times
+    too small."""
     source = evaluated.source
     if count < 2:
         return
@@ -55,7 +58,8 @@ def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
 
 
 def _of_training(source: Source) -> Iterator[ast.expr]:
-    """Yield the divisors of the losses that are passed to `mw.backward`."""
+    """Yield the expressions by which the program divides the losses that it passes to `mw.backward`. For
+    `mw.backward(loss / ACCUMULATE)`, this is `ACCUMULATE`."""
     scopes: list[Scope] = [source.tree, *(n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef))]
     for scope in scopes:
         nodes = list(inside(scope))

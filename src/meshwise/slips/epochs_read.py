@@ -32,11 +32,13 @@ class Asked:
         self._read = not _ONLY_SHOWN.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
 
     def unread(self, epochs: int, extra: Any) -> str:
-        """Return a warning if the program has not read the epoch at which it resumes. Return an empty string otherwise,
-        and after the first warning.
+        """Return a warning if the resumed program has not read `epoch` of the object that `mw.checkpoint` returned.
+        Such a program would train the finished epochs again. Return an empty string otherwise, and after the first
+        warning.
 
         epochs: how many epochs were finished in the restored state.
-        extra: other restored values. If they include a count of epochs or steps, there is no warning."""
+        extra: the restored value of `mw.checkpoint(…, extra=...)`. If it is a dict with a name such as "epoch" or
+            "step", the program counts epochs itself, and there is no warning."""
         counts = isinstance(extra, dict) and any(re.search("epoch|step", str(name).lower()) for name in extra)
         if self._told or self._read or not epochs or counts:
             return ""

@@ -87,8 +87,8 @@ def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _may_join(source: Source, call: ast.Call) -> bool:
-    """Return whether a call may do more than show a value: reduce it over the ranks, store it, or run on one rank only.
-    Calls in its arguments count too."""
+    """Return False for a call that just shows a value, such as `print(loss)`. Return True if the call, or a call in its
+    arguments, may reduce the value over the ranks, store it, or depend on the rank."""
     functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     called = [name_of(each) for each in ast.walk(call) if isinstance(each, ast.Call)]
     names = [each.id for each in ast.walk(call) if isinstance(each, ast.Name)]

@@ -33,8 +33,10 @@ WHOLE = ("enumerate", "tqdm", "track")
 
 
 def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
-    """Raise UsageError if the program's code sums values over a loader with batches of fewer samples than there are
-    ranks.
+    """Raise UsageError if the source code of the program would include a padding sample in a sum.
+
+    A batch with fewer samples than ranks gives a padding sample to each rank without samples. If a loop adds up values
+    of its batches, and the sum is reduced over the ranks only after the loop, it includes the padding sample.
 
     objects: the objects given to `mw.distribute`, among them the loaders."""
     fewest = {number: _fewest(each, ranks) for number, each in enumerate(objects)}
@@ -54,8 +56,8 @@ def refuse_padded_sums(objects: Sequence[Any], ranks: int) -> None:
 
 
 def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
-    """Return (text, number of samples) for the batches of a loader that have fewer samples than there are ranks, such
-    as `("the last batch", 2)`. Return None if there are none or if it is unknown."""
+    """Return which batches of a loader have fewer samples than there are ranks, and how many samples: for example,
+    `("the last batch", 2)`. Return None if all batches have enough samples, or if this is unknown."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return None
     if loader.batch_size < ranks:
@@ -71,8 +73,9 @@ def _fewest(loader: Any, ranks: int) -> tuple[str, int] | None:
 
 
 def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
-    """Return the source lines of the loops over which the argument of an `mw.sum` or `mw.mean` call was added up. Such
-    a loop is in the function that makes the call, or in a function that returned the value to it."""
+    """Find the `for` loops that have computed the argument of a call of `mw.sum` or `mw.mean` by adding up values.
+    Return the source lines of the loops, such as `("train.py:31",)`. A loop may be in the function that contains the
+    call, or in a function of the same file that has returned the argument."""
     nodes = list(inside(source.scope))
     loops = [n for n in nodes if isinstance(n, ast.For) and _joined(source, call, n, _added(n))]
     given_by = [value for node in nodes for name, value in given(node) if call.args and reads(call.args[0], name)]
@@ -84,7 +87,7 @@ def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
 
 
 def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
-    """Return whether a function returns a sum that was computed by its loop, and that is not changed after the loop."""
+    """Return whether a function returns a sum that its loop has computed, without changing the sum after the loop."""
     behind = [node for node in inside(function) if getattr(node, "lineno", 0) > (loop.end_lineno or 0)]
     anew = {name for node in behind for name, _ in given(node)}
     returned = [node.value for node in behind if isinstance(node, ast.Return) and node.value is not None]
@@ -93,8 +96,9 @@ def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
 
 
 def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[int, str]:
-    """For a call such as `a, b = f(x, y)`, return which name each result is assigned to: `{0: "a", 1: "b"}`. Return an
-    empty dict if the call does not have `count` arguments, or if its results are not assigned."""
+    """For a function that returns one result for each argument, return the variables to which the results are assigned:
+    the call `a, b = f(x, y)` gives `{0: "a", 1: "b"}`. Return an empty dict if the results are not assigned to
+    variables, or if the source does not show `count` arguments."""
     if call is None or len(call.args) != count or any(isinstance(each, ast.Starred) for each in call.args):
         return {}
     for node in inside(source.scope):
@@ -106,12 +110,13 @@ def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[
 
 
 def _sums(source: Source, loader: str, deep: int, *, every: bool) -> Iterator[tuple[ast.For, ast.Call, str]]:
-    """Yield (loop, call, name): a loop over the loader, a later call that reduces a sum of the loop over the ranks, and
-    the name of the sum.
+    """Find loops over a loader that add up values, if the sum is reduced over the ranks after the loop. Yield (loop,
+    call, name): the loop, the call of `mw.sum` or `mw.mean`, and the variable with the sum.
 
-    loader: the name of the loader.
+    loader: the variable with the loader.
     deep: how many levels of called functions to search.
-    every: whether all batches of the loader are too small. If so, loops that may be left early are included."""
+    every: True if every batch has fewer samples than there are ranks, False if only the last batch is that small. With
+        False, loops with `break` or `return` are left out, because they may end before the last batch."""
     nodes = list(inside(source.scope))
     for loop in nodes:
         if isinstance(loop, ast.For) and _reads_all(loop.iter, loader) and (every or not _is_left(loop)):
@@ -142,8 +147,11 @@ def _added(loop: ast.For) -> set[str]:
 
 
 def _joined(source: Source, call: ast.Call, loop: ast.For, added: set[str]) -> str:
-    """Return the name among `added` that `call`, made after the loop, reduces over the ranks. Return an empty string if
-    there is none, or if the name is assigned another value before the call."""
+    """Return which variable a call of `mw.sum` or `mw.mean` reduces over the ranks, if the loop before the call has
+    added up values in it: `total` for `mw.sum(total)`. Return an empty string for any other call, and if the variable
+    gets a new value between the loop and the call.
+
+    added: the variables in which the loop adds up values."""
     if call.lineno <= (loop.end_lineno or 0):
         return ""
     if source.verb(call) not in ("sum", "mean") or not call.args or any(each.arg == "grad" for each in call.keywords):
@@ -156,8 +164,9 @@ def _joined(source: Source, call: ast.Call, loop: ast.For, added: set[str]) -> s
 
 
 def _parameters(tree: ast.Module, call: ast.Call, name: str) -> Iterator[tuple[ast.FunctionDef, str]]:
-    """Yield (function, parameter) for each function of the file to which a call passes `name`, with the parameter that
-    receives it."""
+    """Find the parameter of a function that receives the variable `name` in a call. Yield (function, parameter): the
+    definition of the called function, and the name of the parameter. Yield nothing if the variable is no argument of
+    the call."""
     given_at = {at for at, each in enumerate(call.args) if isinstance(each, ast.Name) and each.id == name}
     by_name = {k.arg for k in call.keywords if isinstance(k.value, ast.Name) and k.value.id == name}
     if not name or not isinstance(call.func, ast.Name) or not (given_at or by_name):

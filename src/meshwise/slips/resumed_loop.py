@@ -48,8 +48,10 @@ def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
-    """Return whether a variable that a loop adds to starts empty or at 0, and is none of the restored objects `kept`. A
-    value of an unknown type counts as empty."""
+    """Return whether a variable has a value with which a sum, a list or a search for the best value begins: 0, empty or
+    infinite. Return False for objects that were restored, and True for values of unknown type.
+
+    kept: the restored objects."""
     if any(value is each for each in kept) or isinstance(value, ModuleType) or "tqdm" in str(type(value)):
         return False
     if isinstance(value, list | tuple | set):
@@ -62,8 +64,8 @@ def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
 
 
 def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
-    """For each call of `enumerate` without a start on this line, such as `enumerate(tqdm(loader))`, yield the texts
-    `tqdm(loader)` and `loader`."""
+    """Find the calls of `enumerate` in this line that count from 0. For `enumerate(tqdm(loader))`, yield the texts
+    `tqdm(loader)` and `loader`. A call that has a second argument, the start, is left out."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
     for call in calls:
         here = call.lineno <= line <= (call.end_lineno or 0)
@@ -76,7 +78,7 @@ def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
 
 
 def _loops(tree: ast.Module, line: int) -> Iterator[ast.For]:
-    """Yield the `for` statements of which this line is the head, or a part of the head."""
+    """Yield the `for` statements that have this line between the word `for` and the colon."""
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
             yield node

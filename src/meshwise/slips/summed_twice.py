@@ -25,20 +25,20 @@ RATIO = (
 
 
 def is_summed() -> bool:
-    """Return whether the source code shows that the argument of the user's running call was already reduced over the
-    ranks."""
+    """Return whether the running call of `mw.sum` was given a value that is already reduced over the ranks, according
+    to the user's source code."""
     return _asked(lambda source, value: _joined(source, value, ()) is True)
 
 
 def is_ratio() -> bool:
-    """Return whether the argument of the user's running call is one sum divided by another, each over a whole
-    tensor."""
+    """Return whether the running call of `mw.mean` was given a ratio of sums, such as `loss.sum() / mask.sum()`,
+    according to the user's source code."""
     return _asked(_ratio)
 
 
 def _asked(question: Callable[[Source, ast.expr], bool]) -> bool:
-    """Return `question(source, argument)` for the first argument of the running call. Return False without source
-    code."""
+    """Return `question(source, x)`, where `x` is the first argument of the meshwise call that the user's code is
+    running. Return False if there is no source code."""
     return asked(lambda source, call: bool(call.args) and question(source, call.args[0]), False)
 
 

@@ -135,7 +135,8 @@ def asked(question: Callable[[Source, ast.Call], _Answer], unknown: _Answer) -> 
 
 
 def loop_at(source: Source) -> ast.For | None:
-    """Return the innermost `for` loop whose head includes the running line; None if there is none."""
+    """Return the innermost `for` loop whose `for ... in ...` stands on the line `source.line`. Return None if there is
+    none."""
     loops = [n for n in inside(source.scope) if isinstance(n, ast.For)]
     loops = [n for n in loops if n.lineno <= source.line <= (n.iter.end_lineno or 0)]
     return loops[-1] if loops else None

@@ -12,10 +12,11 @@ from meshwise.equivalence.proof import Verdict
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check of a script without meshwise found.
+    """One result of checking a script that does not use meshwise.
 
     kind: a short name.
-    wrong: False for a difference by design, or a note.
+    wrong: whether the script should be changed. False for a note, and for a difference that the script's author may
+        intend.
     places: the source lines of the script.
     evidence: a sentence on what was seen.
     instead: a sentence on what to write instead. Empty if there is nothing to change.
@@ -30,12 +31,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class PlainProof:
-    """The result of checking a script that does not use meshwise: whether its ranks compute what one process computes
-    on the same samples, and what the counts of samples and steps show.
+    """The result of checking a script that does not use meshwise. It says whether the ranks compute the same as one
+    process on the same samples. It also says whether each sample is read once, and whether the schedule fits the number
+    of steps.
 
     steps: how many steps were compared.
     epochs: how many epochs the steps belong to.
-    largest: the largest difference of a gradient, relative to the largest gradient.
+    largest: the largest difference of a gradient between the ranks and one process, relative to the largest gradient.
+    findings: all that the check found.
     not_judged: sentences on what could not be judged.
     """
 
@@ -56,5 +59,5 @@ class PlainProof:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing is wrong, and everything could be judged."""
+        """Whether the script passes the check: no finding asks for a change, and everything could be judged."""
         return self.verdict is Verdict.EQUAL

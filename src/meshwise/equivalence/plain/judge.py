@@ -28,12 +28,13 @@ OF_TRAINER = (
 
 
 def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repeat: Any = list) -> PlainProof:
-    """Compare the ranks of a script with one process, and return the findings.
+    """Compare the run of a script on several ranks with its run in one process, and return the result of the check.
 
     ranks: the record of each rank.
-    one: the record of one process that repeated what the ranks read. If it could not repeat this, the field `refused`
-        says why.
-    repeat: a function that runs the one process once more. It returns a list that holds the record of this run.
+    one: the record of one process that has read the samples of all ranks. If one process could not run the script, the
+        field `refused` of this record says why.
+    repeat: a function that runs the script in one process a second time, and returns a list with the record. It is
+        called only if the ranks print different numbers.
     """
     not_judged = list(_not_judged(ranks, one))
     pairs = [(a, b) for a, b in zip(ranks[0].steps, one.steps, strict=False) if a.optimizer == b.optimizer]
@@ -60,7 +61,8 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
 
 
 def _reads_others(ranks: Sequence[Record]) -> bool:
-    """Return True if the ranks read samples that a single process would not read."""
+    """Return True if one process cannot read the same samples as the ranks. This is so if each rank has a data set of
+    its own, or if a data set has no indices."""
     return counts.has_own_data(ranks) or any(p.samples is None for record in ranks for p in record.passes)
 
 
@@ -80,8 +82,9 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
 
 
 def _apart(first: Step, other: Step) -> tuple[float, str]:
-    """Return the largest difference of a gradient, relative to the largest gradient, and the name of its parameter.
-    Only parameters that both optimizers hold are compared."""
+    """Return the largest difference between the gradients of two steps, and the name of the parameter that has it. The
+    difference is relative to the largest gradient in `first`. It is infinite if a parameter has a gradient in only one
+    of the steps. Parameters that the optimizer of either step does not update are left out."""
     held = first.parameters.keys() & other.parameters.keys()  # of a ZeroRedundancyOptimizer each rank's are others
     one, many = ({n: g for n, g in step.gradients.items() if n in held} for step in (first, other))
     names = [name for name in one if name in many and one[name].shape == many[name].shape]

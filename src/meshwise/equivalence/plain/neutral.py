@@ -36,7 +36,8 @@ class _NoDropout(TorchFunctionMode):
 
 
 def _still(module: nn.Module, inputs: Any) -> None:
-    """Switch off dropout in modules that pass their dropout rate to a C++ function of torch."""
+    """Set the dropout rate of a module to 0 before its forward. Some modules, e.g. nn.LSTM, run dropout inside a C++
+    function, where `_NoDropout` cannot disable it."""
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         module.dropout = 0.0
     elif isinstance(module, MODULES):
@@ -45,10 +46,10 @@ def _still(module: nn.Module, inputs: Any) -> None:
 
 @contextlib.contextmanager
 def neutral(rows: Mapping[int, list[int]]) -> Iterator[None]:
-    """Disable dropout and torch.compile inside the with block. Batch norm normalizes parts of a batch separately, as
-    the ranks do.
+    """Make the results of one process and of several ranks comparable, inside the with block. Dropout and torch.compile
+    are disabled. Batch norm normalizes the samples of each rank separately, in one process too.
 
-    rows: the sizes of the parts, by the size of the batch.
+    rows: the size of a batch -> the number of samples of each rank in this batch, e.g. {8: [4, 4]}.
     """
     ends = [
         register_module_forward_pre_hook(_still).remove,
@@ -95,7 +96,8 @@ def _by_parts(plain: Callable[..., Tensor], rows: Mapping[int, list[int]]) -> Ca
 
 
 def _parts(size: int, rows: Mapping[int, list[int]]) -> list[int]:
-    """Return how many rows of a tensor of this size belong to each rank."""
+    """Return how many rows of a tensor belong to each rank. Example: size 16 and rows {8: [4, 4]} -> [8, 8]. Return an
+    empty list if `size` is not a multiple of a batch size in `rows`."""
     for total, parts in rows.items():
         if total and size % total == 0:
             return [part * size // total for part in parts]

@@ -62,7 +62,8 @@ class _Moving(TorchFunctionMode):
 
 
 def _cpu_for(device: Any) -> Any:
-    """Return the CPU if the argument names a GPU, else the argument unchanged."""
+    """Return "cpu" if the argument names a GPU, because the check runs the script on CPUs. Return any other argument
+    unchanged."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     named = isinstance(device, str) and device.startswith(GPU)
     return "cpu" if is_number or named or (isinstance(device, torch.device) and device.type == GPU) else device

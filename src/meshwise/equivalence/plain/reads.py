@@ -49,11 +49,12 @@ class _Loop:
 
 
 class Reads:
-    """Chooses and records what one run of the script reads.
+    """Decides which batches a run of the script reads, and records them.
 
-    steps: how many optimizer steps the first pass over a loader makes.
-    follow: the reads of all ranks, if this run is one process that repeats them. None if this run is a rank.
-    passes: the list to which each pass is appended.
+    steps: how many optimizer steps the script may make in its first pass over a loader.
+    follow: the records of all ranks, for the run of one process that reads the samples of all ranks. None for the run
+        of a rank.
+    passes: the list to which each pass over a loader is appended.
     """
 
     def __init__(self, steps: int, seed: int, follow: Follow | None, passes: list[Pass]) -> None:
@@ -61,7 +62,7 @@ class Reads:
         """The number of samples of each rank in a batch, by the size of the batch."""
         self.now: Pass | None = None
         self.has_cut = False
-        """Whether a loop was ended early."""
+        """Whether some loop may have got fewer batches than its loader has."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
         self._loaders: dict[int, tuple[Any, int]] = {}  # by id of what gives the indices: that, and the loader's number
         self._lengths: dict[int, int] = {}  # of loops that one process reads as the ranks do, by id like these
@@ -153,15 +154,16 @@ class Reads:
         return loop
 
     def _enough(self, loop: _Loop) -> bool:
-        """Return True if a training loop has made enough optimizer steps, or if another loop has read enough
-        batches."""
+        """Return True if the loop should go on with its last batches. In training, this is when one more optimizer step
+        completes the wanted number of steps. In an evaluation, this is after `EVALUATED` batches, but an evaluation of
+        at most `WHOLE` batches is read as a whole."""
         made, now = self._made - loop.made_before, loop.read
         wanted = self._steps if now.number == 0 else min(self._steps, LATER_STEPS)
         return made >= wanted - 1 if now.trained else len(now.given) >= EVALUATED and len(loop.batches) > WHOLE
 
     def _next(self, loop: _Loop) -> int:
-        """Return the index of the next batch to read. Batches are read in order until enough were read. Then the loop
-        jumps to the last batches."""
+        """Return the index of the next batch to read. The loop reads its first batches in order, and then goes on with
+        its last batches, so that the end of an epoch is checked too. `_enough` decides when."""
         tail = max(self._batches_of_step, 1) if loop.read.trained else 1
         chosen = max(loop.at, len(loop.batches) - tail) if self._enough(loop) else loop.at
         self.has_cut |= chosen > loop.at
@@ -188,13 +190,18 @@ class Reads:
         self._ends.append(program_calls.put([accelerate.Accelerator], "gather_for_metrics", gathering))
 
     def _content(self, data: Any, picked: Sequence[int]) -> str:
-        """Return the text of a sample of the data set, without memory addresses. Data sets are told apart by this
-        text."""
+        """Return the first sample of a data set as text, without memory addresses. If the texts of two ranks differ,
+        the ranks have different data sets. Return an empty string if no sample can be read.
+
+        picked: the indices that the sampler gives. If there are none, no sample is read.
+        """
         readable = bool(picked) and is_read_singly(data)
         return ADDRESS.sub("", repr(self._drawn_alike(data.__getitem__, 0, 0))) if readable else ""
 
     def _read(self, get: Callable[[int], Any], index: int) -> Any:
-        """Read a sample. The random numbers drawn for it depend only on its index and the pass."""
+        """Seed the random generators, and read a sample of a data set. The seed depends on the sample's index, on the
+        loader, and on the number of earlier passes over the loader. So every rank gets the same random augmentation of
+        a sample."""
         assert self.now is not None
         return self._drawn_alike(get, int(index), self.now.loader, self.now.number)
 

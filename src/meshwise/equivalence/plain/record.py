@@ -14,22 +14,21 @@ from torch import Tensor
 
 @dataclass
 class Pass:
-    """One pass over a DataLoader.
+    """One pass of a script over a DataLoader.
 
     loader: the number of the loader, in the order of first use.
-    number: how many passes over this loader were before.
+    number: how many passes over this loader came before, e.g. 0 in the first epoch.
     places: the source line of the script that reads the loader, then the lines that made the loader and its sampler.
     samples: the indices of the samples in the data set. None if the data set has no indices.
-    batches: the indices of every batch of its sampler.
+    batches: the sample indices of every batch that the sampler gives, also of batches that the script did not get.
     shuffles: whether the indices are not in ascending order.
-    content: the text of one sample, to tell data sets apart.
-    given: which of the batches the script got.
+    content: the first sample of the data set as text, to notice that ranks have different data sets.
+    given: the positions in `batches` of the batches that the script got.
     trained: whether a backward pass followed a batch.
-    padded_away: whether `gather_for_metrics` removed repeated samples.
+    padded_away: whether the script called `gather_for_metrics`, which removes repeated samples.
     over: whether the loop has ended.
-    endless: whether its sampler may give more batches.
-    counted: the length that the loader reports in one process that repeats the reads of the ranks. 0 stands for the
-        loader's own length.
+    endless: whether the sampler may give more batches than `batches`.
+    counted: the value of len(loader), if one process reads the batches of the ranks. 0 if len(loader) is not changed.
     """
 
     loader: int
@@ -48,7 +47,7 @@ class Pass:
 
     @property
     def read(self) -> list[int]:
-        """The samples of the whole pass."""
+        """The sample indices of all batches that the sampler gives, in order."""
         return [index for batch in self.batches for index in batch]
 
 
@@ -58,16 +57,16 @@ class Step:
 
     optimizer: the number of the optimizer, in the order of first use.
     places: the source lines of the last forward pass, its backward pass, and the step.
-    settings: the numbers of each parameter group, before the step.
-    gradients: the gradients by parameter, before the step.
-    parameters: the parameters after the step.
+    settings: the numbers in each parameter group before the step, such as the learning rate, by name.
+    gradients: the gradients before the step, by the name of the parameter.
+    parameters: the parameters after the step, by name.
     losses: the losses of the backward passes.
     scales: for each backward pass, the factor by which the script has multiplied the loss.
-    ticks: scheduler steps since the last optimizer step.
+    ticks: the number of scheduler steps since the last optimizer step.
     unreduced: a reason to suspect that the gradients are not summed over all ranks. Empty if there is none.
-    hooks: the source lines of hooks on the gradients.
+    hooks: the source lines that made the hooks on the gradients.
     clips: the source lines that clip gradients, each with the norm before clipping.
-    unclipped: the gradients before they were clipped.
+    unclipped: the gradients before the script clipped them. Empty if it clipped none.
     by_trainer: whether transformers' Trainer called the last backward pass.
     draws: whether random numbers were drawn between a batch and its backward pass.
     start: the sum of the parameters' norms before the step.
@@ -102,24 +101,25 @@ class Step:
 
 @dataclass
 class Record:
-    """What one rank did.
+    """What was recorded in one run of a script, on one rank or in one process.
 
-    passes, steps: the passes over loaders, and the optimizer steps.
-    shown: (source line, printed text, flag) for each call of print. The flag is False after the end of an evaluation,
-        and True at other times.
-    norms: the kinds of batch norm that ran in training.
+    passes: the passes over loaders.
+    steps: the optimizer steps.
+    shown: (source line, text, flag) for each call of print. The flag is False for a text that was printed after the end
+        of an evaluation and before the next loop.
+    norms: the classes of the batch norms that ran in training, e.g. `BatchNorm2d`.
     horizon: the number of scheduler steps until the schedule ends. None if it is unknown.
-    length: the optimizer steps of the whole training. 0 if it is unknown.
-    ticked_at: the source line that steps the scheduler, and the line that makes the scheduler.
-    ticks: scheduler steps since the last optimizer step.
-    told: the source lines that pass a metric to a scheduler, each with the metric.
-    rates: the learning rates at the moments when a line prints.
+    length: the number of optimizer steps in the whole training. 0 if it is unknown.
+    ticked_at: the source line that steps the scheduler, and the source line that makes it.
+    ticks: the number of scheduler steps since the last optimizer step.
+    told: (source line, metric) for each metric that the script passed to a ReduceLROnPlateau.
+    rates: all learning rates that were in use when the script printed.
     schedules: the source lines that make a scheduler.
     wrapped: whether the script made a DistributedDataParallel.
     accelerate: whether the script imported accelerate.
     refused: why the run cannot be compared. Empty if it can.
-    left: the losses after the last optimizer step.
-    evaluated: norms of the running means that batch norms use in evaluations, one each time it changes.
+    left: the losses of the backward passes after the last optimizer step.
+    evaluated: the L2 norm of each new running mean that a batch norm used in an evaluation.
     """
 
     rank: int
@@ -147,8 +147,8 @@ class Record:
 
     @property
     def microbatches(self) -> int:
-        """The usual number of backward passes in a step. A step may have more if the last batches of an epoch made no
-        step, and the last step of an epoch may have fewer."""
+        """The most frequent number of backward passes in a step. A step at the end of an epoch may have fewer. The
+        first step of an epoch may have more, if the epoch before ended with backward passes but without a step."""
         return statistics.mode([len(step.scales) for step in self.steps] or [1]) or 1
 
 
@@ -160,13 +160,13 @@ class Follow:
     ranks: Sequence[Record]
 
     def unions(self, own: Pass) -> list[list[list[int]]] | None:
-        """Return the batches of a pass, each as the samples of every rank. Return None if no rank made the pass, and an
-        empty list if its samples have no indices.
+        """Return the batches that one process reads in place of its own, to read what all ranks have read. Each batch
+        has one list of sample indices for each rank, e.g. [[0, 1], [2, 3]] for two ranks.
 
-        If every rank read a whole evaluation, the batches are those that one process would read. If the evaluation was
-        cut short, each sample is in only one batch.
+        Return None if no rank made this pass. Return an empty list if the data set has no sample indices. In an
+        evaluation, return each sample only once, even if several ranks have read it.
 
-        own: the pass that one process would make.
+        own: the pass of one process. Its field `counted` is set if the batches of the ranks are returned.
         """
         passes = [p for record in self.ranks for p in record.passes if (p.loader, p.number) == (own.loader, own.number)]
         if not passes:

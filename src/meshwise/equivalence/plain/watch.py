@@ -40,7 +40,7 @@ from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import frame_in, place_of, user_place
 
 MOST_BACKWARDS = 40
-"""The most backward passes in a compared step. A script that makes more is ended."""
+"""A script may run this many backward passes, on average, for each step to record. If it runs more, it is ended."""
 NOT_REPLICAS = "the parameters are sharded (FSDP, DTensor), and check compares only replicas, as of DDP"
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
@@ -48,8 +48,10 @@ OUTSIDE = "its forward does not go through the DistributedDataParallel"
 def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Follow | None, rank: int) -> Record:
     """Run `script` in this process as `python script.py` would, and return a record of what it did.
 
-    steps: how many optimizer steps to make in the first pass over the data.
-    follow: what all ranks did, for one process that repeats it. None on a rank.
+    steps: how many optimizer steps to make in the first pass over a loader. Later passes are shorter.
+    follow: the records of all ranks, if this is the one process that reads the samples of all ranks. None if this
+        process is a rank.
+    rank: the number of this rank.
     """
     watcher = _Watcher(steps, seed, follow, rank)
     seed_all(seed + rank)
@@ -264,7 +266,12 @@ class _Watcher:
         self._fresh()
 
     def _followed(self, number: int) -> Step | None:
-        """Return the step of rank 0 that the current step of this optimizer repeats. Return None if there is none."""
+        """Return the step of rank 0 that corresponds to the step that an optimizer makes now. In the run of one
+        process, the optimizer then copies the settings and parameters of rank 0. Return None in the run of a rank, or
+        if rank 0 made no such step.
+
+        number: the number of the optimizer.
+        """
         steps = [] if self._follow is None else self._follow.ranks[0].steps
         return dict(enumerate(step for step in steps if step.optimizer == number)).get(self._made.get(number, 0))
 

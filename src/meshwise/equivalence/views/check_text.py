@@ -27,8 +27,10 @@ OF_BAND = ("loss", "parameters", "evaluation")
 
 
 def check_text(proof: Proof | PlainProof, width: int | None = None) -> RenderableType:
-    """Return the proof as text that rich can print, at most `width` characters wide. None is the width of the
-    console."""
+    """Return the result of a check as text for the terminal, in a form that rich can print.
+
+    width: the largest width in characters. None uses the width of the console.
+    """
     if isinstance(proof, PlainProof):
         return Drawn(lambda screen: _plain_lines(proof, screen), width)
     return Drawn(lambda screen: _lines(proof, screen), width)
@@ -58,7 +60,8 @@ def _not_compared(left_out: Sequence[str]) -> list[str]:
 
 
 def verdict(proof: Proof) -> list[Text]:
-    """Return the lines that tell the verdict and, if the sides differ, the module and the cause."""
+    """Return the lines that say whether the plan computes what one device computes. If it does not, they also name the
+    first difference, its module and its likely cause."""
     batches = ", ".join(map(str, proof.batches))
     run = f"{plural(len(proof.batches), 'step')} of {batches} samples"
     first = proof.comparison.first
@@ -101,8 +104,9 @@ def _limit() -> str:
 
 
 def _row(compared: Compared) -> list[str | Text]:
-    """Return a table row: the kind, the number of comparisons, the number of faults, the largest difference and its
-    location."""
+    """Return a table row about one kind of value, such as "gradients". Its cells are the kind, the number of
+    comparisons, how many of them found a fault, the largest difference, and the step and name of the value that differs
+    most."""
     largest = compared.largest
     style = "red" if compared.faults else ""
     return [
