@@ -378,7 +378,7 @@ def test_positions_are_divided_as_the_model_is_given_them_but_not_masks_and_labe
 def test_a_model_without_positions_is_refused_with_what_it_is_given() -> None:
     model = torch.nn.Linear(4, 2)
     with pytest.raises(
-        PlanError, match=r"Linear was called with input \(2, 4\), but no argument has positions. Use data or shard"
+        PlanError, match=r"Linear was called with input \(2, 4\)\. Call it with token ids .* or use data or shard"
     ):
         context._run(model, ThreadAxis(Ranks(2), 0), model.forward, torch.ones(2, 4))
 

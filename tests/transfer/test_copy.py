@@ -280,8 +280,8 @@ def test_the_links_choose_the_path_at_this_size(links: Machine | None, size: int
     ("ends", "wanted", "links", "said"),
     [
         (("cpu:0", "cpu:1"), "direct", None, "cannot copy from cpu:0 to cpu:1"),
-        (("host", "cpu:1"), "staged", None, "needs two different devices"),
-        (("cpu:1", "cpu:1"), "peer", None, "needs two different devices"),
+        (("host", "cpu:1"), "staged", None, "copies from device to device"),
+        (("cpu:1", "cpu:1"), "peer", None, "copies from device to device"),
         (("cpu:0", "cpu:1"), "pear", None, "Did you mean 'peer'"),
         (
             ("cpu:0", "cpu:1"),

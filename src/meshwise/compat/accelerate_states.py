@@ -21,9 +21,10 @@ HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def be_alone(world: World, make: Callable[[], object]) -> Any:
-    """Call `make`, which creates an Accelerator, with accelerate's shared state reset to a run of a single process.
-    Return that state, which all Accelerators of the process share. It keeps this process's rank and local rank, so that
-    only one process of the whole run writes files and logs."""
+    """Call `make`, which creates an Accelerator, in such a way that accelerate sees a run of one process.
+
+    Return accelerate's `PartialState`, which all Accelerators of this process share. Its rank and local rank are this
+    process's real ones, so that only rank 0 writes files and logs."""
     states = import_module("accelerate.state")
     alone = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": world.device}, clear=True):

@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocations_of(call: Callable[[], object]) -> list[tuple[int, int]]:
-    """Call `call()`, and return the (bytes, address) of each allocation of host memory meanwhile, in the order in which
-    they happened. A release of memory appears with negative bytes. The result of `call` is kept until the measurement
-    has ended, so its release does not appear."""
+    """Call `call()`, and list how the allocated host memory changes while it runs: (bytes, address), in order, e.g.
+    [(4096, a), (-4096, a)]. An allocation has positive bytes, and a release has negative bytes. The result of `call` is
+    released only after the measurement."""
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         given = call()
     results: Any = seen.profiler.kineto_results

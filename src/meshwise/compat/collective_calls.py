@@ -107,10 +107,9 @@ Ended = Callable[[], None]
 
 
 def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | None]) -> Callable[[], None]:
-    """Call `begin(call)` whenever a collective begins in any thread of this process, until the returned function is
-    called. If `begin` returns a function, it is called when that collective has ended. Likewise, call `waits()` when
-    the program begins to wait for an asynchronous collective, and call the function that `waits` returns when the wait
-    is over."""
+    """Call `begin(call)` whenever a collective begins in any thread of this process. If it returns a function, call
+    that function when the collective has ended. Likewise, call `waits()` when the program begins to wait for an
+    asynchronous collective, and call what it returns when the wait is over. Return a function that ends the watch."""
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     ends = _Ends()
     library = torch.library.Library("c10d", "IMPL")
@@ -241,11 +240,10 @@ def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
 
 
 def _source(frame: FrameType | None) -> tuple[str, bool]:
-    """Return a text for what a collective sends, and whether torch's C++ code both begins the collective and waits for
-    it.
+    """Return what a collective sends, as text, and whether C++ code of torch calls the collective and waits for it.
 
-    The text is a word such as `gradients` if the collective is called by a part of torch that is listed in SOURCES.
-    Otherwise it is the user's source line, or an empty string if no user code is on the stack."""
+    The text is a word such as `gradients` if the call comes from code of torch that SOURCES lists. For any other call,
+    it is the user's source line, or "" if no user code is on the stack."""
     frames = list(_frames(frame))
     if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer; threads of the engine have no frame
         return "gradients", False

@@ -34,7 +34,7 @@ OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 DIRECT_FROM = 1 << 20
-"""The smallest size in bytes at which `direct=True` has an effect. Smaller tensors would be slower with it."""
+"""`direct=True` has no effect on tensors of fewer bytes, because it would make them slower."""
 CHUNK = 128 << 10  # of a chain broadcast; of 32 to 512 KiB it came nearest to links of 200 Mbit/s and 1 Gbit/s
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, **dict.fromkeys(_FLOAT8, torch.float32)}
@@ -136,7 +136,9 @@ def broadcast(tensor: Tensor, source: int, group: Group, direct: bool = False) -
 
 def all_to_all(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) -> None:
     """Send part i of `tensor` to rank i, and receive part i of `out` from rank i. All parts have the same size, and
-    `out` must be contiguous."""
+    `out` must be contiguous.
+
+    direct: whether gloo exchanges large tensors by single sends and receives (see `DIRECT_FROM`), which is faster."""
     source, into = as_bytes(tensor), as_bytes(out)
     if not (direct and _carries(tensor, group)):
         dist.all_to_all_single(into, source, group=group)
@@ -150,11 +152,11 @@ def all_to_all(out: Tensor, tensor: Tensor, group: Group, direct: bool = False) 
 
 def send_receive(sends: Pairs, receives: Pairs, group: Group) -> None:
     """Send and receive all these tensors at the same time. Each tensor comes with the group rank that it is sent to or
-    received from.
+    received from. A tensor without elements is skipped on the sending and on the receiving rank.
 
-    Tensors without elements are neither sent nor awaited. Receives are posted before sends, for the reason given at the
-    top of this file. With nccl, all messages form one nccl group. If they did not, two ranks that both send first would
-    wait for each other forever."""
+    All receives begin before the first send, because gloo would otherwise let the two directions between two ranks take
+    turns. With nccl, all messages form one nccl group. Without a group, two ranks that both send first would wait for
+    each other forever."""
     buffers = [(_contiguous(tensor.detach()), rank) for tensor, rank in receives]
     operations = [
         dist.P2POp(how, as_bytes(tensor), group=group, group_peer=rank)
@@ -182,9 +184,11 @@ def begin_send(tensor: Tensor, target: int, group: Group) -> Callable[[], None]:
 
 
 def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
-    """Send and then receive the tensors, one message at a time. The rank at the other end must call this function or
-    `begin_send`. It must not call `send_receive`, because nccl may use another connection for messages that are sent as
-    a group."""
+    """Send the tensors of `sends`, and then receive the tensors of `receives`, one message at a time. Each tensor comes
+    with the group rank that it is sent to or received from.
+
+    That rank must call this function or `begin_send`. It must not call `send_receive`: nccl may use different
+    connections for single messages and for the messages of an nccl group, and then the messages would not meet."""
     for tensor, rank in sends:
         begin_send(tensor, rank, group)()
     for tensor, rank in receives:

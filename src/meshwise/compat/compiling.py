@@ -30,8 +30,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def uncompile(model: nn.Module) -> bool:
-    """Make all compiled modules in `model` run eagerly. Return whether there were any. The wrapper that
-    `torch.compile(module)` returned is not removed, but only calls the module inside it."""
+    """Make all compiled modules in `model` run eagerly. Return whether there were any.
+
+    A wrapper that `torch.compile(module)` returned stays in the model, and calls the original module."""
     frame, found = _frame(), False
     for module in model.modules() if frame is not None else ():
         changed: Any = module

@@ -30,7 +30,8 @@ def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def store_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters, gradients and buffers of `model` in place, each as `stored_in` converts a tensor."""
+    """Convert the parameters, gradients and buffers of `model` to `dtype`, in place. Integer tensors stay as they are.
+    Complex tensors become complex128 if `dtype` is float64, and stay as they are for any other `dtype`."""
     model._apply(lambda tensor: stored_in(tensor, dtype))
 
 

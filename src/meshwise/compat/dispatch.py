@@ -60,7 +60,7 @@ def operator_name(operator: Any) -> str:
 
 
 KEEP_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-"""Operators that write to their arguments of running statistics, although torch's schemas do not say so."""
+"""Batch norm operators. They write to their running statistics, although torch's schemas do not say so."""
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -105,7 +105,7 @@ class StorageMap:
         return None if found is None else found[1]
 
     def set(self, tensor: Tensor, value: Any) -> None:
-        """Set the value for the tensor's storage. Do nothing if the tensor has no storage, such as a sparse tensor."""
+        """Store `value` for the storage of `tensor`. Do nothing if the tensor has no storage, as a sparse tensor."""
         storage = _storage(tensor)
         if storage is None:
             return

@@ -44,14 +44,14 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], "Call"], Any]
 
 
 class FakeTensors(FakeTensorMode):
-    """A fake tensor mode of torch that passes every operator on its fake tensors to `handler`, even after the mode has
-    ended."""
+    """A fake tensor mode of torch that calls `handler` for each operator on its fake tensors. This works even after the
+    `with` block of the mode has ended, because every fake tensor refers to its mode."""
 
     def __init__(self, handler: Handler, owner: object = None, *, stands_for_real: bool = False) -> None:
         """handler: runs each operator, see `Handler`.
         owner: any object, which `owner_of` returns for the tensors of this mode.
-        stands_for_real: whether the program runs on fake tensors from its start to its end, so that they never get
-        values."""
+        stands_for_real: True if the whole program runs on fake tensors, as in a rehearsal. These tensors never get
+            values."""
         super().__init__(allow_non_fake_inputs=True)
         self.handler, self.owner, self.stands_for_real = handler, owner, stands_for_real
         self.inside, self.calls = False, 0
@@ -125,8 +125,10 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
 
 
 def _without_constants(out: Any) -> None:
-    """Record the values that torch keeps for a fake tensor in its attribute `constant` by `give_value`, and clear the
-    attribute. torch would otherwise compute with `constant` on the simulated device, which does not exist."""
+    """Clear the attribute `constant` of fake tensors, and record its values by `give_value` instead.
+
+    torch keeps the real values of small fake tensors in `constant`. It would compute with them on the simulated device,
+    which does not exist."""
     for tensor in tensors_in(out):
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)
@@ -172,8 +174,8 @@ def plain_mode() -> FakeTensorMode:
 
 
 def is_fake(value: object) -> bool:
-    """Return whether `value` is a fake tensor that gets values later. Return False for fake tensors of a rehearsal, in
-    which the whole program runs on fake tensors that never get values."""
+    """Return whether `value` is a fake tensor that gets real values later, such as a parameter before `materialise`.
+    Return False for the tensors of a rehearsal, which never get values (see `stands_for_real`)."""
     return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
 
 
@@ -201,11 +203,13 @@ def calls_so_far() -> int:
 
 
 def sums_in_place(args: tuple[Any, ...]) -> bool:
-    """Return whether the current operator is autograd's addition of two gradients, and autograd would add the second to
-    the first in place if they were plain tensors. (It never adds tensor subclasses in place.) Call this only directly
-    in a handler, because it looks at a fixed depth of the call stack.
+    """Return whether a real run would add these two gradients in place. Return False for any other operation.
 
-    Follows the function `accumulate` in `csrc/autograd/input_buffer.cpp` of torch 2.13."""
+    autograd adds in place if nothing else uses the memory of the first gradient. It never does so for tensor
+    subclasses, so a rehearsal makes a new tensor instead. The rule follows `accumulate` in
+    `csrc/autograd/input_buffer.cpp` of torch 2.13.
+
+    Call this function only directly in a handler, because it looks at a fixed depth of the call stack."""
     caller = sys._getframe(3).f_code  # behind the handler and `_handled`: C++ calls these
     if caller.co_name != "_engine_run_backward" or torch.is_grad_enabled() or len(args) != 2:
         return False
@@ -232,9 +236,10 @@ def plain_for_optimizers() -> Iterator[None]:
 
 @functools.cache
 def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
-    """Return a subclass of `subclass` for tensors of the class `kind`. Returns `kind` itself if it is a subclass of
-    `subclass` already. For a class of fake tensors, returns a new class that derives from both. For any other `kind`,
-    returns `subclass`."""
+    """Return the class to assign to a tensor of class `kind`, so that the tensor becomes an instance of `subclass`.
+
+    This is `kind` itself if `kind` derives from `subclass`. For a class of fake tensors, it is a new class that derives
+    from `subclass` and `kind`. Otherwise it is `subclass`."""
     if issubclass(kind, subclass):
         return kind
     return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
@@ -252,13 +257,14 @@ def failing_quietly() -> Iterator[None]:
 
 
 def real_values() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager in which operators run on real tensors, even in a rehearsal (see `rehearsing`)."""
+    """Return a context manager in which operators run on real tensors, even if the program runs on fake tensors (see
+    `rehearsing`)."""
     return without_interception() if rehearsing() else contextlib.nullcontext()
 
 
 def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Return the pairs of a batch and its description unchanged. In a rehearsal (see `rehearsing`), let each batch be
-    read as real tensors, and then replace these tensors by fake tensors."""
+    """Return an iterator over the same pairs (batch, description). In a rehearsal (see `rehearsing`), each batch is
+    replaced by a copy with fake tensors. The batch is still read from the data set as real tensors."""
     return _rehearsed(pairs) if rehearsing() else pairs
 
 

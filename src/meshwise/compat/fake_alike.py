@@ -32,10 +32,10 @@ _META = torch.device("meta")
 
 
 class _Spec:
-    """Describes one result of an operator call, so that it can be made again.
+    """Describes one result of an operator call, so that an equal call can be answered without running the operator.
 
-    of: the index of the argument tensor from which the result was made. It is -1 if the result has new memory.
-    view: whether the result is a view of that argument. If not, the result is the argument itself."""
+    of: the index of the argument tensor whose memory the result uses, or -1 if the result has new memory.
+    view: True if the result is a view of that argument, and False if the result is the argument itself."""
 
     __slots__ = ("device", "dtype", "of", "offset", "shape", "stride", "view")
 
@@ -46,10 +46,10 @@ class _Spec:
 
 
 class Alike:
-    """The remembered results of equal operator calls.
+    """The results of an operator call, kept to answer equal calls without running the operator.
 
-    written: the indices of the argument tensors to which such a call writes.
-    noted: a dict in which the caller may keep further facts about such calls."""
+    written: the indices of the argument tensors to which the call writes.
+    noted: a dict for further facts about the call. The code that uses this object may add entries."""
 
     __slots__ = ("kind", "noted", "specs", "written")
 
@@ -58,15 +58,18 @@ class Alike:
         self.noted: dict[Any, Any] = {}
 
     def outputs(self, mode: Any, tensors: list[Any]) -> Any:
-        """Return new fake results, like those that the operator would return for the argument tensors in `tensors`.
-        mode: the fake tensor mode in which to make them."""
+        """Return new fake results for a call that is equal to the remembered one, without running the operator.
+        tensors: the argument tensors of the new call.
+        mode: the fake tensor mode in which to make the results."""
         found = [_made(spec, mode, tensors) if type(spec) is _Spec else spec for spec in self.specs]
         return found[0] if self.kind is None else self.kind(found)
 
 
 def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[Any, ...] | None:
-    """Return the key under which the results of equal calls are remembered. Return None if such a call must run each
-    time. Append the tensors among the call's arguments to `tensors`, in order."""
+    """Return a key that is the same for calls of an operator with equal results. Return None if the operator must run
+    for every such call.
+
+    tensors: a list to which the tensors among the call's arguments are appended, in order."""
     left_out = _is_left_out.get(func)
     if left_out is None:
         left_out = _is_left_out[func] = _leaves_out(func)
@@ -115,8 +118,9 @@ def found(key: tuple[Any, ...]) -> Alike | None:
 
 
 def remember(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, tensors: list[Any], out: Any) -> Alike | None:
-    """Remember the results `out` of a call, and return the new `Alike`. Return None, and remember nothing, if an equal
-    call might have other results."""
+    """Keep the results `out` of an operator call under `key`, to answer equal calls. Return them as an `Alike`.
+
+    Return None, and keep nothing, if a later call with the same key might have different results."""
     kind = type(out) if isinstance(out, list | tuple) else None
     if kind not in (None, list, tuple):
         return None
@@ -145,8 +149,8 @@ def _is_new(spec: Any) -> bool:
 
 
 def _spec(out: Any, tensors: list[Any]) -> Any:
-    """Describe one result of a call for `_made`, which makes an equal result. Return NotImplemented if that is
-    impossible."""
+    """Describe one result of an operator call, so that `_made` can make an equal result without running the operator.
+    Return NotImplemented if `_made` could not do so."""
     if out is None:
         return None
     if type(out) is not FakeTensor and not any(out is one for one in tensors):

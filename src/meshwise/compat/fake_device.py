@@ -42,8 +42,10 @@ class _Done:
 
 
 class Stream(_Done):
-    """A stream of the fake device. It collects the launches that the program makes it wait for, and reports them with
-    its next launch."""
+    """A stream of the fake device. Each launch in a stream has a number.
+
+    The program can make this stream wait for launches in other streams. Their numbers are returned by `launched` when
+    the next launch in this stream is recorded."""
 
     made = 0
 
@@ -85,9 +87,12 @@ class Stream(_Done):
 
 
 class Event(_Done):
-    """An event of the fake device. at: the number of the launch after which it was recorded. of: the number of the
-    record of launches that contains this launch. FSDP2 keeps events until the next step, when a new record may have
-    begun."""
+    """An event that was recorded in a stream of the fake device.
+
+    at: the number of the last launch in the stream before the event; -1 if there is none.
+    of: the number of the record of launches that was running at the event (see `begin_record`). When a new record
+        begins, all earlier launches count as ended, so streams do not wait for old events. FSDP2, for example, keeps
+        events until the next step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.at, self.of = -1, -1
@@ -101,7 +106,7 @@ class Event(_Done):
 
 
 class _Module:
-    """The module `torch.sim`, with the functions that torch expects of a device's module."""
+    """The module `torch.sim`: torch uses it for the fake device, as it uses `torch.cuda` for GPUs."""
 
     def __init__(self) -> None:
         self.Stream, self.Event = Stream, Event
@@ -152,14 +157,17 @@ def stream_of() -> Stream:
 
 
 def launched(stream: str, place: int) -> tuple[int, ...]:
-    """Record that the launch with number `place` goes to this stream. Return the numbers of the earlier launches that
-    it must wait for."""
+    """Record a launch in a stream. Return the numbers of the launches in other streams for which this launch has to
+    wait.
+
+    stream: the name of the stream.
+    place: the number of the launch."""
     _last[stream] = place
     return tuple(sorted(_pending.pop(stream, ())))
 
 
 def last_of(stream: str) -> int:
-    """Return the number of the newest launch in a stream, or -1 if the stream has none."""
+    """Return the number of the last launch that was recorded in a stream (see `launched`), or -1 if there was none."""
     return _last.get(stream, -1)
 
 
@@ -199,15 +207,19 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def begin_record() -> None:
-    """Begin a new record of launches. Launch numbers start at 0 again, and no stream waits for anything."""
+    """Forget all launches, and begin a new record of launches with number 0. All earlier launches are taken to have
+    ended, so no stream has to wait for them."""
     _records[0] += 1
     _pending.clear()
     _last.clear()
 
 
 def _save_pending() -> None:
-    """Save a Python error that is leaving a backward pass, so that `_backward_that_tells` can raise it. torch calls its
-    device guard while the error is set. The guard would fail, and torch would raise another error instead."""
+    """Save the Python error with which a backward is failing, so that `_backward_that_tells` can raise it. Do nothing
+    if there is no error.
+
+    While torch handles a failed backward, it calls the device guard, which is Python code. The guard fails because of
+    the pending error, and the user would see only the guard's error."""
     try:
         _raise_pending()
     except BaseException as error:
@@ -215,8 +227,8 @@ def _save_pending() -> None:
 
 
 def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function that runs a backward pass, so that it raises the error that `_save_pending` has saved, instead
-    of torch's error."""
+    """Wrap the function that runs a backward. If the backward fails, and `_save_pending` has saved an error, the
+    wrapper raises this error instead of torch's."""
 
     @functools.wraps(real)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +245,7 @@ def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
 
 _put_aside: list[BaseException] = []
 _raise_pending = ctypes.pythonapi.Py_IsInitialized
-"""Any C function: a call through ctypes raises the pending error. A later lookup of the function would replace it."""
+"""Raises a pending Python error, as any C call of ctypes does. Looked up in advance: a lookup would clear the error."""
 
 
 @functools.cache

@@ -23,15 +23,15 @@ from meshwise.compat.dispatch import StorageMap, operator_name, without_intercep
 from meshwise.compat.tree import map_tensors, tensors_in
 
 MOST = 1 << 16
-"""The largest number of elements of a tensor for which values are kept."""
+"""The real values of a fake tensor are kept only if it has at most this many elements."""
 READS = ("_local_scalar_dense", "item")
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators whose results have no values until they are written."""
 OVERWRITES = ("copy_", "fill_", "zero_", "random_")
 NOT_FINITE = ("isnan", "isinf")
-"""Tests by which programs detect divergence. In the block of `guessing`, unknown values give False."""
+"""Operators by which programs detect divergence. Inside `with guessing(...)`, they return False for unknown values."""
 DRAWN = ("randperm", "randint", "random_")
-"""Operators that draw integers. Programs use these as indices, for the order of samples or where a text is cut."""
+"""Operators that draw random integers. Their values are kept, because programs use them as indices, e.g. of samples."""
 _VALUE = "_value_in_rehearsal"
 _lost = StorageMap()  # of values that a write has left unknown
 _of_batch = StorageMap()  # of values that another batch may have otherwise
@@ -75,9 +75,12 @@ def may_differ(fake: Tensor) -> bool:
 
 
 def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any]) -> bool:
-    """Return whether the values of an operator's results may become known. This is so if the values of all argument
-    tensors are known, if the operator overwrites a tensor that has values, or if it tests for numbers that are not
-    finite. fakes: the fake tensors among the arguments."""
+    """Return whether `with_values` should run an operator, to compute the values of fake tensors.
+
+    An operator with tensor arguments is run if all their values are known, or if it overwrites a tensor that had
+    values. `isnan` and `isinf` are always run. An operator without tensor arguments is run if it is small (see
+    `_is_small`).
+    fakes: the fake tensors among the arguments."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
     if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
@@ -101,8 +104,8 @@ def fake_batch(batch: Any, device: str | None = None) -> Any:
 
 @contextmanager
 def fake_without_values() -> Iterator[None]:
-    """In the block, make transformers treat a fake tensor with known values like a real tensor, so that transformers
-    runs the same code as with real tensors."""
+    """In the block, make transformers treat a fake tensor as a real tensor if its values are known. transformers then
+    runs the same code as with real tensors. Fake tensors whose values are unknown remain fake to transformers."""
     library = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(library, "is_fake_tensor"):
         yield
@@ -137,11 +140,11 @@ def _guessed(tensor: Tensor) -> float | None:
 def with_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], mode: Any, needs: tuple[Any, ...]
 ) -> Any:
-    """Return the result of `run()`, which runs an operator on fake tensors. If the values of all arguments are known,
-    compute the values of the result too.
+    """Run an operator on fake tensors by calling `run()`, and return its result. If the values of all arguments are
+    known, also compute the values of the result on the CPU.
 
-    needs: the errors that `run` raises if the shape of the result depends on values. After such an error, the result is
-    made from the computed values, as fake tensors of `mode` with the same shapes."""
+    needs: the errors that `run` raises if the shape of the result depends on values. After such an error, the shape is
+    taken from the computed values, and the result is a new fake tensor of `mode`."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)
@@ -184,8 +187,8 @@ def with_values(
 
 
 def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-    """Return whether the operator is cheap enough to run on real values too. Its tensors must be small, and it must not
-    draw random numbers other than integers."""
+    """Return whether an operator is small enough to be run on real values, in addition to its run on fake tensors. All
+    its tensors must have at most MOST elements. An operator that draws random numbers must be in DRAWN."""
     if func.namespace != "aten":
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and operator_name(func) not in DRAWN:
@@ -209,8 +212,10 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _find(given: list[Tensor]) -> None:
-    """Before an operator overwrites the first tensor, mark the tensor's values as known again, if the tensor covers all
-    of its storage."""
+    """Mark the values of the fake tensor `given[0]` as known, because an operator is about to overwrite all of them.
+    `lose` may have marked them as unknown.
+
+    A view of a larger storage stays unknown, because the rest of the storage is not overwritten."""
     value = _beside(given[0])
     if value is not None and value.nbytes == value.untyped_storage().nbytes():
         _lost.set(value, False)

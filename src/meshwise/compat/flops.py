@@ -50,6 +50,6 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _of_cpu(formula: Callable[..., int], *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Count the FLOPs of the backward of CPU attention by the formula of the GPU kernel. The formula uses only
-    arguments that both kernels have."""
+    """Count the FLOPs of a backward of CPU attention. formula: torch's formula for the GPU kernel. It uses only
+    arguments that the CPU kernel has too."""
     return formula(*args, out_val=out_val)

@@ -25,33 +25,31 @@ class Listener(Protocol):
     """Receives the traced CUDA events. Each method is called in the thread where the event happens."""
 
     def record(self, event: int, stream: Place) -> None:
-        """Called after a CUDA event was recorded in a stream."""
+        """Note that a CUDA event was recorded in a stream."""
 
     def wait(self, event: int, stream: Place) -> None:
-        """Called after a stream was told to wait for a CUDA event."""
+        """Note that a stream was told to wait for a CUDA event."""
 
     def delete(self, event: int) -> None:
-        """Called after a CUDA event was deleted."""
+        """Note that a CUDA event was deleted."""
 
     def await_event(self, event: int) -> None:
-        """Called after the host has waited for a CUDA event, or after a query has returned that the event is
-        completed."""
+        """Note that a CUDA event is completed: the host has waited for the event, or a query has returned True."""
 
     def await_stream(self, stream: Place) -> None:
-        """Called after the host has waited for a stream, or after a query has returned that all work in the stream is
-        completed."""
+        """Note that all work in a stream is completed: the host has waited for it, or a query has returned True."""
 
     def await_device(self, device: int) -> None:
-        """Called after the host has waited for all streams of a device."""
+        """Note that all work on a device is completed, because the host has waited for the device's streams."""
 
     def allocate(self, address: int, stream: Place) -> None:
-        """Called after memory was allocated for use in a stream."""
+        """Note that memory was allocated for use in a stream."""
 
     def free(self, address: int) -> None:
-        """Memory was freed."""
+        """Note that memory was freed."""
 
     def release(self) -> None:
-        """Called after `empty_cache` has returned cached free memory to the device."""
+        """Note that `empty_cache` has returned cached free memory to the device."""
 
 
 LATE = 0.02  # seconds
@@ -98,11 +96,11 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def _around(tell: Callable[[Listener, Any], None]) -> Callable[[str], Callable[[Any], Any]]:
-    """Return a decorator for the method `query` or `synchronize` of CUDA events or streams. The decorated method calls
-    `tell(listener, event or stream)` after it has found that the work is completed.
+    """Return a function that takes the name `query` or `synchronize`, and returns a decorator for this method of CUDA
+    events or streams. The decorated method calls `tell(listener, event or stream)` if the work is completed.
 
-    If the process has several threads, `synchronize` also sleeps for a moment. If another thread ought to wait for this
-    thread but does not, the other thread then runs first, and the race becomes visible."""
+    If the process has several threads, `synchronize` first sleeps for LATE seconds. During this time, a thread that
+    forgets to wait for this thread goes on, so that the listener sees the race."""
 
     def named(name: str) -> Callable[[Any], Any]:
         def around(real: Any) -> Any:

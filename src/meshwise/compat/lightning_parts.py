@@ -48,7 +48,8 @@ def accumulates(trainer: Any) -> bool:
 
 
 def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
-    """Run the closure of an optimizer step: forward, backward, and gradient clipping."""
+    """Run the closure of an optimizer step (forward, backward and gradient clipping), and return its result. plugin:
+    Lightning's precision plugin."""
     return plugin._wrap_closure(module, optimizer, closure)
 
 

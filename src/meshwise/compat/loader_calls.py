@@ -63,9 +63,10 @@ def sampler_of(iterator: Any) -> Any:
 
 
 def data_of(iterator: Any) -> tuple[Any, list[int]] | None:
-    """Return the data set that a DataLoader's iterator reads, and the indices of its samples. If the data set is a
-    `Subset`, return the data set inside it, and the indices that the `Subset` selects. Return None for an iterable data
-    set, and for a loader that yields single samples instead of batches."""
+    """Return the data set that a DataLoader's iterator reads, and the indices in it that the loader can choose from.
+    Return None for an iterable data set, and for a loader that yields single samples instead of batches.
+
+    If the data set is a `Subset`, return the data set inside it, and the indices that the `Subset` selects."""
     if iterator._dataset_kind == _DatasetKind.Iterable or not iterator._auto_collation:
         return None
     data, picked = iterator._dataset, list(range(len(iterator._dataset)))

@@ -27,8 +27,9 @@ SPARED = (*WARNINGS, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Spared:
-    """A `worker_init_fn` of a DataLoader. It calls `spare`, and then the user's `worker_init_fn` (`then`), if there is
-    one."""
+    """A `worker_init_fn` of a DataLoader that makes the worker ignore warning signals of schedulers (see `spare`).
+
+    then: the user's own `worker_init_fn`, which is called afterwards. None if there is none."""
 
     then: Callable[[int], Any] | None
 
@@ -54,7 +55,8 @@ def _wait(rank: int) -> None:
 
 
 def spare_loader_workers() -> None:
-    """Make every DataLoader of this process call `spare` in the workers that it starts."""
+    """Make the workers of every DataLoader of this process ignore SIGINT and the warning signals of schedulers. See
+    `spare`."""
     kind: Any = dataloader._MultiProcessingDataLoaderIter
     if isinstance(getattr(kind.__init__, "__wrapped__", None), Callable):  # type: ignore[arg-type]
         return

@@ -54,8 +54,8 @@ class Scaler(torch.amp.GradScaler):
 
 
 def _real_twin(p: Tensor) -> Tensor:
-    """Return the parameter. If the parameter is complex and has a gradient, return a view of it as real numbers, with
-    the gradient viewed the same way."""
+    """Return a complex parameter and its gradient viewed as real numbers. Return the parameter itself if it is real or
+    has no gradient."""
     if not p.is_complex() or p.grad is None:
         return p
     p.grad, twin = p.grad.resolve_conj(), as_real(p.detach())
@@ -64,9 +64,9 @@ def _real_twin(p: Tensor) -> Tensor:
 
 
 def found_infinite(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
-    """Return one tensor for each device. It is above 0 if `scaler.unscale_(optimizer)` has found gradients on the
-    device that are not finite. The scaler reads these tensors to decide whether to step and how to change the scale, so
-    the caller may write to them."""
+    """Return one tensor for each device. The tensor is above 0 if `scaler.unscale_(optimizer)` has found gradients on
+    the device that are not finite. The scaler reads the tensor later to decide whether to step, so a caller can change
+    the decision by writing to the tensor."""
     state: Any = scaler._per_optimizer_states[id(optimizer)]
     return list(state["found_inf_per_device"].values())
 

@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 T = TypeVar("T")
 Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
-"""A function that returns a context manager in which a method runs as the model's forward does, or None inside such a
-context. The argument is an empty list, to which the method's output is appended when the method returns."""
+"""A function that returns a context manager for a call of a module's method, such as `encode`, or None if such a
+context is active. Its argument is an empty list, to which the caller then appends the method's output."""
 _AROUND = "_meshwise_around_methods"
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The base class of all batch norms, which inherit its forward."""
@@ -87,7 +87,8 @@ def hooks_at_forward(module: nn.Module) -> None:
 
 
 class _Entered:
-    """A forward pre-hook that records that the module was called by `module(x)`, and not by `module.forward(x)`."""
+    """A forward pre-hook that records that the module was called. It runs for `module(x)`, but not for
+    `module.forward(x)`."""
 
     def __init__(self, entered: list[bool]) -> None:
         self._entered = entered
@@ -154,9 +155,9 @@ def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Replace the module's forward by `around`, and give `around` the signature of the replaced forward. Programs
-    inspect the signature, such as `generate` of transformers, which passes `position_ids` only to a model that has such
-    an argument."""
+    """Replace the module's forward by `around`, and give `around` the signature of the replaced forward. Some programs
+    read the signature. For example, `generate` of transformers passes `position_ids` only to a forward with such an
+    argument."""
     changed: Any = around
     with contextlib.suppress(ValueError, TypeError):  # TorchScript has none
         changed.__signature__ = inspect.signature(module.forward)
@@ -164,9 +165,11 @@ def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def put_around_methods(module: nn.Module, around: Around) -> None:
-    """Make public methods of the module other than its forward, such as `encode` or `log_prob`, run inside the context
-    of `around`. The context is entered when the method calls its first submodule that has parameters. If this function
-    is called again for a module, the newest `around` is entered first."""
+    """Let each public method of the module, such as `encode` or `log_prob`, run inside the context manager that
+    `around` returns. The forward and methods that torch defines are left unchanged.
+
+    The context is entered only when the method calls a submodule that has parameters. If this function is called again
+    for the same module, the contexts are nested, and the newest `around` is the outermost."""
     if _AROUND in vars(module):
         vars(module)[_AROUND].insert(0, around)
         return

@@ -51,7 +51,8 @@ class Moved:
 
 
 def moved_by(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
-    """Return what a call of an operator of torch.distributed moves. Return None for a call of any other operator."""
+    """Return the tensors that an operator of torch.distributed moves between ranks, as a `Moved`. Return None for any
+    other operator."""
     if operator.namespace == "c10d":
         return _of_group(operator, arguments, result)
     if operator.namespace == "_c10d_functional":

@@ -41,7 +41,7 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
     "irecv": (0, None),
     "barrier": (None, None),
 }
-"""For each function of torch.distributed: the indices of the arguments that it writes and sends, or None."""
+"""Maps a function of torch.distributed to the indices of the argument written and the argument sent (None: nothing)."""
 OFTEN, LATE = 0.2, 0.002  # every fifth exchange begins or ends up to 2 ms late
 SELDOM, VERY_LATE = 0.04, 0.05
 BYTE = 0xFF  # of what is moved as bytes: NaN in every floating dtype
@@ -53,7 +53,7 @@ class Perturbed:
 
     def __init__(self, seed: int, rank: int) -> None:
         self.races: list[str] = []
-        """One sentence for each race: the exchange and what is wrong with it."""
+        """One sentence for each race: the function that communicates, its source line, and the program's mistake."""
         self._random, self._open = random.Random(f"{seed}/{rank}"), list[_Exchange]()
 
     def note(self, what: str) -> None:
@@ -62,7 +62,7 @@ class Perturbed:
             self.races.append(what)
 
     def delay(self) -> None:
-        """Delay this process and its current CUDA stream by up to 50 ms, at random. Most calls do nothing."""
+        """Delay this process and its current CUDA stream at random: usually not at all, sometimes by up to 50 ms."""
         draw, share = self._random.random(), self._random.random()
         seconds = share * (VERY_LATE if draw < SELDOM else LATE if draw < OFTEN else 0.0)
         if seconds:
@@ -81,8 +81,14 @@ class Perturbed:
         return found
 
     def held(self, name: str, writes: Any, reads: Any, begin: Callable[[Any, Any], Any]) -> Any:
-        """Begin an asynchronous exchange on copies of its tensors. Return the handle of the exchange. Return None if
-        this rank is not a member of the exchange's process group."""
+        """Begin an asynchronous exchange, and return its handle. Return None if this rank is not in the process group.
+
+        The exchange works on copies. The program's tensors get the results when the program waits, so that reading them
+        earlier is noticed.
+        name: the name of the exchange, for messages.
+        writes: the tensors that receive.
+        reads: the tensors that are sent.
+        begin: begins the exchange on copies of `writes` and `reads`, and returns torch's handle."""
         exchange = _Exchange(self, f"{name} at {user_place() or 'meshwise'}", writes, reads)
         work = begin(exchange.hidden, exchange.sent)
         if work is None:  # this rank is in no group of it
@@ -93,11 +99,11 @@ class Perturbed:
         return exchange
 
     def under_way(self) -> list[_Exchange]:
-        """Return the asynchronous exchanges that the program has not waited for yet."""
+        """Return the handles of the asynchronous exchanges that the program has begun, but not waited for."""
         return [each for each in self._open if not each.settled]
 
     def end(self) -> None:
-        """At the end of the program, record a race for each exchange that it has not waited for."""
+        """Record a race for each asynchronous exchange that was never waited for. Called when the program ends."""
         for exchange in self._open:
             if not exchange.settled:
                 self.note(f"{exchange.name}: the program never waited for it")
@@ -185,8 +191,9 @@ def _instead(args: Sequence[Any], name: str, writes: Any, reads: Any) -> list[An
 
 
 def open_exchanges() -> list[str]:
-    """Return a text for each exchange that this process has not waited for yet, with its function and source line.
-    Return an empty list if communication is not perturbed."""
+    """Describe the asynchronous exchanges, such as sends, that this process has begun but not waited for. Each text has
+    the function of torch.distributed and the source line of the call. Return an empty list outside of the context
+    manager `perturbed`."""
     return [each.name for each in _now[-1].under_way()] if _now else []
 
 
@@ -195,7 +202,8 @@ _now: list[Perturbed] = []
 
 @contextlib.contextmanager
 def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
-    """Perturb the communication of this process in the block. Yield the object that collects the races."""
+    """In the block, delay the communication of this process at random, so that races show. Yield the `Perturbed`, whose
+    list `races` describes the races that were found."""
     owner, kept = Perturbed(seed, rank), {n: getattr(dist, n) for n in (*WRITES_AND_READS, "P2POp") if hasattr(dist, n)}
 
     def surrounded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

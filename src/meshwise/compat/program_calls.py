@@ -62,8 +62,10 @@ def around_evals(around: Around) -> End:
 
 
 def around_trains(around: Around) -> End:
-    """Run each `module.train()` inside the context manager that `around()` returns. `train` calls itself for each
-    submodule, so the context is entered again for each submodule. Return a function that undoes this."""
+    """Replace `nn.Module.train`, so that each call runs inside the context manager that `around()` returns. Return a
+    function that undoes the replacement.
+
+    `train` calls itself for each submodule, so the context is entered again for each submodule."""
     return _replace([nn.Module], "train", around)
 
 
@@ -80,8 +82,8 @@ def _replace(owners: list[Any], name: str, around: Around) -> End:
 
 
 def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
-    """Replace the attribute `name` of each module or class in `owners` by `made_of(function)`, where `function` is that
-    attribute of the first one. Return a function that restores the originals."""
+    """Replace the function `name` of each module or class in `owners` by the wrapper `made_of(function)`. The function
+    is read from the first owner. Return a function that puts the original back into all owners."""
     plain: Any = getattr(owners[0], name)
     put = made_of(plain)
     for owner in owners:

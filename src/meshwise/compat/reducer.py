@@ -30,9 +30,10 @@ Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
 class PlainBucket:
-    """A bucket of gradients with the methods of torch's `GradBucket`. It is used without a reducer if one bucket holds
-    all parameters. Such a bucket is full only when the backward ends, so a reducer could not overlap its communication
-    with the backward."""
+    """A bucket of gradients that works without torch's reducer. It has the methods of torch's `GradBucket`.
+
+    It is used if one bucket holds all parameters. Such a bucket is full only when the backward ends, so the reducer
+    could not send it during the backward."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -59,7 +60,11 @@ class PlainReducer:
     it with DDP."""
 
     def __init__(self, ready: Sequence[nn.Parameter], bucket_mb: int, hook: Hook) -> None:
-        """ready: the parameters, in the order in which a backward computes their gradients."""
+        """Divide the parameters into buckets, and add hooks to them.
+
+        ready: the parameters, in the order in which a backward computes their gradients.
+        bucket_mb: the size limit of a bucket in MiB.
+        hook: a function that begins to reduce a full bucket, and returns a future."""
         self._hook = hook
         found = _assigned(ready, bucket_mb)
         self._buckets = [PlainBucket([ready[index] for index in bucket]) for bucket in found]

@@ -62,8 +62,8 @@ class Group:
         return [(part.sharded_param, part._unsharded_param) for part in parts]
 
     def around_collectives(self, around: Around) -> None:
-        """Run each all-gather and reduce-scatter of the group inside `around(kind, bytes, group, dtype=...)`, a context
-        manager. bytes: the size of the whole tensor over all ranks."""
+        """Run each all-gather and reduce-scatter of this parameter group inside the context manager that `around(kind,
+        bytes, group, dtype=...)` returns. bytes: the size of the whole tensor over all ranks."""
         for name, kind, of in (
             ("_all_gather_comm", "all-gather of parameters", "output_tensor"),
             ("_reduce_scatter_comm", "reduce-scatter of gradients", "input_tensor"),
@@ -72,7 +72,7 @@ class Group:
                 setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
 
     def before_reducing(self, call: Before) -> None:
-        """Call `call(self)` before each reduction of the group's gradients, once its parameters have been gathered."""
+        """Call `call(self)` before each reduction of this group's gradients, once the parameters were gathered."""
         reduce = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
@@ -84,12 +84,12 @@ class Group:
 
     @property
     def gathered(self) -> bool:
-        """Whether this rank has ever gathered the group's parameters, as the first forward that uses them does."""
+        """Whether this rank has ever gathered the group's parameters. The first forward that uses them gathers them."""
         return any(hasattr(part, "_unsharded_param") for part in self._group.fsdp_params)
 
     @property
     def ran(self) -> bool:
-        """Whether any group of the same root module has run a forward on this rank since the last backward."""
+        """Whether a forward of the sharded model has run on this rank since the last backward."""
         return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
 
     def reached(self) -> list[bool]:
@@ -102,7 +102,7 @@ class Group:
         return sum(p._version for p in whole if not p.is_inference())
 
     def written(self) -> nn.Parameter | None:
-        """Return a gathered parameter with values that differ from this rank's shard; None if there is none."""
+        """Return a parameter that the program has changed while it was gathered; None if there is none."""
         rank = getattr(self._group.mesh_info, "shard_mesh_rank", 0)
         for part in self._group.fsdp_params:
             own, wholes = part._sharded_param_data, part.all_gather_outputs
@@ -140,9 +140,9 @@ class Group:
         return [g for g in found if g is not None]
 
     def let_go(self, places: Collection[int]) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]], nn.Parameter]]:
-        """Stop gathering and reducing the parameters at the indices `places`. Return for each (this rank's shard, a
-        list of (module, name) where it is registered, a parameter of the whole shape). Both are NaN, and the shard has
-        no memory."""
+        """Stop gathering and reducing the parameters at these indices. Return for each parameter (this rank's shard,
+        the (module, name) pairs that hold it, a new parameter of the whole shape). The shard and the new parameter are
+        placeholders full of NaN, which need almost no memory."""
         found = []
         for part in [self._group.fsdp_params[place] for place in places]:
             info, held = part._module_info, part.sharded_param
@@ -194,9 +194,9 @@ def leave_forward(module: FSDPModule) -> None:
 def around_method(
     root: FSDPModule, ran: Callable[[FSDPModule], None], output: list[Any]
 ) -> contextlib.AbstractContextManager[None] | None:
-    """Return a context manager in which a method other than forward runs with gathered parameters, as forward does. The
-    caller appends the result to `output` in the block, after which `ran(root)` is called. Return None in a forward or
-    backward."""
+    """Return a context manager in which a method other than forward runs with gathered parameters; None if a forward or
+    backward of FSDP is running. The caller appends the method's result to `output` inside the block. `ran(root)` is
+    called when the block ends."""
     state: Any = root._get_fsdp_state()
     if state._training_state != type(state._training_state).IDLE:
         return None
@@ -222,7 +222,7 @@ def begin_backward_at(root: FSDPModule, loss: Tensor) -> None:
 
 
 def without_empty_groups(module: FSDPModule) -> None:
-    """Remove the module's parameter groups that have no parameters left after `let_go`."""
+    """Remove the module's parameter groups in which `Group.let_go` has left no parameters."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         state._fsdp_param_groups = [group for group in state._fsdp_param_groups if group.fsdp_params]
@@ -236,17 +236,18 @@ def place_in_memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor itself, not a copy. Return any other tensor unchanged."""
+    """Return this rank's local tensor of a DTensor, without copying it. Return any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return a list of `local_of(tensor)` for each tensor."""
+    """Return what this rank holds of each tensor: the local shard of a DTensor, and any other tensor itself."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the XOR of the elements' bits of each tensor that is not empty, or of a DTensor's local tensor."""
+    """Return the XOR of the elements' bits of each tensor. Of a DTensor, this rank's local tensor is read. Tensors
+    without elements are skipped."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in locals_of(t.detach() for t in tensors)]
     found = [torch.hash_tensor(t).view(torch.int64).cpu() for t in real if t.numel()]
     hashes: list[int] = torch.stack(found).tolist() if found else []
@@ -262,7 +263,7 @@ def empty(tensor: Tensor) -> None:
 
 
 def refill(tensor: Tensor) -> None:
-    """Allocate uninitialized memory for a tensor that `empty` has freed, or for the local tensor of such a DTensor."""
+    """Undo `empty`: allocate memory for a tensor, or for a DTensor's local tensor. Its values are undefined."""
     if isinstance(tensor, DTensor):
         tensor._local_tensor = torch.empty_like(tensor._local_tensor, memory_format=torch.contiguous_format)
     else:
@@ -292,7 +293,7 @@ def mend_sharded_class(module: nn.Module) -> None:
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """Zero the gradients of the module's parameters and of its shards, which differ while parameters are gathered."""
+    """Zero the gradients of a module's parameters, and of its shards, which a gathered module does not list."""
     parts = [p for _, sharded in sharded_modules(module) for group in groups_of(sharded) for p in group.parameters]
     for p in parts:
         p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
@@ -302,8 +303,8 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 def _mixed_dtypes(
     part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    """Set the dtypes of an FSDP parameter by its method `init`: those of `policy`, or with `as_stored` the stored
-    dtype."""
+    """Set the dtypes in which FSDP gathers and reduces a parameter. as_stored: gather it in its stored dtype, not in
+    the dtype of `policy`. init: the parameter's original method that sets dtypes."""
     init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
     part.reduce_dtype = policy.reduce_dtype
 
@@ -328,8 +329,9 @@ def division(placement: Placement) -> tuple[int, int] | None:
 
 
 def in_order_of_division(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
-    """Return (mesh axis, dim, sections) of each sharded axis, in the order in which a whole tensor is cut. If an inner
-    mesh axis shards a dim, FSDP cuts these shards again. torch calls this, like several sections, a strided shard."""
+    """Return (mesh axis, dim, sections) for each axis that shards a tensor, in the order in which the axes cut the
+    tensor. `sections` is the number of sections into which the dim is cut first (see `packed`). torch stores it
+    multiplied by the sizes of the inner axes, so it is divided by them."""
     found = [(axis, *divided) for axis, each in enumerate(placements) if (divided := division(each)) is not None]
     plain = [each for each in found if each[2] == 1]
     strided = []

@@ -37,8 +37,8 @@ def called(func: Callable[..., Any]) -> str:
 
 @functools.cache
 def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch that does not pass itself to `__torch_function__` of tensor
-    subclasses. Its body always runs, and passes only the operators that it calls."""
+    """Return a copy of a Python function of torch that ignores `__torch_function__` of tensor subclasses. Its body
+    always runs, so the subclasses get the operators in the body instead of the function."""
     body = types.FunctionType(
         func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
     )
@@ -47,9 +47,11 @@ def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def determinism_of_parts() -> str:
-    """Return the name of a `determinism_check` for `torch.utils.checkpoint` that compares the local parts of tensor
-    subclasses. torch's own check would compare the shapes of whole tensors with those of local parts. If this version
-    of torch has no table of checks, return the name of torch's own check (checked in torch 2.11 to 2.15)."""
+    """Return a `determinism_check` for `torch.utils.checkpoint` that works with tensor subclasses.
+
+    torch's own check would see whole shapes in the forward, but local shapes in the recomputation. The new check
+    compares the local tensors in both. If torch has no table for new checks, return the name of torch's own check.
+    torch 2.11 to 2.15 have the table."""
     table = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" not in table:
         return "default"
@@ -64,9 +66,11 @@ def determinism_of_parts() -> str:
 
 
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
-    """Call the user's subclasses of `torch.autograd.Function` with the arguments that `change(name, arguments)`
-    returns. torch does not pass such calls to `__torch_function__` of tensor subclasses. Without the change, a
-    function's forward would get whole tensors, and its backward local parts. torch's own functions are not changed."""
+    """Change the arguments of the user's subclasses of `torch.autograd.Function`, from now on. `change(name,
+    arguments)` gets the name of a subclass, and returns the new arguments.
+
+    torch does not pass such calls to `__torch_function__` of tensor subclasses. If the arguments stayed, the forward
+    would get whole tensors, but the backward local tensors. torch's own functions are not changed."""
     own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 T = TypeVar("T")
 Build = Callable[[list[Any]], Any]
-"""A function that makes a container from a list of its parts, of the same type as the container it was made for."""
+"""A function that makes a copy of one container, such as a dict, with a given list of values instead of its own."""
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -81,8 +81,8 @@ def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
 
 
 def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
-    """Make a mapping of the same type and with the same keys, but with new values, for dicts and classes such as
-    BatchEncoding of transformers."""
+    """Return a copy of a mapping with new values. The mapping may be a dict, or a class such as BatchEncoding of
+    transformers."""
     copy: Any = tree.copy() if hasattr(tree, "copy") else dict(tree)
     for key, value in zip(tree, values, strict=True):
         copy[key] = value

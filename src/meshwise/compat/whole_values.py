@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
 
 Meet = Callable[[str], None]
-"""A function called with a text before ranks exchange data. It returns when all ranks have called it, or raises."""
+"""A function that waits for all ranks before they exchange data, or raises. Its argument describes the exchange."""
 _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")
@@ -40,11 +40,11 @@ _weighs: dict[DeviceMesh, weakref.WeakMethod[Callable[[Tensor], Tensor]]] = {}
 
 
 def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] | None = None) -> None:
-    """From now on, let code that reads a tensor sharded over `mesh` see its whole value. `meet` is called before each
-    such read, because the read is collective.
+    """Make `item`, `float`, `print` and other reads of a tensor sharded over `mesh` return its whole value, from now
+    on. Such reads are collective. They call `meet` first.
 
-    weigh: a method, held weakly, that scales a gradient by the weight of this rank's loss in the mean over ranks.
-    """
+    weigh: a method that scales a gradient of this rank's loss before it is averaged over the ranks. The average is then
+        the gradient of the global loss. Only a weak reference to the method is kept."""
     _meets[mesh] = meet
     if weigh is not None:
         _weighs[mesh] = weakref.WeakMethod(weigh)
@@ -73,7 +73,7 @@ def _mean(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
 
 def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
     """Return the loss as a plain tensor, if some of its terms are DTensors, such as the norm of a parameter. Return
-    None if it has no such terms. Collective, and so is the backward of the returned loss: see `_separate`."""
+    None if it has no such terms. This call is collective. The backward of the returned loss is collective too."""
     if not isinstance(loss, DTensor) and not _mixed[0]:
         return None
     _mixed[0] = False
@@ -83,12 +83,14 @@ def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
 
 
 def _separate(root: Any, mesh: DeviceMesh) -> None:
-    """Add hooks to the autograd graph of a loss, given its root. The hooks pass plain gradients to nodes that depend on
-    no DTensor, and gradients averaged over the ranks to nodes that depend on DTensors only.
+    """Make each term of a loss get the right gradient in the backward. root: the autograd node of the loss.
 
-    A term that is computed from a rank's own samples needs this rank's gradient. A term that is computed from sharded
-    parameters needs the mean, which must be the same on all ranks. The two kinds of terms can meet in single numbers
-    only, because DTensor refuses to mix with other plain tensors."""
+    A term computed from this rank's samples gets this rank's own gradient, as a plain tensor. A term computed only from
+    sharded parameters, such as a norm of weights, is the same on all ranks. It gets the average of the ranks'
+    gradients.
+
+    Hooks convert the gradients at the nodes where terms are added. Only nodes of single numbers are searched, because
+    DTensor refuses to be added to a plain tensor with more elements."""
     numbers, consumers = {root}, dict[Any, list[Any]]()
     open_nodes, sharded = [root], list[Any]()
     while open_nodes:
@@ -117,7 +119,8 @@ def _is_number(node: Any, index: int) -> bool:
 
 
 def _is_made_of_shards(node: Any) -> bool:
-    """Return whether the autograd node reduces a DTensor with more elements to a single number."""
+    """Return whether an autograd node computes a single number from a sharded parameter, for example the parameter's
+    norm. Return False if the parameter was converted to a plain tensor first."""
     larger = [n for n, index in node.next_functions if n is not None and not _is_number(n, index)]
     while larger:
         node = larger[0]
@@ -131,7 +134,8 @@ def _is_made_of_shards(node: Any) -> bool:
 
 
 def _upstream(nodes: Iterable[Any], consumers: dict[Any, list[Any]]) -> set[Any]:
-    """Return `nodes` and every node that uses their results, directly or through other nodes."""
+    """Return `nodes` and all nodes that use their results, directly or indirectly. consumers: for each node, the nodes
+    that use its result."""
     found, open_nodes = set(nodes), list(nodes)
     while open_nodes:
         fresh = [node for node in consumers.get(open_nodes.pop(), ()) if node not in found]
@@ -181,8 +185,8 @@ def _install() -> None:
 
 
 def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's function that changes the placements of a DTensor. The wrapper calls `meet` before ranks exchange
-    data."""
+    """Wrap torch's function that changes the placements of a DTensor. If the change needs data from other ranks, the
+    wrapper first calls the `Meet` function of the mesh."""
 
     @functools.wraps(exchange)
     def exchanged(local: Tensor, now: Any, then: Any, **options: Any) -> Tensor:
@@ -209,7 +213,8 @@ def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 
 def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Run an operator whose DTensor handler exchanges data itself, after calling `meet`."""
+    """Run an operator such as `argmax` by `handler`, torch's own handler for DTensors. First call the `Meet` function
+    of the mesh, because the handler exchanges data between the ranks."""
     first: Any = arguments[0]
     if (meet := _meets.get(first.device_mesh)) is not None:
         meet(_text(first._spec))

@@ -85,13 +85,14 @@ def apply(
     """Change `model` in place as `plan` requires, on this rank's device and with the start values of rank 0.
     Collective.
 
-    Afterwards call `bind` on each optimizer of the model's parameters. An optimizer that was made before this call
-    still holds the old parameters. Call `rebind` (`rebind.py`) on it first.
+    After this call, call `bind` on each optimizer of the model's parameters. An optimizer that was made before this
+    call still holds the old parameters. For such an optimizer, call `rebind` (`rebind.py`), and then `bind`.
 
-    piggyback_loss: whether most calls of `backward` will pass a `value`, so that it should be averaged over ranks
-        together with the gradients.
+    piggyback_loss: True if most calls of `backward` will pass a `value`. The value is then averaged over the ranks
+        together with the gradients, without a collective of its own.
     samples: returns how many samples this rank works on now: 0 for a padding sample, None outside of a loop over
-        batches. If given, batch norms use the statistics of all ranks, and forwards in training are then collective.
+        batches. If `samples` is given, batch norms use the statistics of all ranks, and forwards in training are
+        collective.
     stage_cost: returns the cost of a block, given its name and the block; see `Job`.
     """
     if plan.devices != world.size * plan.within_samples:

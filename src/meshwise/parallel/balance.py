@@ -33,7 +33,7 @@ from meshwise.transfer import collectives
 NAME = "load_balancing_loss_func"
 Samples = Callable[[], int | None]
 _running: list[Samples] = []
-"""For each running forward of a model, the innermost last: a function that returns this rank's number of samples."""
+"""For each distributed model whose forward runs now, a function that returns the number of this rank's samples."""
 
 
 def _apply(setup: Setup) -> None:
@@ -71,10 +71,11 @@ def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _counts_tokens(kind: type) -> bool:
-    """Return whether a router's code limits the tokens per expert by a count over all samples.
+    """Return whether a router drops tokens above a capacity, and counts the tokens of all samples together. On several
+    ranks, such a router drops other tokens than on one device, because it sees only the tokens of its rank.
 
-    The result is False if the router counts along dim -2 of (samples, positions, experts), as Switch does. Such a count
-    stays within each sample.
+    kind: the class of the router. Only its code is examined. A count along dim -2, as in Switch Transformers, is a
+        count for each sample, so the result is False.
     """
     codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
     return any(
@@ -100,8 +101,10 @@ def _forward(forward: Callable[..., Any], samples: Samples, /, *given: Any, **na
 
 
 def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """Compute the balance loss over the samples of all ranks. Outside of a loop over batches or a model's forward, call
-    the original function unchanged."""
+    """Compute a mixture of experts' balance loss from the router outputs of all ranks, as for the global batch on one
+    device. Models call this function instead of transformers' `load_balancing_loss_func`, which is `original`.
+    `original` is called with the given arguments if no forward of a distributed model runs, or if no loop over batches
+    runs."""
     samples = _running[-1]() if _running else None
     bound = inspect.signature(original).bind(*given, **named)
     layers, mask = bound.arguments["gate_logits"], bound.arguments.get("attention_mask")
@@ -120,7 +123,7 @@ def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
 def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
     """Gather the rows of all ranks, in rank order.
 
-    counts: whether to include the rows of this rank. False if they belong to a padding sample.
+    counts: False leaves out the rows of this rank, because they come from a padding sample.
     """
     own = rows if counts else rows[:0]
     lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()

@@ -40,8 +40,10 @@ _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training
 def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[str]:
     """Make the batch norms of `model` use the statistics of all ranks. Returns the names of the changed modules.
 
-    From now on, a forward in training is collective: every rank must run the same layers. Raises PlanError for a batch
-    norm in TorchScript, because its code cannot be replaced.
+    samples: returns the number of samples of this rank: 0 for a padding sample, None outside of a loop over batches.
+
+    A forward in training is then collective, so all ranks must run it together. Raises PlanError for a batch norm in
+    TorchScript, because its code cannot be replaced.
     """
     joined = []
     found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if normalises(m)]
@@ -60,8 +62,8 @@ def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[
 
 
 class _JoinedForward(functools.partial[Any]):
-    """A batch norm's forward over all ranks. If the module is copied, the copy keeps this forward. If the module is
-    pickled, the copy gets the original forward back."""
+    """A batch norm's forward over all ranks. A copy of the module by `copy.deepcopy` also uses this forward. A pickled
+    module is saved with its original forward."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _JoinedForward:
         return _JoinedForward(self.func, *copy.deepcopy(self.args, memo))
@@ -175,8 +177,10 @@ def batch_norm(
 ) -> Tensor:
     """Compute `torch.nn.functional.batch_norm` with the statistics of all ranks. Collective in training.
 
-    rates: momentum and eps. If `input` is a parameter (weight standardization), its values are the same on all ranks,
-        and torch's own function computes the result.
+    samples: returns the number of samples of this rank; see `join_batch_norms`.
+    input: if this is a parameter (weight standardization), all ranks have the same values, so torch's own function is
+        used.
+    rates: momentum and eps.
     """
     if not training or isinstance(base_of(input), nn.Parameter):
         return functional.batch_norm(input, running_mean, running_var, weight, bias, training, **rates)
@@ -201,9 +205,8 @@ class _Normalize(torch.autograd.Function):
 
     Also returns the mean and the biased variance of each channel, and the number of elements in these statistics.
 
-    An input that is the same on all ranks (noise drawn before the loop) is counted once. It is recognized by two facts:
-    its statistics are bitwise equal on all ranks, and its number of samples differs from this rank's slice of the
-    batch.
+    If all ranks have the same input, e.g. noise drawn before the loop, it is counted once. Such an input has bitwise
+    equal statistics on all ranks, and on no rank is it as long as the rank's slice of the batch.
     """
 
     @staticmethod

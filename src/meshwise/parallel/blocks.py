@@ -23,10 +23,11 @@ def called_in(model: nn.Module) -> list[nn.Module]:
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the parts of `model` in order, with their names.
+    """Return the modules of which `model` consists, in order, with their names, such as a transformer's embedding, each
+    of its layers, and its head.
 
-    The parts are the entries of module lists, dictionaries and sequences, and every other module that contains none of
-    these. Modules without parameters are left out.
+    A container (module list, dictionary or sequence) is replaced by its entries. A module that holds a container with
+    several entries is replaced by its children. Modules without parameters are left out.
     """
     return list(_parts("", model, root=True))
 
@@ -44,11 +45,12 @@ def _holds_a_list(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers that `model` repeats, with their names. The list is empty if nothing is repeated.
+    """Return the layers that `model` repeats, such as the layers of a transformer, with their names. The list is empty
+    if nothing is repeated.
 
-    These layers are entries of module lists and sequences. The class of such a layer occurs at least twice among all
-    these entries. A list inside a layer belongs to that layer. A sequence that contains repeated layers, as a ResNet's
-    stages do, is searched as well.
+    Layers are entries of a container (module list, dictionary or sequence) whose class occurs at least twice in the
+    model. Containers inside a layer are not searched. A container inside a container is searched if it is no sequence,
+    or if it is a sequence of repeated layers, such as a stage of a ResNet.
     """
     entries = dict[nn.Module, str]()  # a list that two modules hold is found twice
     for name, module in _entries("", model):
@@ -75,6 +77,7 @@ def _holds_layers(container: nn.Module) -> bool:
 
 
 def _is_called(container: nn.Module) -> bool:
-    """Return whether `container` has a forward that the program may call. This is so for `nn.Sequential`. Lists of
-    modules have no forward, even if they contain other lists (Funnel's stages)."""
+    """Return whether the program can call `container` as a whole, like an `nn.Sequential`. A program can only call the
+    entries of an `nn.ModuleList` or `nn.ModuleDict`. Funnel Transformers, for example, have module lists in a module
+    list."""
     return isinstance(container, nn.Sequential)

@@ -28,10 +28,12 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
-    """Make torch compile the forward of each block of `model` when it first runs. Returns the names of the blocks.
+    """Make torch compile the forward of each block of `model` at its first call. Returns the names of the blocks.
 
-    Blocks are the repeated layers or, in a model without repeated layers, all of its parts in order. backend: the
-    compiler backend of `torch.compile`; None for the default of this module.
+    The blocks are the repeated layers. In a model without repeated layers, they are all of its modules in order; see
+    `blocks_of`.
+
+    backend: the compiler backend of `torch.compile`. None for BACKEND.
     """
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:

@@ -20,9 +20,10 @@ from meshwise.spec.errors import PlanError
 
 
 def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:
-    """Raise PlanError if torch cannot compute in the precision of `dtypes` on `device`, as far as a short trial shows.
+    """Raise PlanError if torch cannot compute in the precision of `dtypes` on `device`.
 
-    The trial runs a matrix product, and an LSTM if `model` contains one (torch 2.13 has none in float16 on CPU).
+    A short trial decides this. It runs a matrix product, and also an LSTM if `model` contains an LSTM, because torch
+    2.13 cannot compute an LSTM in float16 on CPU.
     """
     computed = dtypes.computed
     if computed in ("fp64", "fp32"):
@@ -37,7 +38,8 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
 
 @functools.cache
 def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
-    """Run small modules in this precision. Returns the class names of those that fail, each with torch's message."""
+    """Run an `nn.Linear` on the device in the precision `computed`, forward and backward. With `with_lstm`, run an
+    `nn.LSTM`, too. Returns the class name and torch's error message for each module that fails."""
     failed = []
     with torch.random.fork_rng(), torch.enable_grad():  # start values are drawn
         parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
@@ -52,12 +54,18 @@ def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]
 
 
 def lacks(device: str, computed: str) -> str:
-    """Return the beginning of an error message, which says in which dtype the device cannot compute."""
+    """Return the beginning of an error message: torch cannot compute in a dtype on this device.
+
+    computed: the dtype, such as `fp16`.
+    """
     return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute {computed} on {device.split(':')[0]}"
 
 
 def instead(computed: str) -> str:
-    """Return a sentence that recommends another precision in place of one that the device lacks."""
+    """Return a sentence that recommends another precision.
+
+    computed: the dtype in which the device cannot compute.
+    """
     return _use("bf16" if computed == "fp16" else "fp32")
 
 

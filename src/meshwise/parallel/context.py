@@ -47,16 +47,17 @@ def _apply(setup: Setup) -> None:
 
 
 def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the model's forward on this rank's positions of the inputs."""
+    """Run the model's forward on this rank's part of each sequence. All inputs with sequence positions are divided
+    along dim 1."""
     names = _names(forward, len(args))
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     divided = {name: _divided(value, axis) for name, value in given.items() if _has_positions(name, value)}
     if not divided:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items() if isinstance(value, Tensor))
         raise PlanError(
-            f"context={axis.size} divides sequence positions: dim 1 of token ids (B, T) or of hidden vectors (B, T, "
-            f"width). {type(model).__name__} was called with {shapes or 'no tensor'}, but no argument has positions. "
-            "Use data or shard."
+            f"context={axis.size} divides sequences, but {type(model).__name__} was called with "
+            f"{shapes or 'no tensor'}. Call it with token ids (B, T) or hidden vectors (B, T, width), "
+            "or use data or shard instead of context."
         )
     given.update(divided)
     return forward(*[given.pop(name) for name in names], **given)
@@ -71,10 +72,11 @@ def _names(forward: Callable[..., Any], count: int) -> list[str]:
 
 
 def _has_positions(name: str, value: Any) -> bool:
-    """Return whether an input is to be split along positions: a tensor with one number or one vector per position.
+    """Return whether an input of the model is split along its positions. This is so for a tensor with one integer or
+    one vector per position, that is, of shape (B, T) or (B, T, width).
 
-    Masks and labels are not split here. They stay whole on all ranks, because entries of neighboring positions are
-    needed when they are combined with split tensors later.
+    Masks and labels, which are recognized by their names, are not split. They stay whole on all ranks, because an
+    operator may combine a position of a split tensor with the mask or label of a neighboring position.
     """
     if not isinstance(value, Tensor) or "mask" in name or "label" in name or value.dim() < 2:
         return False

@@ -69,11 +69,12 @@ class _Group:
 
 
 class DataParallel:
-    """Averages the gradients of the parameters in `named` over all ranks.
+    """Averages the gradients of a model's parameters over all ranks.
 
     named: the name and the parameter, for each parameter.
-    dtype: the dtype in which gradients are sent and summed; None for the dtype of the parameters. If given, a loss is
-        not sent with the gradients.
+    piggyback_loss: whether `backward` sends its argument `value` in the same collective as the gradients. Ignored with
+        a `dtype`.
+    dtype: the dtype in which gradients are sent and summed. None means the dtype of the parameters.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Implement `Reduction.backward`. With `piggyback_loss`, `value` is sent as the gradient of an extra parameter.
-        A separate collective would be too slow for the short steps of a small model."""
+        """Run the backward of `loss`; see `Reduction.backward`. With `piggyback_loss`, `value` is averaged in the same
+        collective as the gradients, since a second collective would slow down a small model."""
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
@@ -163,8 +164,11 @@ class DataParallel:
         return mean if same else mean[: value.numel()].view(value.shape).to(value.dtype)
 
     def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Move the gradients of earlier backwards from `grad` to `_kept`, so that the factor of this backward does not
-        multiply them."""
+        """Move all gradients from `grad` to `_kept`, before a backward whose gradients are multiplied by a loss weight.
+        The weight must not change the gradients of earlier backwards. They are added again later.
+
+        before: (gradient, version of the gradient tensor) of each parameter, by the id of the parameter.
+        """
         self._kept = {key: gradient for key, (gradient, _) in before.items()}
         for p in self._parameters:
             p.grad = None
@@ -187,7 +191,7 @@ class DataParallel:
         self.unreduced = False
 
     def close(self) -> None:
-        """Release the parameters. Otherwise reducers and their hooks, which refer to each other, would keep them in
+        """Drop all references to the parameters, and to the reducers, which would otherwise keep the parameters in
         memory."""
         self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
@@ -205,8 +209,8 @@ class DataParallel:
         return order
 
     def _reached(self, loss: Tensor) -> list[_Group]:
-        """Return the groups that contain a parameter which this loss reaches. Raise PlanError if the losses of other
-        ranks reach other groups."""
+        """Return the groups with at least one parameter on which this loss depends. Raise PlanError if the loss of
+        another rank depends on different groups."""
         reached = reached_parameters(loss)
         groups = [g for g in self._groups if any(id(p) in reached for p in g.parameters)]
         self._agree("loss", [name for g in groups for name in g.names[-1:]])
@@ -239,7 +243,8 @@ class DataParallel:
         return True
 
     def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
-        """Multiply a bucket by the factor, then add the gradients that were set aside."""
+        """Multiply the gradients in a bucket by the loss weight of the current backward (`_factor`). Then add the
+        gradients of earlier backwards (`_kept`), which keep their own weights."""
         if self._factor is not None:
             bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))
         for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
@@ -268,11 +273,15 @@ class DataParallel:
     def _take_part(
         self, missing: Sequence[tuple[str, nn.Parameter]], before: Mapping[int, tuple[Tensor, int]]
     ) -> Callable[[], None]:
-        """Contribute zero for the parameters that this rank's loss did not reach, so that no rank waits for them.
+        """Contribute zero gradients for the parameters in `missing`, which this rank's loss did not reach. The
+        reduction on other ranks waits for these gradients.
 
-        Before the reduction, each rank counts its unreached parameters in the process group's store. Return a function
-        to call after the reduction, when all ranks have counted. It sets `grad` back to None for the parameters that no
-        rank has reached.
+        before: (gradient, version of the gradient tensor) of each parameter before this backward, by the id of the
+            parameter.
+
+        Returns a function to call after the reduction. For each parameter that no rank has reached, it sets `grad` back
+        to None. The ranks find out by a counter in the process group's store, to which each rank adds 1 if it has not
+        reached the parameter.
         """
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
@@ -288,8 +297,12 @@ class DataParallel:
         return missed_by_all
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
-        """Finish the gradients of all parameters that are not in the groups `armed`: multiply each gradient by the
-        factor, then add the gradient that was set aside."""
+        """Multiply gradients by the loss weight of this backward, for parameters that are not reduced in this backward.
+        Then add the gradients of earlier backwards (`_kept`).
+
+        armed: the groups of parameters that are reduced in this backward. `_weigh` handles their gradients.
+        factor: returns the loss weight.
+        """
         done = {id(p) for group in armed for p in group.parameters}
         for _, p in self._named:
             if id(p) in done:
@@ -335,8 +348,11 @@ class DataParallel:
                 )
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
-        """Make a reducer for the parameters with these indices. The indices are in the order in which a backward
-        reaches the parameters. DDP's rebuild of the buckets is done here, before the first use."""
+        """Make a reducer for some parameters, and average their present gradients with it. DDP rebuilds its buckets
+        before its second backward, so two backwards with zero gradients run first.
+
+        indices: the numbers of the parameters, in the order in which a backward reaches them.
+        """
         names = [self._named[i][0] for i in indices]
         parameters = [self._named[i][1] for i in indices]
         if self._loss_carrier is not None and not self._groups:
@@ -351,8 +367,11 @@ class DataParallel:
         return _Group(parameters, names, made, self._calls)
 
     def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
-        """Reduce `gradients` with the group's reducer. Hooks of the reducer need a backward, so an artificial one is
-        run: the gradient of sum(p * conj(g)) with respect to p is g."""
+        """Average `gradients` over the ranks with the group's reducer.
+
+        A reducer works only during a backward. So this method runs the backward of a loss whose gradients are
+        `gradients`: the sum of p * conj(g) over all parameters p, where g is the gradient of p.
+        """
         self._factor, self._calls, self._buckets, self._kept = None, 0, 0, {}
         for p in group.parameters:
             p.grad = None
@@ -397,7 +416,10 @@ def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
 
 
 def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_loss: bool) -> DataParallel:
-    """Make the object that averages the gradients of replicated parameters, which may belong to several models."""
+    """Make the object that averages the gradients of replicated parameters, which may belong to several models.
+
+    piggyback_loss: see `DataParallel`.
+    """
     dtype = reduced_in(plan.dtypes)
     return DataParallel(list(named.items()), bucket_mb=plan.bucket_mb, piggyback_loss=piggyback_loss, dtype=dtype)
 

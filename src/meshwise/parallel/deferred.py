@@ -45,7 +45,7 @@ def deferred() -> Iterator[None]:
     """Build models with shapes but no values yet: `with mw.deferred(): model = Net()`.
 
     `mw.distribute` (or a Job's plan) then gives each rank its part, with the values of a plain construction. Draw no
-    random numbers in between, because they would differ from those of a plain run.
+    random numbers between the `with` block and `mw.distribute`, because they would differ from those of a plain run.
     """
     record = OpRecord()
     with warnings.catch_warnings(), record.mode:
@@ -85,7 +85,8 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
 
 
 def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Fill all tensors of a deferred model with their whole values, on `device`. Other models stay unchanged."""
+    """Give all tensors of a model that was built in `deferred` their values, on `device`. Each tensor is filled whole,
+    even if there are several ranks. Models with values stay unchanged."""
     fill = take_fakes(model)
     if fill is not None:
         fill(device, device)
@@ -109,7 +110,11 @@ def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device |
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter or buffer of a module. view: the part of a recorded storage that holds its values."""
+    """A parameter or buffer of a deferred model, which gets its values later.
+
+    view: the part of a recorded storage that will contain the values after the constructor is replayed.
+    attributes: attributes that the program has set on the tensor itself.
+    """
 
     module: str
     name: str
@@ -127,9 +132,11 @@ class _Slot:
 
 
 class _Skeleton:
-    """A deferred model whose tensors are on the meta device until it is filled.
+    """A deferred model, that is, a model that was constructed without values. Its parameters and buffers are on the
+    meta device until `fill` computes their values.
 
-    attributes: attributes of modules that hold fake tensors but are neither parameters nor buffers, by (module, name).
+    attributes: the attributes of modules that contain tensors without values, other than parameters and buffers. A list
+        of tensors is an example. The keys are (name of the module, name of the attribute).
     """
 
     def __init__(self, model: nn.Module, fakes: dict[tuple[str, str], Tensor], record: OpRecord) -> None:
@@ -154,9 +161,12 @@ class _Skeleton:
         return [(t, self.record.known(t)) for t in tensors_in(value) if fake.is_fake(t)]
 
     def fill(self, device: torch.device | str, parts: torch.device | str) -> None:
-        """Replay the record, and set this rank's part of each tensor as soon as its values are known.
+        """Compute the values of a deferred model by replaying the operators that its constructor has recorded.
+        Collective: all ranks use the random numbers of rank 0, and must have built the same model. This rank's part of
+        a tensor is set as soon as its values are known.
 
-        Collective: all ranks use the random numbers of rank 0, and must have built the same model.
+        device: the device for whole tensors.
+        parts: the device for parts of divided parameters.
         """
         record, filling = self.record, _Filling(self.model, device, parts)
         _agree(record)
@@ -173,8 +183,8 @@ class _Skeleton:
         for number in record.loaded.keys() & filling.others.keys():
             t, _ = filling.others[number][0]
             raise UsageError(
-                f"a tensor of shape {tuple(t.shape)} is neither a parameter nor a buffer, but shares memory with a "
-                "loaded tensor. Build the model outside of mw.deferred."
+                f"mw.deferred cannot fill a tensor of shape {tuple(t.shape)}: it shares memory with a loaded weight, "
+                "but is no parameter or buffer. Build the model outside of mw.deferred."
             )
         wanted = filling.slots.keys() | filling.others.keys()
         if wanted:
@@ -189,8 +199,11 @@ class _Skeleton:
 
 
 class _Filling:
-    """The tensors of a deferred model while they are filled. Parameters and buffers (slots) and all other tensors can
-    be looked up by the number of their storage."""
+    """The tensors of a deferred model that get their values while the recorded constructor is replayed.
+
+    `slots` has the parameters and buffers, and `others` has all other tensors. The keys are the numbers of the recorded
+    storages that contain the tensors' values.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device | str, parts: torch.device | str) -> None:
         self.slots: dict[int, list[_Slot]] = {}
@@ -202,21 +215,28 @@ class _Filling:
         self._absent = {id(p) for p in stages.absent_parameters(model)}
 
     def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
-        """Fill a slot with `make(meta tensor, device)`. A tied tensor is made only once."""
+        """Replace a parameter or buffer of the model by the tensor that `make(meta tensor, device)` returns. If several
+        modules use the same tensor, it is made only once."""
         meta = self._metas[slot.module, slot.name]
         if id(meta) not in self._made:
             self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
         slot.put(self._model, self._made[id(meta)])
 
     def put_nothing_of_others(self) -> None:
-        """Fill the tensors of other pipeline stages with stand-ins, without computing their values."""
+        """Replace the parameters that only other pipeline stages use by tensors of NaN that need no memory. Their
+        values are not computed."""
         for number, slots in list(self.slots.items()):
             if all(id(self._metas[slot.module, slot.name]) in self._absent for slot in slots):
                 for slot in self.slots.pop(number):
                     self.put(slot, _nothing)
 
     def finished(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Fill the slots and other tensors that view storage `number`, which has its final values now."""
+        """Set all parameters, buffers and other tensors whose values are in this storage. It is called during the
+        replay of the model's constructor, when the values in a storage are final.
+
+        number: the number of the storage in the record of the constructor.
+        storage: the storage with the final values.
+        """
         if storage.nbytes() >= LARGE:
             trim_heap()
         whole = functools.cache(lambda view: view.of(storage))  # what was one tensor stays one
@@ -231,8 +251,8 @@ def _like(t: Tensor, value: Tensor) -> Tensor:
 
 
 def _agree(record: OpRecord) -> None:
-    """Use the random numbers of rank 0 on all ranks. Raise PlanError if the ranks have recorded different
-    constructors."""
+    """Check that the model's constructor has recorded the same operators on all ranks, and raise PlanError otherwise.
+    Then make all ranks use the random numbers of rank 0 when the recorded operators are run. Collective."""
     everyone = collectives.everyone()
     if collectives.world_size(everyone) > 1:
         of_rank_0, digest = collectives.broadcast_object((record.drawn_from(), record.digest()), everyone)
@@ -278,7 +298,7 @@ def _check_model(setup: Setup) -> None:
         raise PlanError(
             f"{some(hooked)}: the program registered a hook on the gradient of this parameter. The plan replaces the "
             "parameter, so the hook would not run. Register the hook in the forward (weight = "
-            "self.weight.view_as(self.weight); weight.register_hook(...)), or use data."
+            "self.weight.view_as(self.weight); weight.register_hook(...)), or use a plan with data only."
         )
 
 

@@ -65,7 +65,7 @@ def _check_model(setup: Setup) -> None:
             if p is not None and p.shape[1] % setup.plan.shard:
                 raise PlanError(
                     f"shard={setup.plan.shard} with expert={ranks} divides dim 1 of {name}.{own}, of shape "
-                    f"{tuple(p.shape)}, but cannot divide {p.shape[1]} evenly. Use a shard that divides it, or data."
+                    f"{tuple(p.shape)}, but {p.shape[1]} is no multiple of shard. Use a shard that divides it, or data."
                 )
 
 
@@ -147,7 +147,8 @@ def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of stacked experts. Each rank of the axis holds `count / axis.size` of these experts."""
+    """A module of stacked experts. The ranks of `axis` divide the experts evenly, so each rank holds `count /
+    axis.size` of them."""
 
     name: str
     module: nn.Module
@@ -172,8 +173,8 @@ def _run(experts: Experts, forward: Callable[..., Any], /, *given: Any, **named:
     sizes = list(map(int, more[0])) if layout == "sizes" else [len(hidden) // experts.count] * experts.count
     if not isinstance(hidden, Tensor) or hidden.dim() != 2 or len(sizes) != experts.count or sum(sizes) != len(hidden):
         raise PlanError(
-            f"expert={experts.axis.size}: {experts.name} was called with parts of {sizes} rows. It needs one tensor of "
-            f"rows (tokens, width) that has a part for each of its {experts.count} experts. Use data or shard."
+            f"expert={experts.axis.size}: {experts.name} was called with {sizes} rows for its experts. It needs one "
+            f"tensor (tokens, width) with the rows of all {experts.count} experts. Use data or shard instead of expert."
         )
     index = torch.repeat_interleave(torch.tensor(sizes, device=hidden.device)).view(-1, 1)
 
@@ -228,8 +229,8 @@ def route(
     axis, flat = experts.axis, index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < experts.count:
         raise PlanError(
-            f"expert={axis.size}: {experts.name} has {experts.count} experts, but tokens were routed to experts "
-            f"{int(flat.min())} to {int(flat.max())}. Use data or shard."
+            f"expert={axis.size}: {experts.name} has {experts.count} experts, but the router chose experts "
+            f"{int(flat.min())} to {int(flat.max())}. Use data or shard instead of expert."
         )
     order = torch.argsort(flat, stable=True)
     every = axis.all_gather(torch.bincount(flat, minlength=experts.count)).cpu()

@@ -35,10 +35,11 @@ class ExpertAxis(Protocol):
         """Send `sent[r]` to rank r and receive `taken[r]` from rank r. Each of these tensors may have no rows."""
 
     def gather_objects(self, value: Any) -> tuple[list[Any], list[Any]]:
-        """Gather `value` from the ranks of the axis, and from all ranks that divide the batch. Returns both lists."""
+        """Gather `value` from all ranks that divide the batch. Returns two lists: the values of the ranks on this axis,
+        which divide the experts, and the values of all ranks."""
 
     def mean_of_replicas(self, gradient: Tensor) -> None:
-        """Average a gradient, in place, over the ranks that hold the same part of the experts."""
+        """Average a gradient, in place, over the ranks that hold the same experts as this rank."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,14 @@ class ExpertMeshAxis:
 def exchanged(
     axis: ExpertAxis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Send rows of each tensor to the other ranks, with autograd. Returns the received rows of each tensor. See
-    `_Exchange`."""
+    """Exchange rows with the other ranks of the axis, and return the received rows of each tensor. The backward sends
+    the gradients of the received rows back.
+
+    sent: how many rows of each tensor go to each rank. The first rows go to rank 0, the next rows to rank 1, and so on.
+    taken: the number of rows to receive from each rank.
+    scale: multiplies the gradients in the backward.
+    tensors: the tensors whose rows are sent.
+    """
     function: Any = _Exchange
     found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
     return found

@@ -1,11 +1,10 @@
 """Divide experts that are modules of a list among devices.
 
-Each expert runs on one rank, on the rows of all ranks.
-
-The forward of such a mixture loops over its experts, gives each the rows that were routed to it, and sums the results.
-It runs twice. In the first run, every expert records its inputs and returns zeros. Then rows are sent to the experts'
-ranks, the experts run, and results are sent back. In the second run, the experts return these results. Other parts of
-the forward run twice (a router, a shared expert); what they draw, write and count in the first run is undone.
+Each expert runs on one rank, on the rows of all ranks. The forward of such a mixture loops over its experts, gives each
+the rows that were routed to it, and sums the results. It runs twice. In the first run, every expert records its inputs
+and returns zeros. Then rows are sent to the experts' ranks, the experts run, and results are sent back. In the second
+run, the experts return these results. Other parts of the forward run twice (a router, a shared expert); what they draw,
+write and count in the first run is undone.
 
 Every rank of the axis holds a part of each expert parameter, as under shard, so that it is saved, clipped and stepped
 like any other. The rank that runs an expert gathers the other parts just before. Shard would gather them on all ranks.
@@ -72,7 +71,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def check_list(found: Found, model: nn.Module, ranks: int) -> None:
-    """Raise PlanError if the experts of a list cannot be divided over `ranks` ranks."""
+    """Raise PlanError, with the reason, if this list of experts cannot be divided over `ranks` ranks."""
     count = len(found.experts)
     if count < ranks:
         raise PlanError(f"expert={ranks}: {found.name} has {count} experts. Use expert={count} or less.")
@@ -90,12 +89,12 @@ def check_list(found: Found, model: nn.Module, ranks: int) -> None:
     elif any(True for expert in found.experts for _ in expert.buffers()):
         why = "have buffers (such as a batch norm's statistics), which only one rank would update"
     if why:
-        raise PlanError(f"expert={ranks}: the experts of {found.name} {why}. Use data or shard: both are exact.")
+        raise PlanError(f"expert={ranks}: the experts of {found.name} {why}. Use data or shard instead of expert.")
 
 
 @dataclass
 class ExpertList:
-    """A list of experts. Each expert runs on one rank of the axis, to which the other ranks send their rows."""
+    """A list of experts. Each expert runs on one rank of `axis`, which receives the expert's inputs from all ranks."""
 
     found: Found
     axis: ExpertAxis
@@ -112,7 +111,7 @@ class ExpertList:
         put_forward(self.found.caller, functools.partial(self._run, self.found.caller.forward))
 
     def owner(self, number: int) -> int:
-        """Return the rank, counted on the axis, that runs the expert with this number."""
+        """Return which rank of `axis` runs the expert with this number."""
         return number * self.axis.size // len(self.found.experts)
 
     def refused(self, what: str) -> PlanError:
@@ -144,7 +143,7 @@ class ExpertList:
         if self._mode == "run":
             return self._forwards[number](*given, **named)
         if not self._mode:
-            raise self.refused(f"expert {number} runs outside of this forward, or again in the backward (recompute)")
+            raise self.refused(f"expert {number} is called outside of this forward, or recomputed in the backward")
         rows = {len(each) if isinstance(each, Tensor) and each.dim() > 1 else None for each in given}
         if named or None in rows or len(rows) != 1:
             raise self.refused(f"expert {number} must take only tensors of 2 dims or more, with equal numbers of rows")
@@ -153,14 +152,14 @@ class ExpertList:
             return given[0].new_zeros(given[0].shape, dtype=_computed_in(given[0]))
         noted, before, made = self._answers.popleft() if self._answers else (-1, given, given[0])
         if noted != number or not all(map(_alike, before, given)):
-            raise self.refused(f"the input of expert {number} depends on the outputs of earlier experts")
+            raise self.refused(f"the input of expert {number} depends on other experts, but all experts run at once")
         return made
 
 
 def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[list[Tensor], Tensor | None]:
-    """Run the experts of `calls`, each on its rank. Collective, also in the backward. Returns the results and a scalar
-    0. The caller adds the scalar to its output, so that ranks without calls take part in the backward. The scalar is
-    None if there is no backward."""
+    """Send each call of an expert to the rank that runs this expert, and return the results. Collective, also in the
+    backward. Also return a scalar 0, or None without a backward. The caller adds the scalar to its output, so that a
+    rank without calls takes part in the backward."""
     axis, facts = experts.axis, [(number, [_form(t) for t in given]) for number, given in calls]
     of_axis, of_all = axis.gather_objects(facts)
     called = sorted({number for rank in of_all for number, _ in rank})
@@ -198,7 +197,8 @@ def answered(experts: ExpertList, calls: Sequence[tuple[int, Given]]) -> tuple[l
 def _run_own(
     experts: ExpertList, weights: dict[int, dict[str, Tensor]], calls: list[Any], columns: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Run this rank's experts for the calls of all ranks. columns: each input, concatenated over all calls."""
+    """Run this rank's experts on the inputs that all ranks have sent. Return the results. columns: one flat tensor for
+    each argument of an expert, with the values of the argument in all `calls`, in order."""
     parts = [column.split([math.prod(forms[place][0]) for _, forms in calls]) for place, column in enumerate(columns)]
     given = [tuple(p[n].view(f[0]) for p, f in zip(parts, forms, strict=True)) for n, (_, forms) in enumerate(calls)]
     outs: list[Tensor] = [torch.empty(0)] * len(calls)
@@ -210,14 +210,14 @@ def _run_own(
             made = functional_call(experts.found.experts[number], of_expert, rows)
             if not isinstance(made, Tensor) or made.shape != rows[0].shape:
                 shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-                raise experts.refused(f"expert {number} returns {shape} for {tuple(rows[0].shape)}; both must be equal")
+                raise experts.refused(f"expert {number} returns {shape} for {tuple(rows[0].shape)}; shapes must match")
             for n, out in zip(batch, made.split([len(given[n][0]) for n in batch]), strict=True):
                 outs[n] = out
     return outs
 
 
 def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtype) -> torch.dtype:
-    """Return the dtype of the experts' results. Collective under autocast, where it may differ between ranks."""
+    """Return the dtype of the experts' results. Collective with autocast, as ranks may compute in different dtypes."""
     kinds = {out.dtype for out in outs}
     if torch.is_autocast_enabled(experts.axis.device):
         kinds = set().union(*experts.axis.gather_objects(kinds)[0])
@@ -227,8 +227,8 @@ def _dtype_of_all(experts: ExpertList, outs: Sequence[Tensor], given: torch.dtyp
 
 
 def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tensor, dict[int, dict[str, Tensor]]]:
-    """Gather the parameters of the experts in `called` that this rank runs. Return an empty tensor, which makes every
-    rank take part in the backward, and the parameters by expert number and name."""
+    """Gather the whole parameters of the experts in `called` that run on this rank, by expert number and name. Also
+    return an empty tensor that the caller's result must depend on, so that all ranks run the backward."""
     named = [(n, name, p) for n in called for name, p in experts.found.experts[n].named_parameters()]
     parts = [p.to_local() if isinstance(p, DTensor) else p for _, _, p in named]
     facts = [_Fact(experts.owner(n), p.shape, p.requires_grad) for n, _, p in named]
@@ -242,7 +242,7 @@ def _whole_parameters(experts: ExpertList, called: Sequence[int]) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class _Fact:
-    """A parameter of an expert. owner: the rank, counted on the axis, that gathers the whole parameter."""
+    """A parameter of an expert. owner: the index, on the expert axis, of the rank that runs the expert."""
 
     owner: int
     shape: torch.Size
@@ -255,12 +255,12 @@ class _Fact:
         return list(itertools.pairwise(ends))
 
     def sizes(self, axis: ExpertAxis) -> list[int]:
-        """Return the number of elements of the parameter that each rank holds."""
+        """Return the number of elements of this parameter on each rank of the axis, in the order of the ranks."""
         return [(end - begin) * math.prod(self.shape[1:]) for begin, end in self.bounds(axis)]
 
 
 class _Whole(Function):
-    """Gathers parameters on the ranks that run the experts. Gradients are sent back, averaged over replicas."""
+    """Gathers each expert's parameters on the rank that runs it. Averages gradients over ranks with equal experts."""
 
     @staticmethod
     def forward(ctx: Any, axis: ExpertAxis, facts: list[_Fact], *parts: Tensor) -> tuple[Tensor, ...]:
@@ -303,7 +303,8 @@ class _Whole(Function):
 
 @contextlib.contextmanager
 def _without_trace(experts: ExpertList, given: Any) -> Iterator[None]:
-    """After the with-body, restore the random state and the lists, attributes and buffers that were changed in it."""
+    """Run the `with` block, a trial run of the forward, and then undo its effects: random state, attributes, buffers,
+    lists and dicts are as before. Raise PlanError if the forward changed an input tensor."""
     tensors = list(tensors_in(given))
     versions = [version(t) for t in tensors]
     inside = {part for expert in experts.found.experts for part in expert.modules()}

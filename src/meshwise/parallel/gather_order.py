@@ -28,10 +28,11 @@ GRACE = 60.0  # seconds for an order that is new later: a rank with a known orde
 
 
 class GatherOrder:
-    """Checks that all ranks run `blocks` in the same order. It does so by hooks on the forwards of `root` and of the
-    blocks.
+    """Checks that all ranks gather the parameters of `blocks` in the same order. Otherwise, a rank could wait forever
+    in a gather that other ranks skip. The check runs in hooks on the forwards of `root` and of the blocks, and raises
+    PlanError if the orders differ.
 
-    key: a prefix for keys in the process group's store. With these keys the ranks compare their orders.
+    key: the prefix of the keys in the process group's store under which the ranks compare their orders.
     """
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:
@@ -54,8 +55,12 @@ class GatherOrder:
         self._runs, self._met = False, True
 
     def _come(self, number: int, *unused: Any) -> None:
-        """Note that a forward is about to gather a block. Blocks that a backward recomputes are not noted, because
-        their order is the same on all ranks."""
+        """Check that all ranks are about to gather the same block in their forwards. The ranks communicate only if the
+        sequence of blocks in this forward is new. A backward that recomputes a block is not checked, because it follows
+        the sequence of the forward.
+
+        number: the index of the block. -1 means the end of the forward.
+        """
         if not self._runs:
             return
         self._so_far = hash((self._so_far, number))
@@ -72,7 +77,7 @@ class GatherOrder:
         if other is not None:
             others = f"the forward of another rank {other}" if other else "the forwards of other ranks do not"
             raise PlanError(
-                f"shard: the forward of this rank {what}, but {others}. All ranks gather a block together, but a rank "
-                "has skipped one. Put modules that a rank may skip into a list named experts, because a list of this "
-                f"name is gathered with the whole model, or use data (shard=1). {SKIPPED}"
+                f"shard: the forward of this rank {what}, but {others}. All ranks must run the same blocks "
+                "in the same order. Put modules that a rank may skip into a list named experts, because a list of "
+                f"this name is gathered with the whole model, or use data parallelism (shard=1). {SKIPPED}"
             )

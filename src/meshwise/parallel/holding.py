@@ -38,10 +38,10 @@ _absent = WeakIdKeyDictionary()  # parameters whose values are on other stages
 
 
 class Holding:
-    """The modules of `model` that this rank of a pipeline holds.
+    """Decides which modules of a pipeline's model this rank holds, and frees the parameters of all other modules.
 
-    blocks: the blocks of all stages.
-    own: the blocks of this rank's stages.
+    blocks: all blocks of the model, of all stages.
+    own: the blocks of the stages that run on this rank.
     """
 
     def __init__(self, model: nn.Module, pipe: Pipe, blocks: Sequence[nn.Module], own: Sequence[nn.Module]) -> None:
@@ -55,7 +55,7 @@ class Holding:
         self._shared: list[tuple[str, collectives.Group]] = []
         self._owned: set[str] = set()  # names of the parameters that count for this rank, where several hold them
         self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
-        """Frees the shards of dropped parameters; see `Setup.let_go`. None if parameters are not sharded."""
+        """Frees this rank's shards of the named parameters (see `Setup.let_go`). None if parameters are not sharded."""
         self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._hold(blocks, own)
 
@@ -94,9 +94,11 @@ class Holding:
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
-        """Replace dropped parameters by plain NaN tensors for a forward, or put the dropped parameters back.
+        """Replace the parameters that only other pipeline stages need by NaN tensors, or put the parameters back. This
+        rank has freed its shards of these parameters, so the model's forward must not read them.
 
-        seen: True to put in the NaN tensors, False to put the parameters back.
+        seen: True puts the NaN tensors into the model, before a forward. False puts the sharded parameters back, after
+            it.
         """
         for module, name, held, shown in self._seen:
             parameters_in(module)[name] = shown if seen else held
@@ -110,7 +112,8 @@ class Holding:
         return {name for name, p in self.model.named_parameters() if id(p) in reached}
 
     def decide(self) -> None:
-        """Decide, after the first step, which stages keep each parameter outside of the blocks. Collective."""
+        """Decide which stages hold the parameters that belong to no block. Collective. Call it after the first step: a
+        stage holds such a parameter if the parameter got a gradient there, and other stages free its memory."""
         model, own = self.model, self._pipe.rank
         named = dict(model.named_parameters())
         lacking = stages.lacks(model)
@@ -148,7 +151,12 @@ class Holding:
         self.decided = True
 
     def _buffers_of_others(self, live: Sequence[set[str]]) -> set[str]:
-        """Return the names of buffers outside of the blocks that belong to modules which ran on other stages only."""
+        """Return the names of buffers that only other stages need: the buffers of modules that ran on other ranks of
+        the pipeline, but not on this rank.
+
+        live: for each rank of the pipeline, the names of the modules that ran on this rank. Only modules that have
+            buffers and lie outside of the blocks are listed.
+        """
         found = set()
         for name in set().union(*live) - live[self._pipe.rank]:
             module = self.model.get_submodule(name)
@@ -156,8 +164,8 @@ class Holding:
         return found
 
     def check_same(self) -> None:
-        """Raise PlanError if parameters were frozen or unfrozen since the stages decided which parameters to keep
-        (`decide`)."""
+        """Raise PlanError if the user has frozen or unfrozen parameters after the first step. In that step, `decide`
+        chose the parameters that each stage keeps in memory."""
         if self.decided and tuple(p.requires_grad for p in self.model.parameters()) != self._trained:
             raise PlanError(
                 f"pipeline={self._pipe.size}: parameters were frozen or unfrozen after the first step. The first step "
@@ -194,8 +202,8 @@ class Holding:
 
 
 class _Notes:
-    """A forward hook that adds the name of a module to a set, if the module runs within the layers of this rank's
-    stages."""
+    """A forward hook that adds the name of its module to the set `into`, but only for calls from the stages that this
+    rank runs."""
 
     def __init__(self, into: set[str], name: str) -> None:
         self._into, self._name = into, name
@@ -206,9 +214,10 @@ class _Notes:
 
 
 def _drop(model: nn.Module, names: set[str], rank: int) -> None:
-    """Free the values of the parameters in `names`, which other stages hold.
+    """Free the memory of the parameters in `names`, whose values are on other stages.
 
-    Each becomes a tensor of NaN with the same shape, in the memory of one number.
+    Each parameter keeps its shape, but all its entries are NaN and share the memory of a single number. PlanError is
+    raised later if a backward reaches such a parameter.
     """
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in names and p not in _absent:
@@ -252,7 +261,8 @@ def own_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def let_go(optimizer: Optimizer) -> None:
-    """Delete the optimizer state of parameters that this rank has dropped. An earlier load may have set such state."""
+    """Delete the optimizer's state of the parameters that this rank has freed, because other pipeline stages hold them.
+    An optimizer state that was loaded before may contain such entries."""
     for p in held_parameters(optimizer):
         if p in _absent:
             optimizer.state.pop(p, None)

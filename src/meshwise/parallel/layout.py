@@ -53,12 +53,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cut:
-    """The dim along which a parameter is split.
+    """How one parameter is split over the ranks: along its dim number `dim`.
 
-    sections: how many equal sections the dim packs, such as queries, keys and values. Each rank has a part of each
-        section.
-    gathered: whether to gather the layer's output at once, because otherwise every block that adds to it would gather
-        it.
+    sections: how many equal sections lie side by side in this dim, e.g. 3 if one weight packs queries, keys and values.
+        Every section is split separately, so each rank has a part of every section.
+    gathered: whether to gather the layer's output as soon as the layer has run. This is set for a layer that feeds all
+        blocks. Otherwise every block would have to gather the same output again.
     """
 
     dim: int
@@ -67,9 +67,12 @@ class Cut:
 
 
 def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
-    """Return how each parameter is split, by the parameter's id. Parameters without an entry stay whole on every rank.
+    """Return how to split each parameter over the ranks, as a dict from the id of a parameter to its `Cut`. A parameter
+    without an entry stays whole on every rank.
 
-    packed: whether packed sections may be split along dim 0, which `shard` divides as well.
+    packed: whether a weight that stacks several sections along dim 0, such as query, key and value, is split section by
+        section (see `Cut.sections`). Pass False if `shard` divides dim 0, too, because a DTensor cannot express both
+        divisions of one dim.
     """
     found = _of_multi_head(model, ranks) if packed else {}
     layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
@@ -108,7 +111,8 @@ def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
 
 
 def _divides(length: int, ranks: int) -> bool:
-    """Return whether a dim of this length can be split so that the part of each rank has a useful size."""
+    """Return whether a dim of this length can be split well over the ranks. It can if the length is a multiple of
+    `ranks`, or if it is at least `UNEVEN * ranks`. In the second case, parts of unequal length hardly matter."""
     return length % ranks == 0 or length >= UNEVEN * ranks
 
 
@@ -152,8 +156,8 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
 
 
 def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """Return the names of the layers before the first block that seem to feed the blocks. Their output is as wide as
-    the input of the first layer in a block. Embeddings do not count."""
+    """Return the names of the layers that seem to feed the first of the model's repeated blocks. Such a layer comes
+    before this block, and its output is as wide as the input of the block's first layer. Embeddings are left out."""
     blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
     begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0
     return {

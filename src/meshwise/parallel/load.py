@@ -113,7 +113,7 @@ def _give(tensor: Tensor, stored: _Stored) -> None:
         record = record_of(tensor)
         view: StorageView = record.known(tensor)
         if not view.whole:
-            raise UsageError(f"mw.deferred cannot load a view ({stored.name}). Build the model without mw.deferred.")
+            raise UsageError(f"mw.deferred cannot load {stored.name}, a view of a tensor. Build without mw.deferred.")
         record.loaded[view.storage] = functools.partial(_Stored.part, stored)
         record.loaded_after = len(record.operators)
         return
@@ -137,7 +137,7 @@ def _stored(path: Path) -> dict[str, _Stored]:
     if path.is_dir():
         single = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
         if not (path / INDEX).exists() and len(single) != 1:
-            raise UsageError(f"{path} has neither {INDEX} nor exactly one .safetensors file. Give the file itself.")
+            raise UsageError(f"{path} must have {INDEX} or exactly one .safetensors file. Give the path of a file.")
         path = path / INDEX if (path / INDEX).exists() else single[0]
     if not path.exists():
         raise UsageError(f"{path} does not exist. Give a .safetensors file, its index, or their folder.")

@@ -24,14 +24,18 @@ _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh:
-    """Return the mesh of the run's devices with a named axis for each way in which `plan` divides work. Collective.
+    """Return the mesh of the run's devices, with one named axis for each way in which `plan` divides work. Collective.
 
-    The axes are ordered from the outermost to the innermost. Consecutive ranks are neighbors on the innermost axis.
-    Launchers number the devices of a host consecutively, so this axis, which communicates most, uses the fastest links.
-    An axis of size 1 is left out. The axis `shard` is kept even with size 1 if the plan splits layers or experts,
-    because the reduction of their gradients over `data` needs this axis. On one device, the only axis is `shard`.
+    The axes are ordered from the outermost to the innermost, in the order of `AXES`. Consecutive ranks are neighbors on
+    the innermost axis. That axis communicates most, and it uses the fastest links, because launchers give consecutive
+    ranks to the devices of one host.
 
-    replicas: whether to merge `expert` into `data`, for parameters that do not belong to experts.
+    An axis of size 1 is left out. The axis `shard` is an exception: if the plan splits layers or experts, it is kept
+    even with size 1, because gradients are then reduced by code that needs this axis. On one device, `shard` is the
+    only axis.
+
+    replicas: whether to merge the axis `expert` into `data`. This mesh is for parameters outside of experts, since
+        ranks that hold different experts hold equal copies of these parameters.
     """
     shapes = {axis: getattr(plan, axis) for axis in AXES}
     needed = plan.split or plan.expert > 1
@@ -65,10 +69,10 @@ def _made(plan: Plan, world: World, kept: dict[str, int], replicas: bool) -> Dev
 
 
 def divide_work(plan: Plan, world: World) -> World:
-    """Return the world of the ranks that divide a batch. In this world, ranks that hold parts of one split model count
-    as one rank.
+    """Return a `World` in which a group of ranks that hold one split model counts as one rank. These ranks work on the
+    same samples, e.g. 8 ranks with tensor=2 divide a batch in 4.
 
-    From now on, collectives run over these ranks by default. Collective if the plan splits models.
+    From now on, collectives run by default over ranks with different samples. Collective if the plan splits models.
     """
     together = plan.within_samples
     stages.join_pipe(None)

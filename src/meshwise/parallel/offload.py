@@ -52,17 +52,17 @@ class _HostCopy:
     arrived: torch.Event | None = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the copied values are still the values of `tensor`.
+        """Return whether `tensor` still has the values that were copied to the host.
 
-        The result is also False for a tensor that is another part of the storage without being a view of the same base
-        tensor, such as an LSTM's gates, made by `unsafe_chunk`. Such a tensor has a version counter of its own.
+        The result may be False although the values are equal. Autograd counts writes to some tensors of one storage
+        separately, such as the outputs of `unsafe_chunk` in an LSTM. These counts cannot be compared.
         """
         same = self.place == _place(tensor) or self.base() is base_of(tensor)
         return same and self.version == version(tensor)
 
     @property
     def ahead(self) -> bool:
-        """Whether the storage was fetched to the device, but has not been requested yet."""
+        """Whether the storage was fetched to the device in advance, before the backward has asked for it."""
         return self.ready is not None and not self.requested
 
 
@@ -92,9 +92,11 @@ class _SavedTensors:
     known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
-        """Copy a tensor that autograd is about to save to the host, and return a view of the copy.
+        """Copy a tensor that autograd is about to save into host memory. Return a `_View`, which describes the tensor
+        as a view of the copy. Tensors that are views of one storage share one copy.
 
-        Tensors that are views of one storage share the copy. A tensor that is not offloaded is returned unchanged.
+        A tensor that is not worth a copy or cannot be copied is returned unchanged (see `_goes`). Examples are small
+        tensors, parameters and DTensors.
         """
         if not _goes(tensor):
             return tensor
@@ -128,7 +130,13 @@ class _SavedTensors:
         return empty.set_(flat.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def _fetch_ahead(self, number: int) -> None:
-        """Begin to fetch storages that were offloaded before number `number`, until the window is full."""
+        """Begin to copy storages back to the device before the backward asks for them.
+
+        The forward numbers the storages in the order in which it offloads them. The backward needs them in reverse
+        order. So the storages with the next smaller numbers are fetched, until `self.window` bytes wait on the device.
+
+        number: the number of the storage that the backward has just requested.
+        """
         self.fetched = [ref for ref in self.fetched if (kept := ref()) is not None and kept.ahead]
         held = sum(kept.copy.nbytes for ref in self.fetched if (kept := ref()) is not None)
         for index in reversed(range(number)):
@@ -143,10 +151,11 @@ class _SavedTensors:
 
 
 def offload_activations(model: nn.Module, window: int | None = None) -> None:
-    """Keep the tensors that `model` saves for its backward in host memory.
+    """Keep the tensors that the forward of `model` saves for its backward in host memory.
 
-    window: how many bytes may be fetched before they are needed; None for 256 MiB. A list of models is handled model by
-        model.
+    model: a model, or a `ModuleList` or `ModuleDict` of models, each of which is wrapped.
+    window: how many bytes of saved tensors are fetched to the device before the backward needs them. By default, 256
+        MiB.
     """
     for root in called_in(model):
         put_forward(root, functools.partial(_offloaded, root.forward, WINDOW if window is None else window))

@@ -38,7 +38,7 @@ class OffloadedState:
     def __init__(self, optimizer: Optimizer, bucket: int = BUCKET) -> None:
         if why := unlike_by_parameters(optimizer):
             raise PlanError(
-                f"offload='optimizer' steps some parameters at a time, and {type(optimizer).__name__} may then compute "
+                f"offload='optimizer' updates parameters in groups, and {type(optimizer).__name__} may then compute "
                 f"different values: {why}. Use another optimizer, or remove offload='optimizer'."
             )
         self._bucket = bucket
@@ -49,7 +49,9 @@ class OffloadedState:
         subscribe(Order.OFFLOAD, self._before, self._after, self._failed, optimizer=optimizer)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Step all buckets but the last one, and prepare the last bucket for the step that is about to run."""
+        """Step the parameters bucket by bucket, so that the device holds the optimizer state of one bucket at a time. A
+        bucket is a list of parameters. The last bucket is only prepared here, because the optimizer's own step, which
+        runs next, updates it."""
         if has_closure(args, kwargs):
             raise PlanError(
                 "offload='optimizer': optimizer.step(closure) needs all of the state at once. Call backward, then "
@@ -86,7 +88,8 @@ class OffloadedState:
         self._gradients, self._last = {}, []
 
     def _begin(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
-        """Restore the gradients of a bucket's parameters, and copy their optimizer state to the device."""
+        """Prepare a step of the parameters in `bucket`. Set their gradients, which `_before` has removed and kept, and
+        copy their optimizer state from the host to the device."""
         for p in bucket:
             p.grad = self._gradients[p]
             entry = optimizer.state.get(p, {})

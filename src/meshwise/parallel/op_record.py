@@ -28,7 +28,7 @@ Loaded = Callable[[Tensor, torch.device | str], Tensor]
 """Called with a tensor sharded like the wanted tensor, and a device. Returns this rank's part of the wanted tensor."""
 
 PLAIN = (int, float, str, list, tuple, dict)
-"""The types of operator arguments that go into the digest of a record."""
+"""The types of operator arguments that `OpRecord.digest` hashes. Arguments of other types are left out."""
 
 
 class OpRecord:
@@ -40,7 +40,7 @@ class OpRecord:
         self.start = torch.default_generator.get_state()
         self.left: dict[torch.Generator, bytes] = {}
         self.loaded: dict[int, Loaded] = {}
-        """For each loaded storage, a function that reads this rank's part of it. It is not replayed."""
+        """Maps the number of a storage that is loaded from a file to a function that reads this rank's part of it."""
         self.loaded_after = 0
         self._storages = StorageMap()
         self._count = 0
@@ -49,11 +49,12 @@ class OpRecord:
 
     @property
     def operators(self) -> list[RecordedOp]:
-        """The recorded operators, without the entries that set a generator."""
+        """The recorded operators. Entries of another kind, which set the state of a random generator, are left out."""
         return [entry for entry in self.entries if isinstance(entry, RecordedOp)]
 
     def leave(self) -> None:
-        """Record the states of the generators at the end of the constructor."""
+        """Record the state of each random generator at the end of the block of `mw.deferred`. `rewind` later compares
+        these states with the current ones, and so finds the generators that the program has used since."""
         for generator in self._last:
             self._note_generator(generator)
         self.left = dict(self._last)
@@ -101,9 +102,10 @@ class OpRecord:
         )
 
     def known(self, value: Any) -> Any:
-        """Return the `StorageView` of a fake tensor. Any other value is returned unchanged.
+        """Return the `StorageView` that stands for a fake tensor. Any other value, such as a number, is returned
+        unchanged.
 
-        Raises ReplayMismatch for a fake tensor that no recorded operator made, and for a storage.
+        Raises ReplayMismatch for a fake tensor that no recorded operator has made, and for any untyped storage.
         """
         if isinstance(value, torch.UntypedStorage) or (fake.is_fake(value) and self._storages.get(value) is None):
             raise ReplayMismatch("a tensor was read from a file, or made outside of torch's operators.")
@@ -129,7 +131,8 @@ class OpRecord:
         )
 
     def _note_generator(self, generator: torch.Generator) -> None:
-        """Record the state of the generator if the program has set the generator since the last entry."""
+        """Add a `SetGenerator` to `entries` if the program has set the generator since this record last looked at
+        it."""
         key = _key(generator)
         if self._last.get(generator) != key:
             known = self._marks.get((generator, key))
@@ -137,14 +140,15 @@ class OpRecord:
             self._mark(generator)
 
     def _tick(self, generator: torch.Generator) -> None:
-        """Advance the generator after a random operator. Its state is then unique, so that it is recognized if the
-        program restores it later."""
+        """Draw one random number after a random operator, so that the generator has a state that occurs nowhere else in
+        the record. If the program later sets the generator back to this state, the record recognizes the state."""
         with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
         self._mark(generator)
 
     def _mark(self, generator: torch.Generator) -> None:
-        """Note that the newest entry leaves the generator in its current state."""
+        """Remember the current state of the generator as its state after the newest entry of `entries`. If the program
+        restores this state later, `_note_generator` recognizes it."""
         key = self._last[generator] = _key(generator)
         self._marks[generator, key] = len(self.entries) - 1
 
@@ -173,17 +177,25 @@ class OpRecord:
         return digest.hexdigest()
 
     def drawn_from(self) -> tuple[Any, ...]:
-        """Return the state of the default generator at the start, and the states that the program has set generators
-        to. The latter are a dictionary by position in the record.
+        """Return (start, settings). If another rank passes both to `draw_from`, its record draws the same random
+        numbers.
 
-        Generators are identified by numbers, which are the same on all ranks that have recorded the same operators.
+        start: the state of the default generator when the record began.
+        settings: a dict with an item for each `SetGenerator` in `entries`. The key is the index of the entry. The value
+            is (number of the generator, its new state). Generators are numbered in the order of their first use, which
+            is the same on all ranks that have recorded the same operators.
         """
         numbers = {generator: number for number, generator in enumerate(self._last)}
         places = enumerate(self.entries)
         return self.start, {n: (numbers[e.generator], e.to) for n, e in places if isinstance(e, SetGenerator)}
 
     def draw_from(self, start: Tensor, settings: dict[int, tuple[int, Tensor | int]]) -> None:
-        """Use the random numbers of another rank. The arguments are what `drawn_from` returned on that rank."""
+        """Change this record so that its replay draws the random numbers of another rank. Both arguments come from
+        `drawn_from` on that rank.
+
+        start: the state of that rank's default generator when its record began.
+        settings: maps the index of an entry that sets a generator to (number of the generator, its new state).
+        """
         generators, operators = list(self._last), self.operators
         self.start, own = start, iter(operators)
         self.entries = [
@@ -192,8 +204,8 @@ class OpRecord:
         ]
 
     def check_loaded(self) -> None:
-        """Raise UsageError if an operator used loaded tensors after the load, because the record does not contain their
-        values."""
+        """Raise UsageError if the program has computed with weights after `mw.load_weights` loaded them. A replay
+        cannot repeat such an operator, because the record does not hold the values of loaded weights."""
         for entry in self.operators[self.loaded_after :]:
             if not self.loaded.keys().isdisjoint(entry.reads):
                 raise UsageError(
@@ -202,19 +214,21 @@ class OpRecord:
                 )
 
     def undraw(self) -> None:
-        """Restore the generators to their states before the constructor."""
+        """Set the random generators back, as if the recorded operators had drawn nothing. The default generator gets
+        its state from the beginning of the record. Any other generator gets the first state that the record holds for
+        it."""
         for entry in reversed(self.entries):
             if isinstance(entry, SetGenerator) and isinstance(entry.to, Tensor):
                 entry.generator.set_state(entry.to)
         torch.default_generator.set_state(self.start)
 
     def rewind(self) -> Callable[[], None]:
-        """Reset the default generator to the start state for a replay. Returns a function to call when the replay is
-        over.
+        """Prepare a replay: set the default generator to its state at the beginning of the record. Returns a function
+        to call after the replay.
 
-        If the program has drawn random numbers since the constructor, that function restores the generators to their
-        states before the replay. Otherwise it does nothing, so that the generators are as after a constructor that was
-        not deferred.
+        The function sets each generator that the program has used since the block of `mw.deferred` back to its state
+        before the replay. A generator that was not used since then keeps its state from the replay, as if the model had
+        been built without `mw.deferred`.
         """
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)

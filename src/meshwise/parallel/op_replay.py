@@ -53,7 +53,8 @@ class StorageView:
         return math.prod(self.size) * self.dtype.itemsize == self.nbytes and self.stride == tuple(reversed(expected))
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Make the tensor as a view of the real storage `storage`."""
+        """Return a tensor that is a view of the storage `storage`, with the dtype, size, strides and offset of this
+        `StorageView`."""
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
@@ -88,10 +89,10 @@ class RecordedOp:
 
 @dataclass(frozen=True)
 class SetGenerator:
-    """A record entry: the program set a generator.
+    """An entry of an `OpRecord` that says that the program set a random generator.
 
-    to: the state that was set. A number stands for the generator's state after the entry with this index, and -1 for
-        its state at the start.
+    to: the new state of the generator, as a tensor or as a number. A number n stands for the state of the generator
+        right after entry n of the record. The number -1 stands for its state at the beginning of the record.
     """
 
     generator: torch.Generator
@@ -103,22 +104,26 @@ Entry = RecordedOp | SetGenerator
 
 @dataclass(frozen=True)
 class ReplayStep:
-    """A record entry that must run in a replay.
+    """An entry of an `OpRecord` that a replay has to run. Entries without effect on the result have no `ReplayStep`.
 
-    done: the storages that no later entry needs. Those that are wanted have their final values after this entry, and
-        the others are freed.
+    index: the index of the entry in the record.
+    done: the numbers of the storages whose contents are not needed after this entry, except by the caller of the
+        replay. If the caller asked for such a storage, the replay gives it to the caller now. Otherwise it is freed.
     """
 
     index: int
     entry: Entry
     rng_only: bool = False
-    """Whether the entry runs only to advance the random generator."""
+    """Whether the operator runs only to advance its random generator, so that its result is thrown away."""
     done: tuple[int, ...] = ()
 
 
 def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]:
-    """Return the entries that must run so that the storages `keep` and all generators have the right values at the
-    end."""
+    """Return a `ReplayStep` for each entry that a replay has to run, in order. Entries that affect neither a storage in
+    `keep` nor a random generator are left out.
+
+    keep: the numbers of the storages whose final values the caller wants.
+    """
     live, later = set(keep), set[int]()
     steps: list[ReplayStep] = []
     for index in reversed(range(len(entries))):

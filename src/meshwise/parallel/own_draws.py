@@ -20,7 +20,8 @@ _DRAWING |= {"normal", "normal_", "uniform_", "bernoulli_", "exponential_", "rsa
 
 
 def notes_of_draws(model: nn.Module) -> list[str]:
-    """Return those notes of `OF_DRAWS` that apply to `model`."""
+    """Return notes for the user if the forward of `model` draws random numbers, e.g. by dropout. The notes say that the
+    ranks draw different numbers. Each note is one of `OF_DRAWS`."""
     modules, notes = list(model.modules()), list[str]()
     if any("Dropout" in type(module).__name__ and getattr(module, "p", 1.0) != 0 for module in modules):
         notes.append(DROPOUT_NOTE)

@@ -30,7 +30,8 @@ from meshwise.transfer.stages import Pipe
 
 @dataclass(frozen=True)
 class _Form:
-    """The shape, dtype and split of one tensor in a hidden state. parts: how it is split; empty for a whole tensor."""
+    """The form of one tensor that a stage sends to the next. parts: how it is split over ranks. Empty for a whole
+    tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -91,11 +92,10 @@ class Pass:
         return self._entered > 0 or self.lo == 0
 
     def passed_by(self, number: int, *, again: bool = False) -> Any:
-        """Return the output of a block of an earlier stage, which does not run on this stage.
+        """Return the output of block `number`, which an earlier stage runs, to the model's code that calls this block.
+        For the last block before this stage, this is the received hidden state. For earlier blocks, it is NaN tensors.
 
-        For the last of these blocks, this is the hidden state that was received. For the others, it is tensors of NaN.
-
-        again: whether a checkpoint recomputes the block in the backward.
+        again: whether a checkpoint makes the call, to recompute the forward during the backward.
         """
         if number < self.lo - 1:
             return map_kind(_Form, lambda form: _poison(form, self.device), self.forms[number])
@@ -106,7 +106,8 @@ class Pass:
         return self.received
 
     def enter(self, number: int) -> None:
-        """Check a call of a block of this stage. Raise PlanError if it is out of order, or runs without gradients."""
+        """Check a call of block `number`, a block of this stage. Raises PlanError if the model calls its blocks in
+        another order than they are listed, or calls this block without gradients in training."""
         name, block = self._blocks[number]
         if self._trains and not torch.is_grad_enabled() and any(p.requires_grad for p in block.parameters()):
             raise PlanError(
@@ -117,8 +118,8 @@ class Pass:
             again = number < self.lo + self._entered
             what = "was called twice" if again else "was called before blocks that are listed earlier"
             raise PlanError(
-                f"pipeline: in one loss, block {name} {what}. Stages need a loss that calls the model once, and its "
-                "blocks one after the other. Use shard or tensor for this job."
+                f"pipeline: in one loss, block {name} {what}. A pipeline needs a loss that calls the model once, "
+                "and a model that calls its blocks in their order. Use shard or tensor instead of pipeline."
             )
         self._entered += 1
 
@@ -227,8 +228,8 @@ class Passing:
     # Backwards.
 
     def receive_backward(self, now: Pass) -> Tensor:
-        """Receive the gradients of the hidden state that this stage sent. Returns a scalar to start the backward
-        from."""
+        """Receive the gradients of the hidden state that this stage sent to the next stage. Returns a scalar whose
+        `backward()` runs this stage's backward from these gradients. The scalar itself is always 0."""
         after = Action(False, now.action.stage + 1, now.action.microbatch)
         pairs = [tensor for tensor in now.sent if tensor.requires_grad]
         _, gradients = self._receive(after)
@@ -294,8 +295,8 @@ class Passing:
         return hidden, [collectives.receive(tensor, source, group) for tensor in tensors]
 
     def _of_backward(self, action: Action) -> _Hidden:
-        """Return the hidden state whose gradients a backward action sends or receives: the output of the stage
-        before."""
+        """Return the description of the tensors for which `action`, a backward of stage s, sends gradients. They are
+        the output of stage s - 1, so the receiver knows the shapes of the gradients."""
         return self._known[action.stage - 1, self._keys[action.microbatch]]
 
 
@@ -311,8 +312,8 @@ def _enter(now: Pass, place: int, tensor: Tensor) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """An autograd function that copies a received tensor, so that blocks may write to the copy. Its backward stores the
-    gradient in the `Pass`."""
+    """An autograd function that puts a received tensor into this stage's graph. Its output is no leaf, so blocks may
+    write to it. Its backward stores the gradient in `Pass.gradients`, from which it is sent to the previous stage."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, now: Pass, place: int, tensor: Tensor) -> Tensor:
@@ -340,9 +341,10 @@ class _Begin(torch.autograd.Function):
 
 
 def _poison(form: _Form, device: torch.device) -> Tensor:
-    """Return a stand-in for an output that no code may read. Floating-point numbers in it are NaN.
+    """Return a stand-in for the output of a block on an earlier stage, with NaN or integer 0 in place of the values. A
+    model that computes with these values is found out by the NaN in its output.
 
-    It has its own memory, because blocks may write to it.
+    Each call returns new memory, because the model's code may write in place to the output of a block.
     """
     value = torch.nan if form.dtype.is_floating_point else 0
     return split_again(torch.full(form.shape, value, dtype=form.dtype, device=device), form.parts)

@@ -71,9 +71,11 @@ class Pipeline:
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
 
     def take_blocks(self, let_go_parts: Callable[[set[str]], list[Any]] | None) -> None:
-        """Replace the forwards of the blocks, so that they run as stages from now on.
+        """Replace the forwards of all blocks of the model, so that this rank runs only the blocks of its own stages
+        from now on.
 
-        let_go_parts: see `Setup.let_go`.
+        let_go_parts: called with the names of parameters that only other stages need. It frees this rank's shards of
+            them (see `Setup.let_go`). None if parameters are not sharded.
         """
         for number, (_, block) in enumerate(self._blocks):
             put_forward(block, functools.partial(_run_block, weakref.ref(self), number, block.forward))
@@ -83,7 +85,7 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The position in the pipeline of the rank that has the last stage, and so the loss."""
+        """The index, within the pipeline, of the rank that runs the last stage and computes the loss."""
         return self.pipe.size - 1
 
     def note(self, whole: int) -> str:
@@ -173,11 +175,12 @@ class Pipeline:
         return now, None
 
     def back(self, now: Pass, loss: Tensor | None, run: Callable[[Tensor], None]) -> None:
-        """Run the backward of a microbatch in a stage, and send the gradients to the stage before.
+        """Run the backward of one microbatch in one stage, then send gradients to the stage before.
 
-        loss: the loss in the last stage, None in other stages.
-        run: called with a scalar, on which it runs autograd's backward. In the last stage the scalar is the loss. In
-            other stages the backward of the scalar continues from the received gradients.
+        now: the `Pass` that `Pipeline.run` returned for this microbatch and stage.
+        loss: the loss of the microbatch in the last stage, None in all other stages.
+        run: called once with a scalar, and must call `backward()` on it. In the last stage, the scalar is the loss. In
+            other stages, the backward of the scalar starts from the gradients that the next stage has sent.
         """
         scalar = self._passing.receive_backward(now) if loss is None else loss
         if not self.holding.decided:
@@ -317,12 +320,12 @@ def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
     kind = type(optimizer).__name__
     if needs_closure(optimizer) or not takes_hooks(optimizer):
         raise PlanError(
-            f"pipeline={plan.pipeline}: {kind} may step parameters jointly, but a rank has only some. Use data alone."
+            f"pipeline={plan.pipeline}: {kind} may need all parameters on each rank. Use only data parallelism."
         )
     if why := unlike_by_parameters(optimizer):
         raise PlanError(
             f"pipeline={plan.pipeline}: each rank steps only some of the parameters, and {kind} may then compute "
-            f"different values: {why}. Use data alone, or another optimizer."
+            f"different values: {why}. Use only data parallelism, or another optimizer."
         )
     optimizer.register_load_state_dict_pre_hook(own_state)
     first: list[Any] = []

@@ -42,8 +42,11 @@ def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
 
 @contextlib.contextmanager
 def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """Within the context, forwards compute in the compute dtype. Raises PlanError if torch lacks an operator in this
-    dtype."""
+    """Make forwards inside the `with` block compute in `dtypes.computed`, by means of autocast. Raises PlanError if
+    torch lacks an operator in this dtype.
+
+    device: the type of device, e.g. "cuda".
+    """
     cast = dtypes.computed != dtypes.stored
     narrow = torch.autocast(device.split(":")[0], TORCH[dtypes.computed]) if cast else contextlib.nullcontext()
     with saying_what_lacks(device, dtypes), narrow:
@@ -68,8 +71,9 @@ def _widened(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """Within the context, replace torch's error about an operator that does not exist in this dtype by a PlanError with
-    advice."""
+    """Convert torch's error about a missing operator, raised inside the `with` block, to a PlanError with advice. The
+    error is converted only if `dtypes.computed` is bf16 or fp16, because torch may lack operators only in these
+    dtypes."""
     computed = dtypes.computed
     try:
         yield

@@ -37,17 +37,22 @@ COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution
 """Operators with results that `selective` keeps: matrix products, convolutions, and all kinds of attention."""
 
 HOLDERS = 3
-"""If at least this many modules contain the repeated single layers, these modules are recomputed instead of the layers.
-While one module runs again, only the inputs of the other modules are kept."""
+"""The fewest modules with repeated layers, such as nn.Conv2d, for which each of these modules is recomputed as a whole.
+If a model has fewer such modules, its repeated layers are recomputed one by one."""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
 def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
-    """Make the blocks of `model` recompute in the backward, as the plan's `recompute` requires. Returns their names.
+    """Make blocks of `model` run again in the backward, so that their activations need not be kept. Returns the names
+    of these blocks.
 
-    Blocks are the repeated layers or, in a model without repeated layers, all of its parts in order. Single layers are
-    replaced by the modules that contain them. Raises PlanError for a name that the model does not have.
+    recompute: "none", "full", "selective", or the names of the modules to recompute. With "full" and "selective", the
+        blocks are the repeated layers of the model. A model without repeated layers is recomputed part by part. If a
+        block is a single layer, such as one nn.Conv2d, the module that contains it is recomputed instead (see
+        `_holders`).
+
+    Raises PlanError for a name that is not a module of the model.
     """
     if recompute == "none":
         return []
@@ -62,10 +67,11 @@ def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[s
 
 
 def _holders(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Replace single layers among the blocks by the modules that contain them, because recomputing a single layer saves
-    no more memory than its input takes.
+    """Return the modules to recompute, given the blocks of a model. A block that is a single layer is replaced by the
+    module that contains it, because recomputing one layer alone saves nothing: its input must be kept anyway.
 
-    If there are fewer than HOLDERS such modules (VGG), the layers are returned unchanged.
+    If fewer than HOLDERS modules result, as for VGG, which has all its layers in one module, `blocks` is returned
+    unchanged.
     """
     found: dict[str, nn.Module] = {}
     for name, block in blocks:
@@ -116,9 +122,11 @@ def _recomputed(
 
 
 class _Runs:
-    """The forward of a block as a function of tensors only, because a checkpoint saves no other arguments.
+    """Calls a block's forward with tensors as its only arguments, because torch's checkpoint keeps only tensors for the
+    backward. All other arguments are kept in this object.
 
-    Other arguments that the forward may change are restored before each later run.
+    The first call is the normal forward, and every later call recomputes it. If the forward may change a list, dict or
+    object among its arguments, later calls get a copy made before the first call.
     """
 
     def __init__(self, forward: Callable[..., Any], given: list[Any], names: list[str]) -> None:
@@ -179,7 +187,14 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str]]) -> Contexts:
-    """Return the context managers for the first and the second run of a block."""
+    """Return the context manager for the normal forward of a block, and the context manager for its recomputation in
+    the backward.
+
+    kind: the name of the block's class, for an error message.
+    selective: whether the results of expensive operators are kept.
+    written: (module, name) of each buffer that the normal forward writes. The caller fills this list after the normal
+        forward.
+    """
     again: contextlib.AbstractContextManager[Any]
     first, again = selective_contexts(_policy) if selective else (contextlib.nullcontext(), contextlib.nullcontext())
     return first, _Anew(functools.partial(_again, kind, again, written))
@@ -204,7 +219,12 @@ class _Anew:
 def _again(
     kind: str, inner: contextlib.AbstractContextManager[Any], written: Sequence[tuple[nn.Module, str]]
 ) -> Iterator[None]:
-    """Let the second run write to copies of the buffers that the first run has written."""
+    """Enter `inner`, and let a recomputation in the backward write to copies of the buffers in `written`. Otherwise,
+    the running statistics of a batch norm, for example, would be updated twice.
+
+    kind: the name of the block's class, for an error message.
+    written: (module, name) of each buffer that the normal forward has written.
+    """
     kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     for part, name in written:
         buffers = buffers_in(part)
@@ -234,8 +254,8 @@ def _policy(context: SelectiveCheckpointContext, operator: Any, *arguments: Any,
 
 
 def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether an operator draws random numbers. If the second run skipped such an operator, later draws would
-    differ."""
+    """Return whether an operator draws random numbers. The result of such an operator is recomputed in the backward,
+    not stored, so that all operators after it draw the same numbers as in the forward."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     return bool(named_arguments(operator, arguments, keywords).get("dropout_p", 1.0) > 0)

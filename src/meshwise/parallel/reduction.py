@@ -50,7 +50,7 @@ class Reduction(Protocol):
     unreduced: bool
     """Whether this rank has gradients that have not been reduced yet."""
     shared_terms: bool
-    """Whether a loss used sharded parameters. All ranks then have equal weight, since gradients are means."""
+    """Whether a loss so far used sharded parameters directly, as an L2 norm does. All losses then need one scale."""
 
     def backward(
         self,
@@ -61,20 +61,21 @@ class Reduction(Protocol):
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Run the backward of `loss` and add its gradient to `.grad`.
+        """Run the backward of `loss`, and add the gradients to the `grad` of the parameters.
 
-        With `reduce`, the mean over ranks is added. Otherwise this rank's own gradient is added, to be reduced later.
-
-        factor: returns a scalar that multiplies the gradient that this backward adds or, with `whole`, everything that
-            `.grad` then holds. It is called when the first gradients are ready, so that the factor can be sent
-            meanwhile.
-        value: a detached scalar or a short vector. Its mean over ranks is returned.
+        reduce: True averages the gradients over the ranks first, which is collective. False adds this rank's own
+            gradients, and a later call averages them.
+        factor: returns a scalar that multiplies the gradients of this backward. It is called when the first gradients
+            are ready. Until then, the ranks can compute the scalar together.
+        whole: whether `factor` also multiplies the gradients that earlier backwards have added to `grad`.
+        value: a detached scalar or short vector, such as the loss. Its mean over the ranks is returned. Without
+            `value`, the result is None.
         """
         ...
 
     def plain(self, loss: Tensor) -> Tensor:
-        """Return a loss as a plain tensor, even if it was a DTensor. Collective if the loss contains parameter
-        shards."""
+        """Return the loss as a plain tensor. A loss that uses sharded parameters directly, e.g. in an L2 norm, may be a
+        DTensor. It is converted, and the call is then collective."""
         ...
 
     def reduce_now(self) -> None:

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import pairwise
 
 CHUNKS = {"interleaved": 2}
-"""The number of stages on each rank, for the schedules that put more than one there."""
+"""The number of stages on each rank, for schedules with several stages on each rank. It is 1 for other schedules."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, 
 
 
 def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], list[Action]]:
-    """Return the forwards and the backwards of a rank, each in order.
+    """Return the forwards of a rank in order, and the backwards of the rank in order.
 
-    Microbatches are handled in groups of as many as there are ranks. A group passes through one stage of the rank, then
-    through the rank's next stage.
+    With several stages on the rank (`chunks`), microbatches are taken in groups of `ranks`. A whole group runs through
+    the rank's first stage, then the whole group through its second stage. Backwards use the stages in reverse order.
     """
     every = [(chunk, number) for number in range(microbatches) for chunk in range(chunks)]
     first = sorted(every, key=lambda pair: (pair[1] // ranks, pair[0], pair[1]))

@@ -63,11 +63,11 @@ _made = itertools.count()  # every rank shards its models in the same order
 
 
 class Sharded:
-    """Shards a model's parameters over the ranks of a mesh, and runs backwards.
+    """Shards a model's parameters over the ranks of a mesh, and runs the backward of each loss. The mesh has the axis
+    `shard`. It may have an outer axis `data`, over which the shards are replicated.
 
-    The mesh has the axis `shard`. It may have an outer axis `data`, over which the shards are replicated. If the plan's
-    `reshard` is set, a block's parameters are freed between forward and backward. If `Setup.parts_on_host` is set,
-    parameter shards, their gradients and the optimizer's state stay in host memory.
+    If the plan's `reshard` is set, the gathered parameters of a block are freed between forward and backward. If
+    `Setup.parts_on_host` is set, parameter shards, their gradients and the optimizer's state stay in host memory.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -87,7 +87,7 @@ class Sharded:
         self._staged, self._apart = setup.plan.pipeline > 1, setup.apart
         absent = stages.absent_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
-        """The mesh of the parameters. Besides the axes of `mesh`, it has the other axes that split them."""
+        """The mesh of all ranks of this pipeline stage. It may have axes that `mesh` lacks, such as `tensor`."""
         self._own_numbers = list[SingleNumbers]()  # none, or one
         if not (self._staged or setup.parts_on_host):
             absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)
@@ -166,12 +166,12 @@ class Sharded:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Implement `Reduction.backward`: add this rank's part of the mean gradient to `.grad`.
+        """Run the backward of `loss`, and add this rank's shard of the mean gradients to `grad`. See
+        `Reduction.backward`, which describes the arguments. In a pipeline, this only runs the backward of one
+        microbatch. `reduce_now` averages the gradients at the end of the step.
 
-        In a pipeline stage, nothing is reduced here. `reduce_now` reduces the gradients at the end of the step.
-
-        factor: usually called when the first block is reduced. It is called before the backward if it must multiply the
-            loss, or gradients that are already reduced.
+        factor: returns the number by which gradients are multiplied. It is usually called when the first block has its
+            gradients. If the loss or gradients of older backwards are multiplied, it is called earlier.
         """
         if self._staged:
             self._backward_of_stage(loss, factor if reduce else None)
@@ -207,10 +207,11 @@ class Sharded:
         return None if mean is None else mean.wait()
 
     def _backward_of_stage(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of a microbatch in a pipeline stage.
+        """Run the backward of one microbatch in a pipeline stage. Parameters outside of the blocks stay gathered
+        afterwards, because forwards of other microbatches still use them. All gradients are reduced at the end of the
+        step.
 
-        Forwards of other microbatches overlap with it. So parameters outside of the blocks stay gathered, and all
-        gradients are reduced at the end of the step.
+        factor: returns the number by which that reduction multiplies gradients. None for no multiplication.
         """
         self._factor, self.unreduced = factor, True
         for root in self._roots:
@@ -230,7 +231,11 @@ class Sharded:
         return found
 
     def plain(self, loss: Tensor) -> Tensor:
-        """Implement `Reduction.plain`. The loss may have terms that depend on parameter shards, such as an L2 norm."""
+        """Return the loss as a plain tensor. Collective if the loss uses sharded parameters directly, as in an L2 norm.
+
+        If this rank has run no forward since its last backward, all ranks must make this call. UsageError is raised if
+        a rank does not make it, because this rank would wait forever.
+        """
         meet_without_forward([] if self._staged else self._groups)
         with together():
             plain = plain_loss(loss, self.whole_mesh)
@@ -238,8 +243,8 @@ class Sharded:
         return loss if plain is None else plain
 
     def weighed(self, gradient: Tensor) -> Tensor:
-        """Multiply a gradient by the factor of the current backward, and return the product. Return the gradient
-        unchanged if there is no factor."""
+        """Multiply a gradient by the result of `factor`, the argument of the current `backward`, and return the
+        product. If there is no `factor`, return the gradient unchanged."""
         return gradient if self._factor is None else gradient * self._factor().to(gradient.dtype)
 
     def reduce_now(self) -> None:
@@ -257,8 +262,8 @@ class Sharded:
         self.unreduced, self._factor = False, None
 
     def close(self) -> None:
-        """Do nothing. The hooks of the model refer to this object, and this object owns no hooks that must be
-        removed."""
+        """Do nothing. `Reduction` requires this method, but this object leaves nothing to release: it is freed with the
+        model."""
 
     def _start(self) -> None:
         self._backwards += 1
@@ -270,10 +275,11 @@ class Sharded:
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
 
     def _note_reached(self, name: str, placements: Any, gradient: Tensor) -> Tensor | None:
-        """Note that a parameter got a gradient. Return the gradient with the placements of the parameter if they
-        differ. They may differ because DTensor replicates a dim of size 1.
+        """Record that the loss of this backward depends on parameter `name`. A hook calls this with the parameter's
+        gradient. Return the gradient to use instead, or None to use it unchanged.
 
-        For a parameter in `Setup.apart`, return the gradient multiplied by the factor of this backward instead.
+        A gradient of a parameter in `Setup.apart` is multiplied as in `weighed`. Any other gradient is converted if its
+        placements differ from `placements`. They can differ because DTensor replicates a dim of size 1.
         """
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
@@ -282,8 +288,12 @@ class Sharded:
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
-        """Prepare the reduction of a group of parameters. Check that all ranks reduce groups in the same order, fill in
-        zero gradients for parameters that were not reached, and multiply the gradients by the factor."""
+        """Prepare the gradients of a group of parameters for their reduction.
+
+        Check that all ranks reduce the same group now. Give zeros as the gradient to each parameter without a gradient
+        on this rank, unless the first backward showed that no rank uses the parameter. Multiply all gradients of the
+        group by the `factor` of `backward`.
+        """
         reached = dict(zip(self._names[index], group.reached(), strict=True))
         trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
         if not any(reached.values()) and self._idle is not None and self._idle >= trained:
@@ -322,13 +332,14 @@ class Sharded:
             others = f"another rank differs: {other}" if other else "other ranks do not"
             raise PlanError(
                 f"backward {self._backwards}: this rank {what}, and {others}. All ranks must gather sharded parameters "
-                "together: run the same blocks on every rank in the same step, or use data parallel alone (shard=1). "
+                "together: run the same blocks on every rank in the same step, or use data parallelism (shard=1). "
                 f"{SKIPPED}"
             )
 
     def _count(self, name: str) -> None:
-        """Tell the other ranks through the store that this rank did not reach `name`. Called before this rank
-        contributes zero."""
+        """Record that parameter `name` got no gradient on this rank in this backward. Adds 1 to a counter in the
+        process group's store, which `_finish` reads. Call this before the reduction, in which zeros stand in for the
+        missing gradient."""
         key = f"{self._key}/unused/{self._backwards}/{name}/{len(self._filled.get(name, []))}"
         self._filled.setdefault(name, []).append(key)
         default_store().add(key, 1)
@@ -343,12 +354,13 @@ class Sharded:
                 yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
-        """Set `grad` back to None for the parameters that no rank reached, unless they had a gradient before the
-        backward.
+        """End a backward. If a parameter got no gradient on any rank, set its `grad` back to None. It is not None now,
+        because the reduction used zeros in place of missing gradients.
 
-        fresh: the names of the parameters that had no gradient before the backward.
+        After the first backward, the ranks exchange the names of parameters without a gradient. After later backwards,
+        each rank reads counters in the process group's store instead (see `_count`).
 
-        The first time, the ranks exchange which parameters they did not reach.
+        fresh: the names of the parameters that had no `grad` before the backward. Only these are set back.
         """
         self._agree_on_order(-1)
         self._met = True
@@ -369,7 +381,8 @@ class Sharded:
                 p.grad = None
 
     def _multiply_reduced(self, factor: Callable[[], Tensor]) -> None:
-        """Multiply the gradients that are already reduced by a factor. The factor is first averaged over the ranks."""
+        """Multiply each gradient that was reduced in an earlier backward by the mean of `factor()` over the ranks.
+        Collective if there is such a gradient."""
         reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
         if reduced:
             mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")

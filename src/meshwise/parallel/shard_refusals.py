@@ -83,16 +83,20 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
         alone = isinstance(optimizer, LBFGS) or not takes_hooks(optimizer) or unlike_by_parameters(optimizer)
         raise PlanError(
             f"shard: {name} may compute different values if each rank has only a part of every parameter: {why}. Use "
-            f"another optimizer, or data alone{'' if alone else ', such as --set zero1=true'}."
+            f"another optimizer, or only data parallelism{'' if alone else ', such as --set zero1=true'}."
         )
     if divided:
         _tried.add(optimizer)
 
 
 def meet_without_forward(groups: Sequence[Group]) -> None:
-    """Wait for the other ranks before a collective for the loss, if no forward has run since the last backward.
+    """Make sure that all ranks call mw.backward now, if this rank has run no forward since its last backward. Raises
+    UsageError if a rank does not come to this call.
 
-    In this case the other ranks may be in a forward, and wait in one of its collectives. UsageError is then raised.
+    Such a rank has a loss of parameters alone, such as an L2 norm, which needs a collective. If another rank were in a
+    forward instead, with other collectives, both would wait forever.
+
+    groups: the groups of sharded parameters. With [], nothing is checked.
     """
     if groups and not any(group.ran for group in groups):
         meet("a loss", OF_ANOTHER)

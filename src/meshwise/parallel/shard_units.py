@@ -27,7 +27,8 @@ SMALL = 4096  # elements: below, a collective of its own costs more than keeping
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` that the program calls and that have parameters."""
+    """Return `model`, or the models in it if it is a `ModuleList` or `ModuleDict`. Models without parameters are left
+    out."""
     return [root for root in called_in(model) if any(True for _ in root.parameters())]
 
 
@@ -47,11 +48,12 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """Sort the blocks in `units` by whether every rank calls them in each forward of `root`. Returns three lists.
+    """Find the blocks that every rank calls in each forward of `root`. Only these blocks can be gathered separately.
+    Returns three lists.
 
-    - The blocks that every rank calls, or for which this is unknown.
-    - Only the blocks for which this is unknown.
-    - Notes for the user on the remaining blocks, which are gathered together with `root`.
+    - The blocks that every rank calls, or seems to call.
+    - The blocks of the first list for which the source code does not show whether every rank calls them.
+    - Notes for the user on the blocks that some ranks may skip. They are gathered together with `root`.
     """
     names = {id(module): name for name, module in root.named_modules()}
     found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]
@@ -79,9 +81,9 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
     for p in own:
         if p.ndim == 0:
             raise PlanError(
-                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. A whole copy "
-                "is impossible in a pipeline, with parts on the host, or of a complex number. Give it shape (1,), or "
-                "use data alone."
+                f"shard: parameter {names[id(p)]} is a single number, which cannot be divided over ranks. It cannot "
+                "be whole on every rank in a pipeline, with offloaded parameters, or if it is complex. Give it shape "
+                "(1,), or use only data parallelism."
             )
         if p.numel() == 0 and not isinstance(p, DTensor):
             raise PlanError(
@@ -93,7 +95,7 @@ def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collectio
         stored = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise PlanError(
             f"shard: the trained parameters of a block must have one dtype, but they are {stored}. Store them in one "
-            "dtype (the plan's precision sets the compute dtype), or use data alone."
+            "dtype (the plan's precision sets the compute dtype), or use only data parallelism."
         )
 
 
@@ -115,10 +117,11 @@ AGAIN = (
 
 
 def refuse_second_backward(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Make a backward with create_graph=True raise PlanError at once, while the user's line is still on the stack.
+    """Register hooks on a module's outputs that raise PlanError in a backward with create_graph=True. The error then
+    names the user's line that began the backward. This is a forward hook.
 
-    This forward hook registers hooks on the outputs in training. An evaluation may ask for such a backward and never
-    use its graph, so it is not refused.
+    Outputs of a module in evaluation mode get no hooks. An evaluation may use create_graph=True without differentiating
+    the gradients again, and this works.
     """
     for tensor in tensors_in(output) if module.training else ():
         if tensor.requires_grad:
@@ -131,10 +134,11 @@ def _check_first_order(gradient: Tensor) -> None:
 
 
 class StaysGathered:
-    """Checks, by hooks around a block's forwards, that the block's gathered parameters keep their memory and values.
+    """Checks that a block's forward leaves the values and the memory of its gathered parameters unchanged, by hooks
+    around the forward.
 
-    The first two forwards are checked completely. Later, every `OFTEN`-th forward is checked if autograd has counted a
-    write.
+    The first two forwards are checked for any change. After that, only every `OFTEN`-th forward is checked, and only if
+    autograd's count of in-place writes to the parameters has grown.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[Group] = ()) -> None:
@@ -189,8 +193,8 @@ def watch_forward(module: Any) -> None:
 
 
 def leave_in_order(root: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`. If it raises an exception, reset the state of FSDP. In a pipeline, the forwards of all stages but
-    the last one end with an exception."""
+    """Run `forward`. If it raises an exception, reset the state of FSDP. In a pipeline, this is normal: each stage but
+    the last one raises an exception after its own blocks, to end the model's forward early."""
     try:
         return forward(*args, **kwargs)
     except BaseException:

@@ -88,13 +88,14 @@ class SingleNumbers:
         return self._leaves[name][1]
 
     def waiting(self) -> list[Tensor]:
-        """Return the gradients of the scalars that this rank has not reduced yet."""
+        """Return this rank's gradients of scalar parameters that `reduce` has not averaged over the ranks yet."""
         return [leaf.grad for _, leaf in self._leaves.values() if leaf.grad is not None]
 
     def reduce(self, weighed: Callable[[Tensor], Tensor]) -> None:
-        """Add the mean over ranks of each scalar's gradient to its `grad`. Collective.
+        """Average the gradients of the scalar parameters over all ranks, and add each average to the `grad` of its
+        parameter. Collective. A parameter that got no gradient on any rank keeps its `grad`.
 
-        Scalars that no rank reached are left out. weighed: multiplies a gradient by the factor of the current backward.
+        weighed: multiplies a gradient of this rank by the loss weight of the backward, before the average.
         """
         found = [(held, leaf) for held, leaf in self._leaves.values() if leaf.requires_grad]
         if not found:

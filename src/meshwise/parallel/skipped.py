@@ -32,11 +32,11 @@ SAME_EVERYWHERE = {"jit", "compiler", "is_grad_enabled", "is_autocast_enabled", 
 
 
 def may_be_skipped(root: nn.Module, name: str) -> str | None:
-    """Return why the forward of `root` may skip the module `name` on some ranks only. Return an empty string if the
-    module is never skipped in this way.
+    """Return the reason why the forward of `root` may call the module `name` on some ranks only, e.g. a source line as
+    `file:line`. Return an empty string if every rank calls it.
 
-    Returns None if this is unknown. Then the source is missing or does not mention the module, or it belongs to a
-    library, which may skip modules under some settings.
+    Return None if the source code does not show this: it is missing, or it does not mention the module. Also return
+    None if a library's code may skip the module, because that usually depends on a setting that all ranks share.
     """
     owner, path = unwrapped(root), name.split(".")
     why: str | None = ""
@@ -75,10 +75,11 @@ def is_of_a_library(kind: Any) -> bool:
 
 
 def skips(kind: type, attribute: str) -> str | None:
-    """Return the source line, as `file:line`, at which a class may skip `self.attribute` or one of its entries.
+    """Return the source line, as `file:line`, at which a method of the class `kind` may call the module
+    `self.attribute` on some ranks only. If `self.attribute` is a list of modules, calls of its entries count as well.
 
-    Returns an empty string if no line may skip it. Returns None if no method of the class mentions the attribute, or if
-    the source is missing.
+    Return an empty string if no rank may skip such a call. Return None if no method mentions the attribute, or if the
+    source is missing.
     """
     seen = False
     for code, calls in _calls(kind, attribute):
@@ -89,10 +90,8 @@ def skips(kind: type, attribute: str) -> str | None:
 
 
 def called_in_parts(root: nn.Module, name: str) -> bool:
-    """Return whether a submodule of the block `name` is called directly, as in `self.blocks[0].norm(x)`.
-
-    The code of the module that holds the block in a list is searched.
-    """
+    """Return whether code calls a submodule of the block `name` directly, e.g. `self.blocks[0].norm(x)` for a block in
+    `self.blocks`. Only the class that has the attribute `blocks` is searched."""
     path, block = name.split("."), root.get_submodule(name)
     place = len(path) - 1
     while place > 0 and isinstance(root.get_submodule(".".join(path[:place])), CONTAINERS):
@@ -124,9 +123,11 @@ def _parsed(function: Any) -> ast.FunctionDef | None:
 
 
 class _Calls:
-    """The calls of `self.attribute`, or of its entries, in one function.
+    """Finds the calls of `self.<attribute>` in the source of one function. The attribute is a module, or a list of
+    modules whose entries are called.
 
-    where: the line of the first call that may be skipped on some ranks; None if there is no such call.
+    where: the number of a line of the function. This is the line of the first call that some ranks may skip. None if
+        there is no such call.
     """
 
     def __init__(self, function: ast.FunctionDef, attribute: str) -> None:
@@ -203,8 +204,9 @@ class _Calls:
         return any(self._varies(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
 
     def _varies_inside(self, node: ast.expr) -> bool:
-        """Return whether the contents of the node's value, such as the rows of an argument, may differ between
-        ranks."""
+        """Return whether the contents of a value may differ between ranks, such as the rows of an argument `x`. If so,
+        `len(x)` may differ, too. `_varies(x)` is False in this example, because an argument by itself is taken for a
+        flag."""
         if isinstance(node, ast.Name):
             return node.id != "self" and node.id not in self._entries and not hasattr(builtins, node.id)
         return self._varies(node)
@@ -237,12 +239,15 @@ class _Calls:
         return any(self._is_used_by(node) for statement in body for node in ast.walk(statement))
 
     def _is_used_by(self, node: ast.AST) -> bool:
-        """Return whether the node calls an entry, or passes an entry to a function that calls it, such as
-        checkpoint."""
+        """Return whether an expression calls a module of the attribute, e.g. `self.layers[0](x)` for the attribute
+        `layers`. A call that has such a module as an argument counts, too, e.g. `checkpoint(self.layers[0], x)`."""
         return isinstance(node, ast.Call) and any(self._is_entry(each) for each in [node.func, *node.args])
 
     def _look_at(self, node: object, guarded: bool) -> None:
-        """Examine the calls inside an expression. guarded: whether some ranks may skip the expression."""
+        """Search an expression for calls of the modules of the attribute (see `_Calls`), and record them.
+
+        guarded: whether the expression is evaluated under a condition that may differ between ranks.
+        """
         if not isinstance(node, ast.AST):
             return
         if self._is_used_by(node):

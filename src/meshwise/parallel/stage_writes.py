@@ -30,7 +30,13 @@ class StageWrites:
         self._before: list[tuple[Tensor, int, int]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Begin a forward. Parameters that earlier forwards wrote without autograd's notice are marked as written."""
+        """Prepare for a forward of `model`. The forward may write to parameters through `p.data`, which autograd does
+        not notice.
+
+        If an earlier forward wrote to a parameter in this way, multiply the parameter by 1 here, which autograd does
+        notice. A backward that needs the old values then raises an error. In the first `LOOKS` forwards, also record
+        hashes of all parameters, which `end` compares.
+        """
         for p in self._past:
             p.detach().mul_(1)
         if self._left and not rehearsing():
@@ -39,7 +45,8 @@ class StageWrites:
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:
-        """End a forward. In the first `LOOKS` forwards, find the parameters that it wrote without autograd's notice."""
+        """End a forward. In the first `LOOKS` forwards, find the parameters whose hash has changed since `begin`
+        although autograd noticed no write. The forward has written to them through `p.data`."""
         if self._left and self._before:
             self._left -= 1
             held = [p for p, _, _ in self._before]

@@ -36,7 +36,8 @@ After = Callable[[Optimizer], None]
 
 
 class Order(enum.IntEnum):
-    """The order in which subscribers are called before a step. After a step, they are called in reverse order."""
+    """The order in which the functions that were passed to `subscribe` are called before an optimizer's step. After the
+    step, they are called in reverse order."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -48,7 +49,8 @@ class Order(enum.IntEnum):
 
 @dataclass(eq=False)
 class Subscription:
-    """The functions that one subscriber has registered around steps, until `remove` is called."""
+    """The functions that one caller of `subscribe` wants to be called before and after optimizer steps. `remove` ends
+    this."""
 
     order: Order
     before: Before | None
@@ -70,12 +72,14 @@ def subscribe(
     *,
     optimizer: Optimizer | None = None,
 ) -> Subscription:
-    """Call the given functions around each step of `optimizer`, or of every optimizer in this process if it is None.
+    """Call `before` before each optimizer step, and `after` after it. Returns a `Subscription`, whose `remove` ends
+    this.
 
-    failed: only for one optimizer. Called in place of `after` if the step, or a function called before it, raised an
-        error.
-
-    The optimizer owns its subscribers. This module does not keep the optimizer alive.
+    order: decides which subscriber is called first (see `Order`).
+    failed: called in place of `after` if the step, or a function called before it, raised an error. It is called only
+        if `optimizer` is given.
+    optimizer: the optimizer whose steps count. Its hooks hold the subscription, which ends when the optimizer is freed.
+        By default, the steps of all optimizers in this process count.
     """
     _hook_every_optimizer()
     among = _of_all if optimizer is None else _hooked(optimizer).subscriptions
@@ -114,7 +118,8 @@ class _OneOptimizer:
         self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def move_inside(self) -> None:
-        """Make these hooks run after the program's hooks before a step, and before the program's hooks after a step."""
+        """Make these hooks the closest to the step: the last to run before it, and the first to run after it. Hooks of
+        the program then run around them."""
         optimizers.call_last(self._hooks[0])
         optimizers.call_first(self._hooks[1])
 
@@ -136,7 +141,8 @@ class _OneOptimizer:
                 after(optimizer)
 
     def fail(self, optimizer: Optimizer) -> None:
-        """Call `failed` for the subscribers that were called before a step that raised an error."""
+        """Call the `failed` functions that were passed to `subscribe`, because a step of `optimizer` has raised an
+        error. Subscribers that were not called before this step are left out."""
         while self._called:
             failed = self._called.pop().failed
             if failed is not None:
@@ -145,10 +151,10 @@ class _OneOptimizer:
 
 _of_all: list[Subscription] = []
 _inner: set[int] = set()
-"""The ids of the frames of steps that run inside another step, from the beginning of each such step to its end."""
+"""The ids of frames of steps that run inside another step. An outer step removes its id, because ids are reused."""
 _stepping: set[int] = set()
-"""The ids of optimizers with a step that has begun and not ended, or that has raised an error. A step can run inside
-another step only for these optimizers, or when torch creates optimizer state."""
+"""The ids of the optimizers whose step has begun and has not ended normally. If an optimizer has state and its id is
+not here, its step cannot be inside another step. The slow search of the call stack (`_is_inner`) is then left out."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 _hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; no WeakValueDictionary: its look-up runs Python
 
@@ -196,12 +202,12 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_inner(frame: FrameType) -> bool:
-    """Return whether a step runs inside another step. frame: the frame that calls the step's hooks.
+    """Return whether an optimizer step runs inside another step, and must be ignored. This happens if a step calls
+    `super().step()`. It also happens if torch's `set_optimizer_state_dict` makes a step only to create the optimizer
+    state.
 
-    There are two cases. The outer step belongs to the same optimizer, because `super().step()` calls torch's hooks
-    again. Or torch's `set_optimizer_state_dict` makes the step, with zero gradients and learning rates, to create the
-    state that it loads into. In torch 2.11, 2.13 and 2.15, every step runs in the function `wrapper` of
-    `profile_hook_step` (`optim/optimizer.py`).
+    frame: the frame that calls the hooks of the step. In torch 2.11, 2.13 and 2.15, it is a frame of the function
+        `wrapper` in `profile_hook_step` (`optim/optimizer.py`), through which every step runs.
     """
     optimizer, outer = frame.f_locals["self"], frame.f_back
     while outer is not None:
@@ -214,10 +220,11 @@ def _is_inner(frame: FrameType) -> bool:
 
 
 def _notice_failures(optimizer: Optimizer, fail: After) -> None:
-    """Call `fail` for each error before the error leaves `optimizer.step`.
+    """Replace `optimizer.step` by a function that calls `fail(optimizer)` if the step raises an error, and then raises
+    the error.
 
-    The method `step` is replaced by a function without a reference to the optimizer, as torch's schedulers do. A
-    scheduler's wrapper around it still works.
+    The new function holds only a weak reference to the optimizer, so that the optimizer can be freed. It has the
+    attribute `__func__`, as a method has, because torch's learning rate schedulers use it to wrap the step.
     """
     step: Any = optimizer.step
     known = weakref.ref(optimizer)

@@ -27,30 +27,33 @@ from meshwise.spec.world import World
 
 @dataclass
 class Setup:
-    """A model to which a plan is applied: the inputs, the facts that techniques pass to one another, and the result.
+    """A model to which a plan is being applied. Each technique of the plan reads and sets fields, and so passes results
+    to later techniques.
 
-    samples: returns how many samples this rank works on: 0 for a padding sample, None outside a loop over batches. If
-        given, batch norms use the statistics of all ranks.
+    samples: returns how many samples of the current batch this rank has. It is 0 if the rank has only a padding sample,
+        and None outside of a loop over batches. If given, batch norms use the statistics of all ranks.
     piggyback_loss: whether the mean of a loss should be sent along with the gradients.
     was_compiled: whether the user had compiled the model or a part of it.
-    stage_cost: returns the cost of a block, given its name and the block. None: the number of its parameters.
-    fill: fills a deferred model with values. It takes the device for whole tensors and the device for parts of divided
+    stage_cost: returns the cost of a block, given its name and the block. By default, the cost is the number of
         parameters.
-    parts_on_host: whether this rank's parts of divided parameters are in host memory.
-    gather_dtypes: the dtypes in which shards are gathered and gradients reduced.
+    fill: fills a deferred model with values. The arguments are the device for whole tensors, and the device for this
+        rank's shards.
+    parts_on_host: whether this rank's shards of divided parameters are in host memory.
+    gather_dtypes: the dtypes in which shards are gathered and gradients are reduced.
     gathered_narrow: the ids of the parameters that are gathered in the narrow compute dtype.
-    reduction: averages gradients over the ranks; None on one device.
-    plain: turns a loss into a plain tensor, if no reduction does so.
-    coupled_gradients: whether a rank's gradients depend on other ranks inside the backward, as with batch norms over
-        all ranks. Then each rank's loss must be scaled before the backward, in a unit that all ranks share.
-    let_go: takes the names of parameters that other stages of a pipeline hold, and frees this rank's shards of them.
-        Returns what `compat.sharding.Group.let_go` returns. None if parameters are not sharded.
-    own_parts: modules with parameters that are already divided, and the mesh over which to reduce and shard these
-        parts.
-    apart: parameters that are already divided, with gradients that are means over ranks after each backward. Maps the
-        full name of such a parameter to its module and its name in the module.
-    pipeline: the `Pipeline` that runs the stages of this rank, if the plan has one.
-    notes: sentences for the user on what differs from one device.
+    reduction: averages gradients over the ranks. None on one device.
+    plain: returns a loss as a plain tensor. It is used if there is no `reduction`.
+    coupled_gradients: whether ranks exchange gradients during a backward, as batch norms over all ranks do. The losses
+        of all ranks must then have the same scale in the backward.
+    let_go: frees this rank's shards of the parameters with the given names, and returns what
+        `compat.sharding.Group.let_go` returns. For parameters that only other pipeline stages need. None if parameters
+        are not sharded.
+    own_parts: the modules whose parameters are divided before `shard` is applied, such as stacked experts. Maps each
+        module to the mesh over which `shard` divides its parameters further and reduces their gradients.
+    apart: the parameters that are divided already and that `shard` must not divide further. Maps the full name of a
+        parameter to its module and its name in the module. The gradients are averaged within the backward.
+    pipeline: the `Pipeline` that runs the stages of this rank, if the plan has a pipeline.
+    notes: sentences for the user on what differs from a run on one device.
     """
 
     model: nn.Module

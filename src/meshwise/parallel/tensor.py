@@ -55,7 +55,7 @@ from meshwise.transfer.sharded import placed
 
 AXIS = "tensor"
 LITTLE = 0.5
-"""A plan that splits a smaller share of the parameters than this saves little memory and work. A note then says so."""
+"""If a plan splits less than this fraction of the parameters, a note says that the plan saves little memory."""
 UNDIVIDED = "this plan divides little: "
 """The beginning of the note on a plan that splits few parameters."""
 SPLIT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
@@ -130,7 +130,8 @@ def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:
-    """Return a loss as a plain tensor. The loss may contain terms that depend on parameters, such as an L2 norm."""
+    """Return a loss as a plain tensor. If a loss uses the model's parameters directly, as an L2 norm does, it may be a
+    DTensor, and is then converted."""
     with together():
         plain = plain_loss(loss, mesh)
     return loss if plain is None else plain
@@ -146,16 +147,18 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a module's forward with this rank's parts of parameters in place of the whole parameters.
+    """Run the forward of `module`. Meanwhile, each parameter of the modules in `owners` is replaced by this rank's part
+    of the parameter.
 
-    owners: the modules that run in this forward and have these parameters.
+    owners: `module` itself and the modules inside it that have parameters and run in the same forward.
+    around: makes a context manager, inside which the forward runs.
 
-    Raises PlanError if the parameters of the module are also sharded and have not been gathered.
+    Raises PlanError if the parameters of `module` are sharded over a second mesh axis and are not gathered now.
     """
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
-            f"tensor={axis.size} with data or shard: parameters are gathered only during model(x) or a block's call, "
-            "but this code calls another method or a layer. Call it in the model's forward, or use tensor alone."
+            f"tensor={axis.size} with data or shard: parameters are gathered only while model(x) or a block runs, but "
+            "this code calls another method or a layer directly. Call it in the model's forward, or use tensor alone."
         )
     changed = _localise(owners, axis)
     try:
@@ -206,10 +209,8 @@ def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, 
 
 
 def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield a module and the modules inside it, except the modules in `blocks`.
-
-    Blocks are handled when they run, because they may be gathered separately and recomputed.
-    """
+    """Yield `module` and the modules inside it, except modules in `blocks` and the modules inside these. A block's own
+    forward takes care of the parameters of the block, because they may be gathered only for that forward."""
     yield module
     for child in module.children():
         if child not in blocks:

@@ -51,9 +51,9 @@ STEPS, MOST_STEPS = 8, 128
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROWS, COLUMNS = 5, 3
 Place = Callable[[Tensor, Tensor], Tensor]
-"""Takes a small tensor and the parameter that it stands for. Returns the small tensor, laid out like that parameter."""
+"""Returns a small test tensor with the device and sharding of a parameter. Called with (test tensor, parameter)."""
 Reached = Callable[[int], bool]
-"""Takes the index of a small parameter. Returns whether that parameter gets a gradient."""
+"""Called with the index of a test parameter. Returns whether `_stepped` gives this parameter a gradient."""
 
 
 def is_by_numbers(optimizer: Optimizer) -> bool:
@@ -67,8 +67,8 @@ def _is_by_numbers(step: Any) -> bool:
 
 
 def unlike_by_parameters(optimizer: Optimizer) -> str:
-    """Return why the optimizer may compute other values if it steps only some of the parameters. Return an empty string
-    if it computes the same values."""
+    """Find out whether the optimizer computes the same values if each rank steps only some of the parameters. Return
+    the reason why it may not. Return an empty string if the values are the same."""
     return "" if is_by_numbers(optimizer) else _first_that_runs(optimizer, _by_parameters)
 
 
@@ -105,10 +105,12 @@ def _on_parts(optimizer: Optimizer, dtype: torch.dtype) -> str:
 
 
 def _on_rows(optimizer: Optimizer, dtype: torch.dtype) -> str:
-    """Return why an optimizer's step of some rows depends on other rows. Return an empty string if the rows are
-    independent.
+    """Return why the optimizer may compute other values if a rank has only some rows of a parameter. Return an empty
+    string if the values are the same.
 
-    Used in a rehearsal, in which the other ranks hold no values.
+    The optimizer steps small test parameters. It then steps them again with other values in the second half of their
+    rows. The first half of the rows must get the same values both times. This test runs on one rank, so it is used in a
+    rehearsal, where the other ranks are simulated.
     """
     every = [_stepped(optimizer, dtype, place, lambda number: True) for place in (_as_it_is, _among_other_rows)]
     whole, other = ([p[: len(p) // 2] for p in found if p.ndim] for found in every)
@@ -137,7 +139,12 @@ def _divided(value: Tensor, stands_for: Any) -> Tensor:
 
 
 def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Reached) -> list[Tensor]:
-    """Take several steps on small random parameters with a copy of `optimizer`, and return these parameters."""
+    """Step small random parameters several times with a copy of `optimizer`, and return these parameters. The caller
+    compares the results of two calls.
+
+    place: changes a parameter or gradient for this call, e.g. divides it over the ranks.
+    reached: decides which parameters get a gradient.
+    """
     torch.manual_seed(0)
     numbers = torch.Generator().manual_seed(1)
 
@@ -160,8 +167,9 @@ def _stepped(optimizer: Optimizer, dtype: torch.dtype, place: Place, reached: Re
 
 
 def _steps(optimizer: Optimizer) -> int:
-    """Return a number of steps to take. It is larger than the intervals in the optimizer's settings, such as Shampoo's
-    start at step 25."""
+    """Return how many steps a trial takes. An optimizer may begin something only after some steps, as Shampoo does at
+    step 25. So the number of steps is larger than every whole number in the optimizer's settings. Settings above
+    MOST_STEPS - 2 are ignored."""
     values = [value for settings in (vars(optimizer), *optimizer.param_groups) for value in settings.values()]
     waits = [value for value in values if type(value) is int and value <= MOST_STEPS - 2]
     return max([STEPS, *(wait + 2 for wait in waits)])
@@ -170,10 +178,14 @@ def _steps(optimizer: Optimizer) -> int:
 def _copied(
     optimizer: Optimizer, small_of: Callable[[Tensor], nn.Parameter]
 ) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
-    """Return a copy of the optimizer that has no state and holds small parameters. Also return a list of pairs: a small
-    parameter, and the real parameter that it stands for.
+    """Return a copy of the optimizer for a trial, and the pairs (test parameter, real parameter that it stands for).
+    The copy has no state, and has the small test parameters in place of the real ones.
 
-    There are at most two small parameters of each shape in each kind of parameter group.
+    A trial must be fast, so at most two test parameters stand for all parameters that are alike. Parameters are alike
+    if they have the same `_small_shape` and `requires_grad`, and their groups have the same settings of type bool and
+    str.
+
+    small_of: makes a test parameter for a real parameter.
     """
     clone: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone}
@@ -204,10 +216,8 @@ def _hold_each_once(optimizer: Optimizer) -> None:
 
 
 def _small_shape(p: Tensor) -> torch.Size:
-    """Return a small shape with as many dims as `p`. The first dim does not divide evenly over the ranks.
-
-    The first dim is larger than the second if this holds for `p`.
-    """
+    """Return the shape of the test parameter for `p`: small, and with as many dims as `p`. The ranks cannot divide the
+    first dim evenly. If the first dim of `p` is smaller than its second dim, the same holds for the result."""
     ranks = p.device_mesh.size() if isinstance(p, DTensor) else 1
     tall = p.ndim < 2 or p.shape[0] >= p.shape[1]
     rows, columns = (ROWS * ranks - 1, COLUMNS) if tall else (2 * ranks - 1, 2 * ranks + 2)

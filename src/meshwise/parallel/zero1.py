@@ -41,7 +41,7 @@ class DividedOptimizer:
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise PlanError(
-                "zero1 divides the optimizer's state by parameters, but LBFGS steps all of them as one. Use data alone."
+                "zero1 divides an optimizer's state by parameters, but LBFGS steps all of them as one. Set zero1=false."
             )
         if not takes_hooks(optimizer):
             raise PlanError(
@@ -87,7 +87,8 @@ class DividedOptimizer:
         self._set_aside = []
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Restore the gradients that were set aside, and broadcast every parameter from its owner."""
+        """Set the gradients of parameters that other ranks own again, since `_before` has removed them. Then broadcast
+        the new values of every parameter from the rank that owns the parameter. Collective."""
         self._give_back(optimizer)
         self._send()
 
@@ -98,9 +99,10 @@ class DividedOptimizer:
 
 
 def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
-    """Broadcast the parameters of a bucket from their owner.
+    """Broadcast the parameters of a bucket from the rank `owner`, in one temporary tensor. The tensor is freed on
+    return, so there is only one such tensor at a time.
 
-    This is a separate function so that the buffer is freed before the next buffer is made.
+    own: whether this rank is the owner. Other ranks copy the received values into their parameters.
     """
     flat = torch.cat([p.detach().reshape(-1) for p in bucket])
     collectives.broadcast(flat, owner, of="parameters")

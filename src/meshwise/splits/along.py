@@ -58,7 +58,8 @@ def _unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _summed(mean: bool) -> Rule:
-    """Make a rule for a sum or mean over dims. If the split dim is one of them, the results of the ranks are summed."""
+    """Make the rule by which `torch.sum` or `torch.mean` runs on split tensors (see `RULES`). If the split dim is
+    summed over, each rank sums its own entries, and the results are added over the ranks."""
     other = along(1)
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -76,7 +77,9 @@ def _summed(mean: bool) -> Rule:
 
 
 def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run a layer norm over the last dims on this rank's part, which is split along another dim."""
+    """Run a layer norm on this rank's part of a split tensor. Raise NoRule if the tensor is split along a normalized
+    dim.
+    """
     x = first_split(args)
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if x.part.dim >= x.dim() - len(shape):
@@ -88,7 +91,9 @@ def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run batch norm on split channels: each rank normalises its own channels. The running statistics stay whole."""
+    """Run batch norm on a tensor whose channels are split. Each rank normalizes its own channels. The running
+    statistics have all channels on every rank, so their new values are gathered.
+    """
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x, rest = values.pop("input"), args[len(names) :]

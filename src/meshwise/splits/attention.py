@@ -64,8 +64,8 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _within(qkv: Sequence[Tensor], mask: Tensor | None, asked: _Asked, columns: SplitPart) -> Tensor:
-    """Run ring attention on this rank's parts of the queries, keys and values. Heads or samples may also be split, at
-    an inner level. Each rank then computes only its own heads or samples."""
+    """Run ring attention on this rank's part of the positions of queries, keys and values. If the heads or samples are
+    split too, over another axis, each rank computes only its own heads or samples."""
     level = level_of(asked.rows)
     inner = [parts_of(each, level) for each in qkv]
     if any(part.dim > 1 or not part.is_even for parts in inner for part in parts) or any(
@@ -88,7 +88,7 @@ def _whole_within(tensor: Tensor, level: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The options of one attention call. rows: how the positions of the whole query are split over the ranks."""
+    """The options of one call of attention. rows: how the positions of the queries are split over the ranks."""
 
     rows: SplitPart
     scale: float
@@ -185,9 +185,9 @@ def _longest(part: SplitPart) -> int:
 
 
 def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Pass the keys and values around the ring of ranks. Yield those of each rank, with the number of that rank.
+    """Pass the keys and values around the ring of ranks. Yield (keys, values, number of the rank to which they belong).
 
-    This rank comes first, then the rank before it, and so on.
+    This rank comes first, then the rank before it, and so on. columns: how the positions of the keys are split.
     """
     axis = columns.axis
     both = functional.pad(torch.cat([k, v], -1), (0, 0, 0, _longest(columns) - k.shape[2]))
@@ -198,9 +198,9 @@ def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, T
 
 
 def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tensor:
-    """Compute attention scores of shape (B, K, H / K, rows, columns).
+    """Compute the attention scores of a block, of shape (samples, key heads, query heads per key head, rows, columns).
 
-    hidden: a boolean tensor that is True at masked entries, or numbers that are added to the scores.
+    hidden: a boolean tensor that is True where a score is masked, or numbers that are added to the scores.
     """
     scores = q @ k.transpose(-1, -2) * asked.scale
     if hidden is None:
@@ -211,11 +211,11 @@ def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tenso
 def _blocks(
     asked: _Asked, columns: SplitPart, owner: int, mask: Tensor | None, grouped: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield the blocks of the score matrix that must be computed between this rank's queries and the keys of rank
-    `owner`.
+    """Yield the blocks of attention scores between this rank's queries and the keys of rank `owner`. Blocks that a
+    causal mask hides completely are left out.
 
-    Each block consists of the slice of the local rows, the slice of the owner's columns, and the mask of the block as
-    `_scores` takes it.
+    A block is (rows, columns, hidden): a slice of this rank's queries, a slice of the owner's keys, and the argument
+    `hidden` of `_scores`.
     """
     top = 0
     for begin, end in asked.rows.of_rank(asked.rows.axis.rank):
@@ -233,9 +233,12 @@ def _blocks(
 
 
 def _hidden(mask: Tensor | None, rows: slice, columns: slice, grouped: Tensor) -> Tensor | None:
-    """Return one block of a mask of shape (1 or B, 1 or H, 1 or S, 1 or T), with the heads grouped as in `grouped`.
+    """Return the part of the mask that belongs to one block, as the argument `hidden` of `_scores`.
 
-    A boolean mask is negated, so that True stands for a masked entry. Other masks hold numbers to add.
+    mask: the mask of all scores, of shape (1 or B, 1 or H, 1 or S, 1 or T). A boolean mask is False where a score is
+        masked, so the result is its negation. If it is None, the result is None.
+    rows, columns: the rows (queries) and the columns (keys) of the block.
+    grouped: the queries, of shape (B, K, H / K, S, E). If the mask has H heads, they are grouped in the same way.
     """
     if mask is None:
         return None

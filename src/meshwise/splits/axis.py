@@ -35,7 +35,7 @@ class Axis(Protocol):
 
     @property
     def sequence(self) -> bool:
-        """Whether a sum over the ranks stays split along positions (dim 1) until an operator needs the whole tensor."""
+        """Whether each rank gets only some positions (dim 1) of a sum over the ranks, instead of the whole sum."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` over the ranks, in place, and return it."""
@@ -113,10 +113,10 @@ Range = tuple[int, int]
 class SplitPart:
     """How a tensor is split along `dim` over the ranks of an axis. In the whole tensor, this dim has length `length`.
 
-    repeats: the number of equal runs that make up the dim. Every run is divided over the ranks in the same way. The dim
-        has several runs after a reshape has merged a whole dim, such as samples, with a split dim, such as positions.
-    pieces: for each rank, the ranges (begin, end) of a run that it holds, in rising order. None: as `torch.chunk`
-        divides.
+    repeats: how many equal sections the dim has, each divided over the ranks in the same way. It is above 1 after a
+        reshape merged a split dim into the dim before it: (2 samples, 8 split positions) -> length 16, 2 repeats.
+    pieces: for each rank, the ranges (begin, end) of entries that the rank holds in each section, ascending. None if
+        each section is divided as by `torch.chunk`.
     """
 
     axis: Axis
@@ -127,16 +127,19 @@ class SplitPart:
 
     @property
     def run(self) -> int:
-        """The length of one run of the dim in the whole tensor."""
+        """The length of one of the `repeats` equal sections of the dim: `length` 16 and `repeats` 2 -> 8."""
         return self.length // self.repeats
 
     @property
     def is_plain(self) -> bool:
-        """Whether the dim is a single run that is divided as by `torch.chunk`."""
+        """Whether the dim is divided over the ranks as by `torch.chunk`, so that each rank holds one range of it."""
         return self.repeats == 1 and self.pieces is None
 
     def of_rank(self, rank: int) -> tuple[Range, ...]:
-        """Return the non-empty ranges of each run that a rank holds."""
+        """Return the ranges (begin, end) of entries that a rank holds, such as ((0, 4),). Empty ranges are left out.
+
+        If `repeats` is above 1, the ranges count the entries of one section.
+        """
         if self.pieces is not None:
             return self.pieces[rank]
         step = -(-self.run // self.axis.size)
@@ -144,38 +147,43 @@ class SplitPart:
         return ((begin, end),) if begin < end else ()
 
     def held(self, rank: int) -> int:
-        """Return the number of entries of each run that a rank holds."""
+        """Return how many entries of the dim a rank holds. If `repeats` is above 1, only the entries of one section
+        count.
+        """
         return sum(end - begin for begin, end in self.of_rank(rank))
 
     @property
     def begin(self) -> int:
-        """The index in the whole dim at which this rank's part begins. Only valid for a plain part."""
+        """The index of this rank's first entry in the whole dim. Only valid if `is_plain` is True."""
         return min(self.length, self.axis.rank * -(-self.length // self.axis.size))
 
     @property
     def own(self) -> int:
-        """The length of the dim in this rank's part."""
+        """How many entries of the split dim this rank holds in total."""
         return self.repeats * self.held(self.axis.rank)
 
     @property
     def is_even(self) -> bool:
-        """Whether the dim is split plainly into parts of the same length on all ranks."""
+        """Whether the dim is divided as by `torch.chunk`, and every rank holds the same number of entries."""
         return self.is_plain and self.length % self.axis.size == 0
 
     def alike(self, other: SplitPart) -> bool:
-        """Return whether `other` divides its dim in the same way as this part divides its own. The dims may be
-        different ones."""
+        """Return whether `other` divides a dim over the ranks in the same way as this split. The two splits may have
+        different values of `dim`."""
         return self == replace(other, dim=self.dim)
 
     def divided(self, pieces: Sequence[Sequence[Range]], length: int) -> SplitPart:
-        """Return a split along the same dim for a whole tensor of length `length`. pieces: for each rank, the ranges
-        that it holds."""
+        """Return a split along `self.dim` for another tensor, whose dim has length `length` in the whole tensor.
+
+        pieces: for each rank, the ranges (begin, end) of entries that the rank holds.
+        """
         new = tuple(tuple(_joined(each)) for each in pieces)
         plain = SplitPart(self.axis, self.dim, length)
         return plain if all(plain.of_rank(r) == new[r] for r in range(self.axis.size)) else replace(plain, pieces=new)
 
     def folded(self) -> SplitPart:
-        """Return a split that gives each rank two ranges, equally far from the beginning and from the end of the dim.
+        """Return a split that gives each rank a range in the first half of the dim, and the mirrored range in the
+        second half. For 8 entries and 2 ranks, rank 0 holds 0-2 and 6-8, and rank 1 holds 2-6.
 
         With this split, all ranks have the same amount of work under a causal mask.
         """
@@ -184,10 +192,13 @@ class SplitPart:
         return self.divided([[(ends[n], ends[n + 1]) for n in pair] for pair in pairs], self.length)
 
     def scaled(self, run: int) -> SplitPart | None:
-        """Return the split after the dims that follow this dim have been merged into it. Each run then has length
-        `run`.
+        """Return how a tensor is split after a reshape that merges the split dim with the next dims, or divides it.
 
-        Returns None if a rank's part would begin or end between two entries.
+        For example, (8,) held as 0-4 and 4-8 becomes (2, 4) held as 0-1 and 1-2. Returns None if a rank would hold only
+        a part of an entry of the new dim.
+
+        run: the length of the split dim after the reshape (of one section, if `repeats` is above 1). In the example, it
+            is 2.
         """
         every = [self.of_rank(rank) for rank in range(self.axis.size)]
         if self.run == 0 or any(bound * run % self.run for held in every for each in held for bound in each):
@@ -206,8 +217,11 @@ class SplitPart:
         return part.flatten(self.dim, dim) if self.repeats > 1 else part
 
     def summed(self, value: Tensor) -> Tensor:
-        """Sum a tensor of the whole shape over the ranks, and return this rank's part of the sum. Collective. Only
-        valid for a plain part."""
+        """Add up the ranks' values of a tensor, and return this rank's part of the sum. Collective. Only valid if
+        `is_plain` is True.
+
+        value: this rank's value, which has the shape of the whole tensor.
+        """
         size, dim = self.axis.size, self.dim
         step = -(-self.length // size)
         if self.length < size * step:

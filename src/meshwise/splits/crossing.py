@@ -33,15 +33,16 @@ from meshwise.splits.axis import Axis, SplitPart
 from meshwise.splits.tensor import LEVELS, SplitTensor, at_level, is_split, level_of, parts_of, split, split_again
 
 _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
-"""For each open `entering_once`: (tensor, its conversion) by (id of the tensor, axis, version of the tensor)."""
+"""The conversions of each open `entering_once`: (id of tensor, axis name, version) -> (tensor, converted tensor)."""
 
 
 @contextlib.contextmanager
 def entering_once() -> Iterator[None]:
-    """Within the context, `enter` and `spread` convert a tensor only once, even if it is used several times.
+    """Within the context, let operators share the converted tensor if they use the same tensor through `enter` or
+    `spread`.
 
-    The gradients of all its uses are then summed over the ranks in one collective. A block that is recomputed in the
-    backward does the same in its second run.
+    The gradients of all uses are then summed over the ranks in one collective. If the backward recomputes a block, the
+    recomputation must run in such a context too, so that it makes the same conversions.
     """
     _entered.append({})
     try:
@@ -51,16 +52,19 @@ def entering_once() -> Iterator[None]:
 
 
 def enter(whole: Tensor, axis: Axis) -> Tensor:
-    """Return `whole` for use together with parts of other tensors. The backward sums its gradients over the ranks."""
+    """Return a whole tensor for operators that combine it with split tensors. Its values stay the same. The backward
+    sums the gradients of the ranks.
+    """
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole
     return _once(whole, "enter", axis, axis.name)
 
 
 def spread(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return a tensor as a whole, for use together with parts of other tensors. A split tensor is gathered.
+    """Return the whole of `tensor` for operators that combine it with split tensors.
 
-    The backward sums the gradients over the ranks. For a split tensor, it returns this rank's part of the sum.
+    Each rank computes a gradient from its own parts of the split tensors, so the backward sums the gradients of the
+    ranks. If `tensor` is split, each rank then keeps the part of the sum that belongs to its part of `tensor`.
     """
     if not is_split(tensor):
         return enter(tensor, axis)
@@ -113,8 +117,14 @@ def scatter(whole: Tensor, part: SplitPart) -> SplitTensor:
 
 
 def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
-    """Convert a tensor over one axis by the conversion `way`. Its splits at inner levels stay. If an inner level splits
-    the dim that this axis would split, the tensor is first gathered there."""
+    """Convert a tensor over one axis by the conversion `way`, such as "gather". The module's docstring lists the
+    conversions.
+
+    If the tensor is also split over an axis that comes later in `LEVELS`, that split is kept. If that split is along
+    the dim that is converted, the tensor is gathered over the later axis instead.
+
+    where: the axis for "enter" and "add up". For any other conversion, how the split tensor is split over the axis.
+    """
     if not isinstance(tensor, SplitTensor):
         return through(_Crossing, tensor, way, where)
     level = LEVELS.index(where.axis.name if isinstance(where, SplitPart) else where.name)
@@ -125,9 +135,9 @@ def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
 
 
 def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
-    """Split `made` in the same way as `tensor` is split at the levels inside `level`, and return it.
+    """Return `made` split in the same way as `tensor` over the axes of `LEVELS` that come after index `level`.
 
-    `made` must have been computed from the local values of `tensor`.
+    made: a tensor that was computed from the local values of `tensor`.
     """
     found = split_again(made, parts_of(tensor, level))
     if isinstance(found, SplitTensor) and getattr(tensor, "of_parameter", False):
@@ -143,8 +153,10 @@ def through(function: Any, *given: Any) -> Tensor:
 
 
 class _Crossing(Function):
-    """One of the conversions of `_WAYS` as an autograd function. where: the axis or the part that the conversion
-    takes."""
+    """The autograd function that runs a conversion of `_WAYS`, and in its backward the opposite conversion.
+
+    where: an axis for "enter" and "add up", and a `SplitPart` for any other conversion.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any) -> Tensor:
@@ -168,4 +180,4 @@ _WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "sum apart": (lambda value, part: part.summed(value), "spread"),
     "spread": (lambda local, part: part.gathered(local), "sum apart"),
 }
-"""For each conversion, its function and the name of the conversion that is its backward."""
+"""For each conversion, its function and the conversion that its backward runs. The module's docstring lists them."""

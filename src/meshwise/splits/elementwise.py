@@ -51,7 +51,8 @@ def _same_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def _in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an in-place operator if its first operand is split."""
+    """Run an in-place operator, such as `add_`, on this rank's part of the first operand, and return that operand.
+    Raise NoRule if the first operand is not split."""
     first = args[0]
     if not is_split(first):
         raise NoRule
@@ -103,7 +104,8 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Register a gradient hook. The hook receives the gradient split like its tensor, at all levels."""
+    """Register a hook for the gradient of a split tensor. The hook is called with a gradient that is split like the
+    tensor, over the same axes."""
     tensor, hook = args[0], args[1]
     parts = sorted(parts_of(tensor), key=level_of)
 

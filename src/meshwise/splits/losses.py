@@ -38,16 +38,16 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
-    """Cast `made` to the dtype that torch's `func` returns for `x`, also under autocast. rest: further arguments of
-    `func`."""
+    """Cast `made` to the dtype that `func(x, *rest)` of torch has. Under autocast, this may differ from the dtype of
+    x."""
     return made.to(func(x.new_zeros([1] * x.dim()), *rest).dtype) if x.dtype in HALF else made
 
 
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
-    """Compute the two terms of a log-softmax along the split dim, numerically stable.
+    """Return (below, total) for a softmax along the split dim. The log-softmax is `below - total`.
 
-    The first is this rank's part of x, minus the maximum of each whole row. The second is the logarithm of the sum over
-    the whole row of the exponentials of these differences. In the second tensor the split dim has length 1.
+    below: this rank's part of x minus the maximum of the whole row, so that `exp` cannot overflow.
+    total: the logarithm of the sum of `exp(below)` over the whole row. The split dim of `total` has length 1.
     """
     part = x.part
     if x.dtype in HALF:  # as torch, which sums in float32
@@ -102,8 +102,8 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _over_rows(func: Func, values: dict[str, Any]) -> Any:
-    """Compute a loss with split rows: add the sums of all ranks, and for a mean divide by the total number of
-    targets."""
+    """Compute a loss, such as a cross entropy, of rows that are split over the ranks. The losses of all ranks are added
+    up. For a mean, the sum is divided by the number of all targets, or by their weights."""
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     part, reduction = x.part, values.pop("reduction", "mean")
     rows = moved(part, part.dim - (part.dim > 1))
@@ -131,7 +131,7 @@ def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
 
 
 def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute a loss that has one term per element."""
+    """Compute a loss with one term for each element, such as `mse_loss`, on split tensors."""
     options = dict(kwargs)
     reduction = options.pop("reduction", "mean")
     if len(args) > 2 or options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:

@@ -24,12 +24,13 @@ from meshwise.compat.torch_function import called, on_parts
 
 
 class _Taken(Exception):
-    """Raised by a `_Result` when code cuts it into sections. The argument of the exception is the number of
-    sections."""
+    """Raised in a trial run when code divides the last dim of a `_Result` into sections, by `chunk`, `split` or a
+    reshape. Its argument is the number of sections, or 1 if the sections are unequal."""
 
 
 class _Result(Tensor):
-    """The output of a module that stands in for a layer. It records how the calling code slices its last dim."""
+    """Stands for a layer's output in a trial run of the layer's parent module. It records in `slices` which slices of
+    its last dim the parent's code takes."""
 
     slices: list[tuple[int, int]]
 
@@ -64,7 +65,8 @@ def _watched(result: Tensor, slices: list[tuple[int, int]]) -> Tensor:
 
 
 def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives: int) -> int:
-    """Return how many equal sections the layer's output packs, or 1 if this is unknown.
+    """Return how many equal sections a layer's output consists of: 3 if queries, keys and values are computed by one
+    layer. Return 1 if this is unknown.
 
     takes, gives: the number of input and output features of the layer.
     """

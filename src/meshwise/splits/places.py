@@ -21,10 +21,10 @@ from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
-    """Cut the entries from `begin` to `end` out of the split dim. Return this rank's part of them, and how the result
-    is split.
+    """Take the entries from `begin` to `end` of the split dim. Return this rank's part of them, and how the result is
+    split.
 
-    If the split dim has several runs, raises NoRule unless whole runs are cut out.
+    If `repeats` of the split is above 1, only whole sections can be taken (see `SplitPart`). Raises NoRule otherwise.
     """
     part = x.part
     if part.repeats > 1:
@@ -50,10 +50,11 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """Divide constant padding over the ranks. Return the widths with which this rank pads its part, and how the padded
-    tensor is split.
+    """Divide the padding of a whole tensor over the ranks. Return the widths with which this rank pads its part, and
+    how the padded tensor is split.
 
-    at: the index in `pads` of the widths for the split dim.
+    pads: the widths for the whole tensor, as for `torch.nn.functional.pad`.
+    at: the index in `pads` at which the two widths for the split dim begin.
     """
     before, behind = pads[at : at + 2]
     if _one_run(part).length == 0 or before < 0 or behind < 0:

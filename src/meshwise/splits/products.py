@@ -38,11 +38,12 @@ BATCH = "ABCDEFGHIJKLMNOP"  # letters of leading dims
 def by_letters(
     operands: Sequence[Any], letters: Sequence[str], result: str, call: Callable[..., Tensor], may: str | None = None
 ) -> Any:
-    """Run `call` on this rank's parts of the operands of a product.
+    """Compute a product on this rank's parts of its operands. Letters name the dims as in einsum, e.g. "ik" and "kj".
 
-    letters: for each operand, one letter per dim, as in einsum; `.` for a dim that may not be split.
+    letters: for each operand, one letter per dim. "." stands for a dim along which the product is never divided.
     result: the letters of the result.
-    may: the letters that may be split; all by default.
+    call: computes the product.
+    may: the letters of the dims along which the product may be divided. None means all.
     """
     letter, like = _chosen(operands, letters, may)
     length, axis = like.part.length, like.part.axis
@@ -61,17 +62,19 @@ def by_letters(
 
 
 def _entered(operand: Tensor, axis: Axis) -> Tensor:
-    """Return the whole tensor of an operand, for use together with parts of other operands. A split operand is
+    """Return the whole tensor of an operand, for a product with parts of another operand. A split operand is
     gathered."""
     plain = is_split(operand) and operand.part.is_plain
     return spread(operand, axis) if plain and torch.is_grad_enabled() else enter(gather(operand), axis)
 
 
 def _chosen(operands: Sequence[Any], letters: Sequence[str], may: str | None) -> tuple[str, SplitTensor]:
-    """Choose the letter (the dim) along which a product is divided over the ranks. Return it with the operand that is
-    already split in this way and need not be moved.
+    """Choose the dim along which the ranks divide a product. Return its letter, and an operand that is split along it.
 
-    This operand is the largest of the split parameters, or the largest split operand if no parameter is split.
+    This operand is not gathered, but other operands may be. So the largest split parameter is chosen, or else the
+    largest split operand. Raises NoRule if no operand is split along a permitted dim.
+
+    letters, may: as for `by_letters`.
     """
     found = []
     for operand, own in zip(operands, letters, strict=True):
@@ -115,9 +118,10 @@ def _linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _with_bias(
     func: Func, operands: Sequence[Any], letters: Sequence[str], result: str, bias: Tensor | None, at: int = -1
 ) -> Any:
-    """Compute a product with a bias. If partial sums are added over the ranks, the bias is added after them.
+    """Compute a product with a bias. If the product is a sum of the ranks' results, the bias is added once, after the
+    sum.
 
-    at: the position in the result of the dim that the bias belongs to.
+    at: the number of the result's dim along which the bias has its values: -1 is the last dim.
     """
     chosen, _ = _chosen(operands, letters, None)
     if bias is None:
@@ -225,7 +229,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute attention with split heads or samples."""
+    """Compute `scaled_dot_product_attention` of tensors that are split along their heads or samples."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     q, k, v, mask = (values.pop(name, None) for name in names[:4])
@@ -253,8 +257,8 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, axis: Axis) -> Any:
-    """Compute attention with fewer key heads than query heads. Each rank has the query heads that belong to its key
-    heads."""
+    """Compute grouped-query attention, in which several query heads share a key head. Each rank has some of the key
+    heads, with the query heads that share them."""
     parts = []
     for each in operands:
         first = split_in(operands)[0].part
@@ -268,7 +272,11 @@ def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, 
 
 
 def _attended(values: Kwargs, part: SplitPart, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute this rank's heads or samples of an attention. part: how the whole result is split."""
+    """Compute attention for this rank's part of the heads or samples.
+
+    values: the options of `scaled_dot_product_attention`, such as `dropout_p`.
+    part: how the result is split: along dim 1 (heads) or dim 0 (samples).
+    """
     dropout = values.get("dropout_p", 0.0)
     if not dropout:
         return functional.scaled_dot_product_attention(q, k, v, mask, **values)

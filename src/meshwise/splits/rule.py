@@ -55,12 +55,19 @@ def positive(dim: Any, dims: int) -> int:
 
 
 def moved(part: SplitPart, dim: int, length: int | None = None) -> SplitPart:
-    """Return the same split for dim number `dim`. A plain part may also get another length."""
+    """Return a split like `part`, but along the dim with the number `dim`.
+
+    length: the length of this dim in the whole tensor. By default `part.length`. Another length is only valid if
+        `part.is_plain` is True."""
     return replace(part, dim=dim, length=part.length if length is None else length)
 
 
 def given(result: Any, part: SplitPart) -> Any:
-    """Turn the tensors in `result`, which an operator returned for parts, into split tensors."""
+    """Turn an operator's result on this rank's parts into split tensors. `result` may be a tensor, or a tuple or list
+    of tensors.
+
+    part: how the whole result is split.
+    """
     if isinstance(result, Tensor):
         return split(result, part)
     return type(result)([given(each, part) for each in result]) if isinstance(result, tuple | list) else result

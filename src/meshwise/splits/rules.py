@@ -29,9 +29,9 @@ RULES: dict[str, Rule] = {
     for room in (elementwise, shapes, along, products, losses, attention)
     for name, rule in room.RULES.items()
 }
-"""The rule for each function of torch, by the function's name."""
+"""The rule of each torch function that has one, by the function's name. A rule runs the function on split tensors."""
 WRITTEN_OUT = {"multi_head_attention_forward"}
-"""Python functions that are run line by line, because rules exist for the operators that they call."""
+"""Torch functions that need no rule in RULES, because RULES has the operators that their Python code calls."""
 READS = {
     "__bool__",
     "__float__",
@@ -46,9 +46,9 @@ READS = {
 READS |= {"item", "numpy", "tolist"}
 """Functions that read values out of tensors."""
 gathered: Counter[str] = Counter()
-"""How often each operator without a rule was called on a split tensor, by the operator's name."""
+"""How often each function, by its name, had to gather split tensors, because no rule in RULES could run it."""
 _large: set[str] = set()
-"""Operators without a rule that were called on activations (floating-point tensors of at least three dims)."""
+"""The functions without a rule that had to gather activations (floating-point tensors of at least three dims)."""
 
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -132,9 +132,9 @@ IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ia
 
 
 def prepare() -> None:
-    """Set up the handling of split tensors, before a model has any, and reset the counts of gathers.
+    """Prepare for models with split tensors: the user's own autograd functions receive whole tensors from now on.
 
-    From now on, the user's autograd functions receive whole tensors.
+    The counts of functions that had to gather split tensors begin again at 0.
     """
     _give_functions_wholes()
     gathered.clear()

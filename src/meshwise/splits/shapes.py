@@ -28,9 +28,9 @@ Kwargs = Mapping[str, Any]
 
 
 def reshaped(part: SplitPart, before: Sequence[int], after: Sequence[int]) -> SplitPart:
-    """Return how a tensor is split after its whole is reshaped from shape `before` to `after`.
+    """Return how a split tensor is split after the whole tensor is reshaped from shape `before` to shape `after`.
 
-    Raises NoRule if no dim of the new shape can hold the same parts.
+    Raises NoRule if no split along one dim of the new shape gives each rank the same entries.
     """
     lead, found = math.prod(before[: part.dim]) * part.repeats, list[SplitPart]()
     for dim, length in enumerate(after):
@@ -164,8 +164,10 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _sliced(x: SplitTensor, along: slice, others: tuple[Any, ...], now: int) -> Any:
-    """Take the slice `along` of the split dim, which is dim `now` of the result. The other dims are indexed with
-    `others`."""
+    """Index a split tensor with the slice `along` in its split dim, and with `others` in its other dims.
+
+    now: the number of the split dim in the result.
+    """
     begin, end, step = along.indices(x.part.length)
     if step != 1:
         raise NoRule
@@ -206,7 +208,11 @@ def _stacked(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run `chunk` and `split`. A split dim must have several runs, and each piece must consist of whole runs."""
+    """Run `torch.chunk` or `torch.split` on a split tensor.
+
+    Raises NoRule for the split dim, unless its `repeats` is above 1 and each piece consists of whole sections (see
+    `SplitPart`).
+    """
     x = first_split(args)
     dim = positive(args[2] if len(args) > 2 else kwargs.get("dim", 0), x.dim())
     if dim != x.part.dim:

@@ -34,17 +34,22 @@ class _View(threading.local):
 
 
 _view = _View()
-"""The level of the running rule in this thread. Outside of rules it is -1, and tensors look whole at all levels."""
+"""`level` is the index in LEVELS of the axis that `at_level` has set, or -1 outside of `at_level`."""
 
 
 class SplitTensor(Tensor):
-    """A tensor that is split over ranks (see the docstring of the module). parts: how it is split at each level."""
+    """A tensor of which each rank holds a part. To a program it looks like the whole tensor.
+
+    parts: how the tensor is split over each axis. The key is the index of the axis in `LEVELS`.
+    """
 
     parts: dict[int, SplitPart]
 
     @property
     def part(self) -> SplitPart:
-        """How the tensor is split at the level of the running rule, or at the outermost level outside of rules."""
+        """How the tensor is split over the axis that `at_level` has set. Without `at_level`, this is the outermost axis
+        over which the tensor is split.
+        """
         level = _view.level
         return self.parts[level if level >= 0 else min(self.parts)]
 
@@ -56,14 +61,20 @@ class SplitTensor(Tensor):
 
 
 def is_split(thing: Any) -> TypeGuard[SplitTensor]:
-    """Return whether `thing` is split at the level of the running rule. Outside of rules, return whether it is split at
-    all."""
+    """Return whether `thing` is a tensor that is split over the axis that `at_level` has set.
+
+    Outside of `at_level`, return whether it is split over any axis.
+    """
     return isinstance(thing, SplitTensor) and (_view.level < 0 or _view.level in thing.parts)
 
 
 def split(local: Tensor, part: SplitPart) -> SplitTensor:
-    """Turn `local`, in place, into a split tensor, and return it. `local` is this rank's part of a whole tensor, and
-    `part` says how the whole is split. Splits of `local` at other levels stay."""
+    """Turn `local`, in place, into a split tensor, and return it. If it is already split over another axis, that split
+    is kept.
+
+    local: this rank's part of a whole tensor.
+    part: how the whole tensor is split.
+    """
     level = level_of(part)
     if isinstance(local, SplitTensor):
         local.parts = {**local.parts, level: part}
@@ -74,12 +85,13 @@ def split(local: Tensor, part: SplitPart) -> SplitTensor:
 
 
 def level_of(part: SplitPart) -> int:
-    """Return the level of a part, which is the position of its axis in `LEVELS`."""
+    """Return the index in `LEVELS` of the axis over which `part` is split."""
     return LEVELS.index(part.axis.name)
 
 
 def parts_of(thing: Any, above: int = -1) -> tuple[SplitPart, ...]:
-    """Return how `thing` is split at all levels inside `above`. The default of -1 stands for all levels."""
+    """Return how `thing` is split over each axis. The result is empty if `thing` is not split. above: only axes with a
+    greater index in `LEVELS` count. By default, all axes count."""
     if not isinstance(thing, SplitTensor):
         return ()
     return tuple(part for level, part in thing.parts.items() if level > above)
@@ -98,8 +110,12 @@ def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
 
 
 def levels_below(things: Iterable[Any]) -> list[int]:
-    """Return the levels, outermost first, at which any of `things` is split and which are inside the level of the
-    running rule. Outside of rules, return all levels at which any of them is split."""
+    """Return the axes over which any tensor of `things` is split, as ascending indices in `LEVELS`.
+
+    A function that runs inside `at_level(i)` works on parts of axis i, so only indices above i are returned there.
+
+    things: tensors and other objects, or lists, tuples and dicts of them.
+    """
     found: set[int] = set()
     _add_levels(things, found)
     return sorted(level for level in found if level > _view.level) if len(found) > 1 or _view.level >= 0 else [*found]
@@ -114,7 +130,8 @@ def _add_levels(things: Iterable[Any], found: set[int]) -> None:
 
 
 class at_level:
-    """A context manager that sets the level at which rules run in the with-body."""
+    """A context manager that selects one axis, by its index `level` in `LEVELS`. Inside, a tensor counts as split only
+    if it is split over this axis."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -127,12 +144,13 @@ class at_level:
 
 
 def dispatch_with(rules: Dispatch) -> None:
-    """Let `rules` run the functions that are called on split tensors."""
+    """Set the function that runs torch functions on split tensors. rules.py sets it when it is imported."""
     _dispatch[:] = [rules]
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Return the shape of the whole tensor. In a rule, `.shape` is only the shape of the part."""
+    """Return the shape of the whole tensor. Code in rules needs this function, because `tensor.shape` is the shape of
+    this rank's part there."""
     shape = list(tensor.shape)
     if is_split(tensor):
         shape[tensor.part.dim] = tensor.part.length

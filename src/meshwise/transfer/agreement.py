@@ -18,9 +18,9 @@ MISMATCH = 1 << 40  # added to the counter of a fact by a rank that came with an
 def agree(key: str, fact: str, ranks: int, seconds: float, gone: Callable[[], bool] = lambda: False) -> str | None:
     """Compare a fact between all ranks through the key-value store. Every rank must call this once per `key`.
 
-    Returns None if all ranks gave the same fact. If they differ, returns the fact of another rank, or "something else"
-    if this rank does not know it. Returns "" if some rank has not called this within `seconds`, or will never call it.
-    gone: a function that returns True once some rank will certainly never call this.
+    Returns None if all ranks gave the same fact. If the facts differ, returns a different fact that a rank gave, or
+    "something else" if it is not known here. Returns "" if a rank has not called this within `seconds`.
+    gone: called while waiting. If it returns True, some rank will never call this, and the wait ends at once.
     """
     store = default_store()
     first = store.compare_set(f"{key}/fact", "", fact).decode()

@@ -59,11 +59,12 @@ def sampled_sum(tensor: Tensor) -> Tensor:
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:
-    """Return the offset of the first byte that differs between two tensors of equal shape and dtype, or None.
+    """Return the offset in bytes of the first difference between two tensors of equal shape and dtype. Returns None if
+    the tensors are equal.
 
-    The tensors may be on different devices. The checksums are compared first. Then the bytes of the first differing
-    block are compared on the host. If reading is itself faulty, these bytes can be equal. In this case the offset of
-    the block is returned.
+    The tensors may be on different devices. The devices compute checksums of blocks. A block whose checksums differ is
+    copied to the host and compared there. If the copies are equal, only the first reading was wrong. The offset of the
+    block is then returned.
     """
     ours, theirs = block_sums(tensor), block_sums(other)
     for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):

@@ -265,7 +265,8 @@ def recorded(
 ) -> Iterator[None]:
     """Record the `with` block as a collective for which this rank waits.
 
-    lane: the timeline's lane for the span. By default, the lane of collectives in a separate stream, if there is one.
+    lane: the lane of the timeline in which the span is drawn. By default, it is `communication` if this rank computes
+        on an accelerator, and otherwise `main`.
     """
     beat, where = _enter(group, kind), lane or current().overlapped_lane
     with ours(), current().collective(kind, size, where, numbered=_is_of_all(group), dtype=dtype):
@@ -300,12 +301,13 @@ def _run(
 
 
 def _is_of_all(group: Group) -> bool:
-    """Return True if all ranks of the run enter a collective over `group` or over a group of the same kind."""
+    """Return whether every rank of the run enters this collective, in this group or in a group beside it (see
+    `divide_among`). The collective then has the same number on all ranks, by which the timeline matches it."""
     return group in (None, dividing()) or world_size(group) == world_size(everyone())
 
 
 def _enter(group: Group, kind: str, of: str = "", ends: Ends = EVERYONE) -> int:
-    """Count a collective that this rank enters, and report it to the launcher. Returns the value to pass to `leave`."""
+    """Count a collective that this rank enters, and tell the launcher of it. Returns the value to pass to `leave`."""
     if not dist.is_initialized():
         return 0
     if None in ends:

@@ -95,9 +95,10 @@ def comm_log() -> Iterator[CommLog]:
 
 
 def note(operation: str, source: str, target: str, bytes: int, path: str, seconds: Seconds) -> None:
-    """Add one transfer to all open logs.
+    """Add one transfer to every `comm_log` that is open.
 
-    seconds: a number, or a function that returns the number and is called after the block.
+    seconds: how long the transfer took, or a function that returns this number. The log calls the function when it is
+        read after the `with` block.
     """
     for log in OPEN:
         log.add(Transfer(operation, source, target, bytes, path, math.nan), seconds)

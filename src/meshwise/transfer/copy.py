@@ -102,11 +102,11 @@ def to(
     """Move every tensor in `tree` to `device`, and return the result.
 
     `tree` may be a tensor, a tuple, list or dict, a module (moved in place), or an array of another library. A tensor
-    that is already on `device` is returned unchanged. Gradients flow back the same way. The other arguments are as in
-    `copy`.
+    that is already on `device` is returned unchanged. The backward pass moves the gradients back. The other arguments
+    are as in `copy`.
 
-    non_blocking: whether the host does not wait for copies from pinned memory to a device. The host must then not write
-        the source until these copies are done. Copies to the host always wait, so that they can be read.
+    non_blocking: whether the program continues before a copy from pinned memory to a device has ended. The source must
+        not be changed until then. Copies to the host always wait, so that they can be read.
     """
     target, options = as_device(device), CopyOptions(links, verify, path, non_blocking=non_blocking)
 

@@ -101,11 +101,14 @@ def all_reduce(
 
     Afterwards all tensors hold the same bits. Each device reduces one slice of the elements, in the order of the list
     and in the tensors' dtype, and sends the result to all devices. Each of n devices sends 2 (n - 1) / n of a tensor's
-    bytes, as in a ring all-reduce. The result does not depend on timing. Tensors on distinct CUDA devices are summed by
-    NCCL, unless `verify` or `links` is given. NCCL's result is also the same on all devices, but NCCL chooses the order
-    of the sum. Gradients are not supported.
+    bytes, as in a ring all-reduce. The result does not depend on timing. Gradients are not supported.
+
+    The sum of tensors on distinct CUDA devices is computed by NCCL if NCCL supports the dtype. Its result is also the
+    same on all devices, but NCCL chooses the order of the sum. NCCL is not used if `verify` or `links` is given.
 
     op: `sum`, `mean`, `product`, `min` or `max`.
+    links: a machine. The path of each copy is chosen by the measured speed of the machine's links.
+    verify: whether to compare the checksums of each copy and its source, which waits for the copy.
     """
     _check_several("all_reduce", tensors)
     every = _reducible(list(tensors), op)

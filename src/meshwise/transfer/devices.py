@@ -26,10 +26,10 @@ Hook = Callable[[Tensor, Tensor, str], object]
 
 
 class VirtualDevices(list[torch.device]):
-    """The virtual devices that are open in a `with` block: `devices[1]` is `cpu:1`.
+    """The virtual devices of a `with` block. `devices[1]` is the device `cpu:1`.
 
     places: the device number of each tensor's storage.
-    paused: True while operators ignore virtual devices.
+    paused: True while operators treat tensors of virtual devices as ordinary CPU tensors.
     """
 
     paused = False
@@ -45,7 +45,10 @@ class VirtualDevices(list[torch.device]):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Ignore virtual devices in operators inside the `with` block. Used for a copy, and for checking its result."""
+        """Let operators treat tensors of virtual devices as ordinary CPU tensors inside the `with` block.
+
+        This is needed to copy from one virtual device to another, and to check the result.
+        """
         before, self.paused = self.paused, True
         try:
             yield

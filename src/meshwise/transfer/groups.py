@@ -20,9 +20,9 @@ DIVIDING: list[Group] = [None]
 
 
 def divide_among(group: Group) -> None:
-    """Set the group whose ranks are called "all ranks" from now on. None means all ranks of the run.
+    """Set the group of ranks that divide the work on a batch. None means all ranks of the run.
 
-    The ranks of this group divide the work on a batch.
+    From now on, a collective without a group is called on this group.
     """
     DIVIDING[0] = group
 
@@ -85,8 +85,9 @@ def key_of(group: Group) -> str:
 
 
 def group_of(ranks: Sequence[int]) -> Group:
-    """Make a process group of these ranks, in ascending order. None without a process group.
+    """Make a process group of these ranks, in ascending order. All ranks of the run must call this, whether or not they
+    belong to the new group.
 
-    All ranks of the run must call this, whether or not they belong to the new group.
+    Returns None if torch.distributed is not initialized, as in a run of one rank.
     """
     return dist.new_group(sorted(set(ranks))) if dist.is_initialized() else None

@@ -28,7 +28,11 @@ _NOTHING = nullcontext()
 
 
 def ours() -> AbstractContextManager[None]:
-    """Return a context manager that counts collectives inside it as meshwise's own, if a `Foreign` counter is open."""
+    """Return a context manager for the collectives that meshwise itself calls.
+
+    The counter `Foreign` counts only the collectives of the user's program. It skips the collectives inside this
+    context manager.
+    """
     return foreign.ours() if foreign.OPEN else _NOTHING
 
 
@@ -46,9 +50,9 @@ def log(kind: str, size: int, device: torch.device, group: Group, seconds: Secon
 
 
 def begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
-    """Begin to sum a tensor over the group, and return the future.
+    """Begin to sum a tensor over the group, and return the future. If a `comm_log` is open, add a row to it.
 
-    Used for tensors of a special dtype or layout, and for all tensors while a `comm_log` is open.
+    The caller uses a faster way for contiguous tensors of usual dtypes, unless collectives are logged or counted.
     """
     watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with ours():

@@ -31,7 +31,7 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
     check_known("path", wanted, PATHS)
     if source == target or HOST in (source, target):
         if wanted in (PEER, STAGED):
-            raise UsageError(f"path {wanted!r} needs two different devices, not {source} and {target}. Leave path out.")
+            raise UsageError(f"path {wanted!r} copies from device to device, not from {source} to {target}. Omit path.")
         return DIRECT
     if wanted == DIRECT:
         raise UsageError(f"path 'direct' cannot copy from {source} to {target}. Use 'peer' or 'staged', or omit path.")
@@ -47,7 +47,8 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
 
 
 def _faster(link: Link | None, size: int) -> str | None:
-    """Return the faster of the paths peer and staged for this size. None if not both were measured."""
+    """Return the path that was measured to be faster for a copy of `size` bytes: "peer" or "staged". Returns None if
+    one of the paths was not measured, or if the link has no peer access."""
     if link is None or not {PEER, STAGED} <= link.timings.keys() or link.peer is False:
         return None
     peer, staged = (seconds_at(link.timings[path], size) for path in (PEER, STAGED))

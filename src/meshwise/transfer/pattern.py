@@ -40,9 +40,9 @@ def first_difference(tensor: Tensor, key: int) -> int | None:
 
 
 def fill_terms(tensor: Tensor, rank: int) -> Tensor:
-    """Write the terms that `rank` adds to a checked sum to a contiguous floating-point tensor, and return the tensor.
+    """Fill a contiguous floating-point tensor with test values for a sum over ranks, and return the tensor.
 
-    The terms are whole numbers from 0 to 63.
+    The values are whole numbers from 0 to 63, and differ between ranks. `first_wrong_sum` checks the sum.
     """
     for start, part in _chunks(tensor):
         part.copy_(_terms(start, part.numel(), rank, part.device))
@@ -50,9 +50,10 @@ def fill_terms(tensor: Tensor, rank: int) -> Tensor:
 
 
 def first_wrong_sum(tensor: Tensor, ranks: int, first: int = 0) -> int | None:
-    """Return the index of the first element that is not the sum of the terms of these ranks. None if all are right.
+    """Check a sum over ranks of tensors that `fill_terms` has filled. Return the index of the first wrong element, or
+    None if all elements are right.
 
-    The ranks are `first` to `first + ranks - 1`. The sums are exact in float32.
+    tensor: the sum over the ranks `first` to `first + ranks - 1`. It is exact in float32.
     """
     for start, part in _chunks(tensor):
         expected = sum(_terms(start, part.numel(), rank, part.device) for rank in range(first, first + ranks))

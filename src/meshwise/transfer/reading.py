@@ -44,9 +44,9 @@ _unmet = [False]  # of the whole process: a backward runs in threads of its own
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Inside the `with` block, `meet` returns at once when sharded tensors are read.
+    """Make `meet` return at once inside the `with` block, instead of waiting for the other ranks.
 
-    This is for meshwise's code, which all ranks run.
+    This is for meshwise's own code, which all ranks run anyway.
     """
     before, _unmet[0] = _unmet[0], True
     try:
@@ -56,7 +56,7 @@ def together() -> Iterator[None]:
 
 
 def meet(what: str, sentence: str = SHARDED) -> None:
-    """Wait until every rank is about to read `what` in the same source line.
+    """Wait until every rank has come to the same source line, in order to read `what` there.
 
     In a pipeline, only ranks with the same stages as this rank are waited for. Raises UsageError if a rank reads
     something else, or will certainly not come to this line.
@@ -134,7 +134,9 @@ def _is_member(key: str) -> bool:
 
 
 def look_out() -> None:
-    """Start a thread that publishes in the store where this rank is, and later that the rank has ended."""
+    """Start a thread that tells the other ranks how far this rank has come: its source line, and how many collectives
+    it has entered. They are published in the process group's store whenever this rank has not entered a collective for
+    a while. When the program ends, the end is published."""
     if not rehearsing():
         _look_out()
 

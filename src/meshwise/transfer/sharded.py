@@ -59,10 +59,8 @@ def _alike(first: Any, tensor: Any) -> bool:
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """Return the mesh axis that shards dim 0, if this is all that is sharded.
-
-    Returns None if no dim is sharded, if another dim is, or if several mesh axes shard the tensor.
-    """
+    """Return the mesh axis that shards the tensor, if exactly one axis does and it shards dim 0. In all other cases,
+    return None."""
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and sharding.division(tensor.placements[axes[0]]) == (0, 1) else None
 
@@ -87,9 +85,10 @@ def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
 
 
 def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-    """Return this rank's shard of a whole tensor that is sharded as `like` is, or all of it if `like` is not sharded.
+    """Read the values of a tensor that this rank needs, and return them. The tensor is sharded as `like` is. If `like`
+    is not sharded, the rank needs all values.
 
-    read: takes one slice per dim, and returns the values of the whole tensor in these slices.
+    read: returns a region of the whole tensor, given one slice per dim.
     """
     boxes, several = local_boxes(like)
     pieces = [read(tuple(slice(*each) for each in box)) for box in boxes]

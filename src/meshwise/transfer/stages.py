@@ -85,10 +85,10 @@ def now_lacks(model: nn.Module, names: set[str]) -> None:
 
 
 def counts(module: nn.Module | None = None) -> bool:
-    """Return True if the present output of `module` is what a run on one device would compute.
+    """Return whether the output of `module`, which has just run, is the same as in a run on one device.
 
-    This is so inside the layers of this rank's stage. Code after the last of these layers belongs to the next stage,
-    although this rank also runs it.
+    In a pipeline, only the layers of this rank's stage have such outputs. A rank also runs the code before and after
+    its layers, but the results are wrong there.
     """
     return _in_own_layers[0] and _left[0] in (None, module)
 
@@ -105,9 +105,9 @@ def leave_own_layers(last: nn.Module) -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Make `counts` return False inside the `with` block.
+    """Make `counts` return False inside the `with` block, so that outputs of modules are not recorded.
 
-    The block runs a forward whose outputs must not be counted, because it is run again or is run for other ranks.
+    This is for a forward pass that is repeated later, or that computes for other ranks.
     """
     before = _in_own_layers[0]
     _in_own_layers[0] = False
@@ -132,12 +132,18 @@ def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[
 
 
 def take_along() -> list[Any]:
-    """Return the states of all open `carried` blocks, to be sent to the next stage."""
+    """Return the states that this stage sends to the next stage, along with the activations.
+
+    There is one state for each open block `with carried(leave, enter)`: the result of its function `leave`.
+    """
     return [leave() for leave, _ in _carried]
 
 
 def put_down(values: list[Any]) -> None:
-    """Pass the states from the previous stage to the `enter` functions of all open `carried` blocks."""
+    """Take over the states that the previous stage has sent along with the activations.
+
+    values: one state for each open block `with carried(leave, enter)`. It is passed to the block's function `enter`.
+    """
     for (_, enter), value in zip(_carried, values, strict=True):
         enter(value)
 

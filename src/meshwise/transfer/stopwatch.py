@@ -28,7 +28,8 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def stop(self, stream: torch.Stream | None = None) -> Seconds:
-        """Return the seconds since the start. For a stream, return a function that waits and returns the seconds."""
+        """Return the seconds since the start. On a device with streams, return a function that waits for `stream` and
+        returns the seconds."""
         if not self._events:
             return time.perf_counter() - self._start
         self._events[1].record(stream)

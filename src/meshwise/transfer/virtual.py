@@ -59,17 +59,17 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
 
 
 class _Rules(TorchFunctionMode):
-    """Checks which devices each operator mixes, and tracks the virtual device of its result.
+    """Refuses operators whose tensors are on different virtual devices, and records the virtual device of each result.
 
-    It is a TorchFunctionMode because some torch functions look at a tensor's device before they call an operator, and
-    torch cannot tell virtual devices apart.
+    To torch, all virtual devices are the same CPU. A function such as `tensor.to` may therefore call no operator at
+    all. So this class looks at functions too, as a TorchFunctionMode does.
     """
 
     def __init__(self, devices: VirtualDevices) -> None:
         super().__init__()
         self.devices, self.places = devices, devices.places
         self.maker_is_user = False
-        """Whether the torch function that runs now was called without any tensor of a virtual device."""
+        """Whether no argument of the running torch function is on a virtual device. It then makes host tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,7 +179,8 @@ def _set_item(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _made_from_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Handle torch.tensor and similar functions, which never pass their device to an operator."""
+    """Call torch.tensor or a similar function, and return its tensor on the virtual device that the argument `device`
+    names. These functions do not pass `device` to an operator, so `_Rules.operator` cannot see it."""
     asked = kwargs.get("device")
     if asked is None or torch.device(asked).type != "cpu":
         return func(*args, **kwargs)
@@ -203,7 +204,8 @@ def _host_only(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_tensor(func: Any, args: Any, kwargs: Any) -> Any:
-    """Handle tensor.new_tensor, which never passes its values to an operator. The default device is the tensor's."""
+    """Call tensor.new_tensor, which makes a tensor from values. By default, the result is on the virtual device of
+    `tensor`."""
     return _made_from_values(func, args, {"device": device_of(args[0])} | kwargs)
 
 
