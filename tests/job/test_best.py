@@ -221,7 +221,7 @@ def test_callbacks_get_the_epoch_and_the_model_trains_on(tmp_path: Path) -> None
         ({"best": "max accuracy", "patience": 0}, "patience=0 must be a whole number of at least 1"),
         ({"validate_every": 0.5}, r"validate_every=0\.5 must be a whole number of at least 1"),
         ({"validate_every": "0 steps"}, r"validate_every='0 steps' must be a whole number of at least 1"),
-        ({"validate_every": "often"}, r"validate_every='often' .* in epochs, or steps such as \"500 steps\""),
+        ({"validate_every": "often"}, r"validate_every='often' .* epochs, or a number of steps such as \"500 steps\""),
     ],
 )
 def test_what_says_nothing_is_refused(given: Any, says: str) -> None:

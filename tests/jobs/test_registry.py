@@ -62,7 +62,7 @@ def test_an_unknown_name_is_told_with_the_nearest() -> None:
 
 
 def test_a_size_for_a_job_without_sizes_is_told() -> None:
-    assert refusal("mlp:large") == "job 'mlp' has no sizes, so leave out the part after the colon. Use mlp."
+    assert refusal("mlp:large") == "job 'mlp' exists in one size only, so leave out the part after the colon. Use mlp."
 
 
 def test_a_job_or_a_function_that_makes_one_is_found_in_a_file(write: Callable[..., Path]) -> None:
@@ -187,9 +187,7 @@ def test_arguments_reach_the_function_with_the_types_that_it_says(write: Callabl
 def test_a_finished_job_takes_no_arguments(write: Callable[..., Path]) -> None:
     path = write("job = make()\ndef factory(lr):\n    return make()\n")
     assert "--arg lr=3" in refusal(f"{path}:job", args=["lr=3"])
-    assert f"{path}:job is a Job, without arguments. Make it a function of `lr`." in refusal(
-        f"{path}:job", args=["lr=3"]
-    )
+    assert f"{path}:job is a Job. Replace it by a function that takes `lr`." in refusal(f"{path}:job", args=["lr=3"])
     assert "missing a required argument: 'lr'. Give the argument with --arg" in refusal(f"{path}:factory")
     job = find_job(f"{path}:job")
     with pytest.raises(UsageError, match=r"--data elsewhere: mine is a Job, which has its data"):

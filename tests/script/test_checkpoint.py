@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(4, 2))))
     with pytest.raises(UsageError, match=r"loader= is a DataLoader, but must be the DataLoader of mw.distribute"):
         mw.checkpoint(tmp_path, model=model, loader=DataLoader(TensorDataset(torch.ones(4, 2))))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="model= is not for a int"):
+    with pytest.raises(UsageError, match="model= takes no int"):
         mw.checkpoint(tmp_path, model=[model, 3])
     saved = mw.checkpoint(tmp_path, model=model, loader=loader)
     with pytest.raises(UsageError, match="for loops without a loader"):

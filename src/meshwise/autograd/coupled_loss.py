@@ -31,19 +31,21 @@ WITH_PARAMETERS = (*PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "NativeLayerNo
                    "NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0")  # fmt: skip
 CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0", "MinBackward0", "MedianBackward1",
            "AmaxBackward0", "AminBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0"}  # fmt: skip
-"""Operators that select elements by size. The last three, and `amax` without a dim, select among all elements."""
+"""Operators that select elements by size, along a dim (e.g. MaxBackward0) or among all elements (e.g. MaxBackward1)."""
 SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
-"""Operators that couple no samples. The only exception is LogSoftmax if its dim is the dim of samples."""
+"""Operators that keep samples independent of each other, except for a LogSoftmax over the dim of the samples."""
 _seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool | None:
-    """Return True if the loss of a batch of `samples` samples is not a mean or sum of terms that each depend on one
-    sample.
+    """Return True if a loss combines samples with each other, so that it is no mean or sum with one term per sample.
+    Return False for such a mean or sum, and None if this cannot be determined.
 
-    Returns None if this cannot be determined. Runs the backward of the loss function twice, but not that of the model.
-    Draws no random numbers and leaves no gradients behind.
+    Runs the backward of the loss function twice, but not the backward of the model. Draws no random numbers and leaves
+    no gradients behind.
+
+    samples: the number of samples in the batch.
     """
     if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
         return None
@@ -64,11 +66,15 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
-    """Walk the autograd graph from the loss down to the model's outputs.
+    """Walk the autograd graph of a loss, from the loss back to the outputs of the model.
 
-    Returns the names of the operators on the way, the outputs with one row per sample as (node, number of its output),
-    all visited nodes, and whether samples are selected by size. If samples are selected by size, the set of nodes is
-    empty. Returns None if the graph has too many nodes.
+    Returns None if the graph has more than `MOST_NODES` nodes. Otherwise returns a tuple of
+    - the names of the visited operators
+    - the model outputs that have one row per sample, as pairs (node, number of the node's output)
+    - all visited nodes
+    - whether an operator compares samples with each other, e.g. by sorting them
+
+    The walk ends at an operator that compares samples. The set of visited nodes is then empty.
     """
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
@@ -104,8 +110,10 @@ def _elements(edge: tuple[Any, int]) -> int:
 
 
 def _is_output(node: Any) -> bool:
-    """Return whether the node's result comes from a layer or a custom autograd function. Views and an added bias are
-    skipped."""
+    """Return whether the result of a node comes from a layer of the model, or from a custom autograd function.
+
+    A view, or a sum with a bias, comes from a layer if its input does.
+    """
     while True:
         kind, below = node.name(), [following for following, _ in node.next_functions if following is not None]
         if kind == "AddBackward0" and len(below) == 2 and any(map(_is_parameter, below)):
@@ -126,8 +134,10 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
-    """Return whether the node selects the largest or smallest elements, or sorts, along a dim that spans several
-    samples."""
+    """Return whether a node sorts samples, or selects the largest or smallest values among several samples.
+
+    kind: the name of the node.
+    """
     below = node.next_functions[0][0] if kind in CHOICES else None
     if below is None:
         return False
@@ -137,7 +147,10 @@ def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
 
 
 def _compares(node: Any, kind: str, samples: int) -> bool:
-    """Return whether the node computes the pairwise distances between samples (`torch.cdist`)."""
+    """Return whether a node of the graph computes the distances between samples (`torch.cdist`).
+
+    kind: the name of the node.
+    """
     computed = [following for following, _ in node.next_functions if following is not None]
     if "CdistBackward" not in kind or any(map(_is_parameter, computed)):
         return False
@@ -146,10 +159,10 @@ def _compares(node: Any, kind: str, samples: int) -> bool:
 
 @functools.cache
 def notice_hooks() -> None:
-    """From now on, record on which tensors the program registers gradient hooks.
+    """Record, from now on, which tensors get gradient hooks. `_has_hooked` needs this record.
 
-    A later search through all objects of the process would not be safe. It would hold references to tuples that other
-    threads are still filling, and filling them would then fail.
+    A search for such tensors among all objects of the process would be dangerous. It would refer to every tuple for a
+    moment, and Python raises an error in a thread that is just building a tuple if something else refers to it.
     """
     for name in ("register_hook", "retain_grad"):
         setattr(Tensor, name, _noticed(getattr(Tensor, name)))
@@ -165,8 +178,10 @@ def _noticed(method: Any) -> Any:
 
 
 def _has_hooked(nodes: set[Any]) -> bool:
-    """Return whether the program has gradient hooks on results of `nodes`. Such hooks would be called by the backwards
-    that this module runs, too."""
+    """Return whether the program has gradient hooks on results of `nodes`.
+
+    In this case `couples_samples` runs no backward through these nodes, because this would call the hooks unexpectedly.
+    """
     return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
 
 
@@ -187,6 +202,9 @@ def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
 
 
 def _uneven(like: Tensor) -> Tensor:
-    """Return fixed numbers between 1 and 2, irregular enough that no symmetry of a loss cancels them. They have the
-    shape and dtype of `like`."""
+    """Return fixed weights between 1 and 2, with the shape and dtype of `like`.
+
+    The weights are irregular. Gradients that cancel each other in a plain sum therefore do not cancel in a weighted
+    sum.
+    """
     return 1 + (torch.arange(like.numel(), device=like.device) * 0.618034 % 1).to(like.dtype).view_as(like)

@@ -36,32 +36,32 @@ SUMS = ("AddBackward0", "SubBackward0")
 FACTORS = ("MulBackward0", "DivBackward0")
 OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
           "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
-"""Operators of which penalties on parameters consist, in addition to SUMS and FACTORS."""
+"""Operators that a penalty on parameters, such as an L2 penalty, may consist of, in addition to SUMS and FACTORS."""
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
-"""Operators of losses that work within each sample, except products, which may divide by the number of samples."""
+"""Operators that compute each sample separately. Products are not listed: a factor may be 1 / (number of samples)."""
 PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
-"""Operators that return one row per sample at the end of a model. Products with a parameter do so too."""
+"""Operators at the end of a model that return one row per sample. PRODUCTS with a parameter also return such rows."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
 ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
           "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
-"""For the node of a product with a parameter, the name of the attribute in which it saved the data."""
+"""For operators that multiply data by a parameter: the attribute in which the operator's node keeps the data."""
 JOINED = ("StackBackward0", "CatBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor, weighed: bool = False) -> str:
-    """Return the name of a loss function that `loss` sums over samples, without dividing by their number. Return an
-    empty string if the graph shows no such sum.
+    """Return the name of a loss function that `loss` adds up over samples without dividing by their number. Return an
+    empty string if no such sum is found.
 
-    weighed: also accept rows that were multiplied by other numbers, such as rewards, although these numbers may contain
-        a division.
+    If `loss` adds several terms, each term is checked. Reads the values of constant factors, which waits for an
+    accelerator.
 
-    The terms of an addition are checked one by one: if one term is such a sum, the whole loss depends on the number of
-    samples. Reads the values of factors, which waits for an accelerator.
+    weighed: also find a sum in which samples are multiplied by constants, such as rewards. These constants may already
+        contain the division by the number of samples, so the result is only a suspicion.
     """
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
@@ -76,10 +76,10 @@ def summed_loss(loss: Tensor, weighed: bool = False) -> str:
 
 
 def adds_rows(loss: Tensor, samples: int) -> bool:
-    """Return whether `loss` is a sum, added up in Python, of one term per sample that is not divided by the number of
-    samples.
+    """Return whether `loss` is a sum of exactly `samples` terms that Python code has added up, one term for each
+    sample.
 
-    The number of terms must equal `samples`, and each term must depend on a single row of data.
+    Each term must depend on a single row of data. Returns False if the sum is multiplied or divided by a number.
     """
     terms = list[Any]()
     for node, following in _walk(loss.grad_fn):
@@ -95,7 +95,8 @@ def adds_rows(loss: Tensor, samples: int) -> bool:
 
 
 def _is_of_one_row(term: Any) -> bool:
-    """Return whether each product of a parameter and data on which `term` depends has only a single row of data."""
+    """Return whether `term`, a node of the graph, depends on exactly one row of data. Data is a tensor that is
+    multiplied by a parameter, or looked up in an embedding."""
     rows = set()
     for node, following in _walk(term):
         saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
@@ -106,8 +107,8 @@ def _is_of_one_row(term: Any) -> bool:
 
 
 def mean_term(loss: Tensor) -> str:
-    """Return the name of a loss function that is a term of `loss` and a mean over samples. Return an empty string if
-    the graph shows no such term."""
+    """Return the name of a loss function in `loss` that takes the mean over samples, e.g. ".mean()". The function must
+    be a term of `loss`. Return an empty string if there is no such term."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
@@ -135,10 +136,9 @@ def _below(node: Any) -> list[Any]:
 
 
 def _of_each(elements: Any, weighed: bool) -> str:
-    """Return the name of the loss function that `elements` contains, computed separately for each row of a model's
-    output.
+    """Return the name of the loss function with which `elements`, a node of the graph, was computed for each sample.
 
-    Returns an empty string if operators have been applied that may mix rows.
+    Returns "a loss" if the function is unknown. Returns an empty string if an operator may mix samples.
     """
     what = "a loss"
     for node, following in _walk(elements):
@@ -153,17 +153,18 @@ def _of_each(elements: Any, weighed: bool) -> str:
 
 
 def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
-    """Return whether the node computes within each sample, and divides nothing by a number of items."""
+    """Return whether a node is a logsumexp or a product that computes each sample separately. A product is rejected if
+    it may be a division by the number of samples, see `_divides_not`."""
     if kind == "LogsumexpBackward0":
         return 0 not in node._saved_dim and node._saved_self.dim() > 1
     return kind == "MulBackward0" and _divides_not(node, weighed)
 
 
 def _divides_not(product: Any, weighed: bool) -> bool:
-    """Return whether one factor of a product is constant, and the product does not divide by a number of items.
+    """Return whether a product has a constant factor that looks unlike 1 / (number of samples).
 
-    The constant must consist of whole numbers, as a mask does. With `weighed`, any constant is accepted, unless its
-    elements are all equal or add up to one.
+    Return True for whole numbers, such as a mask. With `weighed`, also return True for a tensor of other numbers, e.g.
+    rewards, unless they are all equal or their absolute values add up to 1.
     """
     (left, _), (right, _) = product.next_functions
     factor = product._saved_self if left is None else product._saved_other if right is None else None
@@ -180,7 +181,8 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _reads_data(term: Any) -> bool:
-    """Return whether `term` depends on an embedding, or on a product of a parameter and a tensor without gradient."""
+    """Return whether `term`, a node of the graph, depends on data: on an embedding, or on a product of a parameter and
+    a tensor without gradient."""
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]
         factors = (
@@ -193,10 +195,11 @@ def _reads_data(term: Any) -> bool:
 
 
 def uneven_mean(loss: Tensor, samples: int) -> str:
-    """Return, as source code, the `weight` that `mw.backward` needs for a mean in `loss`.
+    """Return the `weight` that the user must pass to `mw.backward` for a loss that is a mean over items, such as
+    tokens, if samples may have different numbers of items. Return an empty string for any other loss.
 
-    Returns an empty string if all `samples` samples have equally many items, or if the graph does not tell. Returns "…"
-    if a weight is needed but the graph does not tell which. Reads a value, which waits for an accelerator.
+    The weight is source code, e.g. "(y != -100).sum()". It is "…" if the graph does not show the right weight. The call
+    reads a value from the graph, so it waits for an accelerator.
     """
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
@@ -217,10 +220,9 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
 
 
 def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
-    """Return three facts about each mean cross entropy in `loss`, without reading values of tensors.
+    """Return (total weight, number of targets, whether classes have weights) for each mean cross entropy in `loss`.
 
-    They are the tensor with the total weight that the mean is divided by, the number of its targets, and whether its
-    classes have weights.
+    The total weight is the number by which the mean was divided. It is a tensor, and its value is not read here.
     """
     found = []
     for node, following in _walk(loss.grad_fn):
@@ -233,13 +235,14 @@ def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
 
 
 def is_of_items(loss: Tensor, rows: int) -> bool:
-    """Return whether a mean cross entropy in `loss` has class weights, or has another number of targets than `rows`."""
+    """Return whether `loss` has a mean cross entropy over something else than rows: the cross entropy has class
+    weights, or its number of targets is not `rows`."""
     return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
 
 
 def _count(target: Tensor, counted: float, ignored: int) -> str:
-    """Return source code that counts the targets that are not ignored. It uses variable names of the user's code if
-    possible."""
+    """Return source code that counts the targets of a cross entropy, without the ignored targets. It uses variable
+    names of the user's code if possible. `counted` is their number."""
     frame = user_frame()
     own = {} if frame is None else dict(frame.f_locals)
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and value.numel()}
@@ -262,23 +265,23 @@ def signed(number: int) -> int:
 
 
 def _is_divided_sum(node: Any, samples: int) -> bool:
-    """Return whether `node` divides a sum by a number greater than 1 that is not a multiple of `samples`."""
+    """Return whether `node` divides a sum by a number of items: by a number above 1 that is no multiple of
+    `samples`."""
     return any(float(number) > 1 and float(number) % max(samples, 1) != 0 for number in _divisor(node))
 
 
 def _divisor(node: Any) -> list[Tensor]:
-    """Return the number by which `node` divides a sum, as a list of one tensor. The list is empty if the graph keeps
-    none."""
+    """Return the divisor if `node` divides the sum of a tensor by a number. The result is a list with the divisor as a
+    tensor. It is empty for any other node, or if the graph did not save the divisor."""
     above, below = (each for each, _ in node.next_functions)
     is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
     return [number] if is_sum and number is not None and number.numel() == 1 else []
 
 
 def count_of_sum(loss: Tensor) -> list[Tensor]:
-    """Return the number by which the last operator of `loss` divides a sum, as a list of one tensor. Reads no values of
-    tensors.
+    """Return the number by which `loss` was divided in its last operator, as a list of one tensor. Reads no values.
 
-    The list is empty if that operator is not such a division.
+    The list is empty if the last operator is not the division of a sum by a number.
     """
     node = loss.grad_fn
     return _divisor(node) if node is not None and node.name() == "DivBackward0" else []
@@ -313,8 +316,11 @@ def has_penalty(loss: Tensor, ranks: int) -> bool:
 
 
 def _is_of_leaves(term: Any, ranks: int) -> bool:
-    """Return whether `term` is computed from parameters and numbers by penalty operators, without a division by
-    `ranks`."""
+    """Return whether `term` is a penalty, such as an L2 penalty, that depends on parameters and plain numbers alone.
+    Return False if the penalty has an unknown operator, or is divided by the number of ranks.
+
+    ranks: the number of ranks. With 0, divisions are not examined.
+    """
     leaves = 0
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]

@@ -12,10 +12,9 @@ from meshwise.compat.dispatch import without_interception
 
 
 def scale_of(loss: Tensor) -> float:
-    """Return the factor by which the program has multiplied a loss to get `loss`: the product of the plain numbers in
-    its last operators.
+    """Return the factor by which the program has scaled a loss to get `loss`, e.g. 1/16 for `loss / 4 / 4`.
 
-    For `loss / 4 / 4`, this is 1/16.
+    Only multiplications and divisions by plain numbers at the end of the computation count.
     """
     node, scale = loss.grad_fn, 1.0
     while node is not None and node.name() in FACTORS:

@@ -78,20 +78,20 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 
 @dataclass(frozen=True)
 class Draws:
-    """How the order of an epoch is drawn. Each field is a function that takes a function, calls it with the right state
-    of the random generators, and returns its result.
+    """Two functions that draw the order of an epoch from the right state of the random generators.
 
-    begin: for the draws at the beginning of an epoch. If the loop resumes an epoch, the generators have the recorded
-        state.
-    go_on: for all other draws. The generators have the current state of the program.
-    """
+    Each function gets a function that draws. It sets the state, calls that function, and returns the result.
+    begin: for draws at the beginning of an epoch. If a loop resumes in the middle of an epoch, `begin` uses the state
+        from the beginning of the epoch, so that the draws are the same.
+    go_on: for all later draws. It uses the current state."""
 
     begin: Callable[[Callable[[], Any]], Any]
     go_on: Callable[[Callable[[], Any]], Any]
 
 
 class ProgramGenerator:
-    """The state of torch's global generator as the program sees it outside its training and evaluation loops."""
+    """Keeps the state of torch's global generator for the program's own draws. Inside a training or evaluation loop,
+    meshwise seeds the generator for each step. The program's state is restored after the loop."""
 
     def __init__(self) -> None:
         self._loops = 0
@@ -99,7 +99,7 @@ class ProgramGenerator:
 
     @property
     def in_loop(self) -> bool:
-        """Whether a loop is open."""
+        """Whether the program is inside a training or evaluation loop over batches."""
         return self._loops > 0
 
     @property
@@ -122,7 +122,8 @@ class ProgramGenerator:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context manager whose body draws from the program's generator, even inside a loop."""
+        """Return a context manager for draws from the program's own random state. Inside a loop, where torch's
+        generator is seeded for each step, the program's state is used and advanced instead."""
         if self._loops == 0:
             yield
             return
@@ -146,12 +147,14 @@ class OrderGenerators:
         self._program, self._handles = program, handles
 
     def states(self) -> States:
-        """Return the current states of the generators, as the program sees them."""
+        """Return the states of the generators from which the order is drawn. For torch's generator, this is the state
+        outside of loops, even if this method is called inside a loop."""
         with self._program.drawing():
             return tuple(handle.state() for handle in self._handles)
 
     def set_states(self, states: States) -> None:
-        """Set the states of the generators, as the program sees them."""
+        """Set the states of the generators from which the order is drawn. For torch's generator, this sets the state
+        outside of loops, even if this method is called inside a loop."""
         with self._program.drawing():
             for handle, state in zip(self._handles, states, strict=True):
                 handle.set_state(state)
@@ -165,11 +168,11 @@ class OrderGenerators:
         return states
 
     def draws(self, states: States, *, again: bool) -> Draws:
-        """Return the functions that draw the order of an epoch. `states` are the states of the generators when the
-        epoch began.
+        """Return the functions that draw the order of an epoch.
 
-        again: whether the order was drawn before, so that the generators have moved on.
-        """
+        states: the states of the generators when the epoch began.
+        again: whether a loop resumes the epoch, and must draw the same order again. `begin` then draws from `states`,
+            and restores the current states of the generators afterwards."""
         return Draws(partial(self._replay, states) if again else self._live, self._live)
 
     def _live(self, function: Callable[[], T]) -> T:

@@ -65,15 +65,18 @@ class Rows:
 
 GENERATOR = " from a generator of the program's own"
 DrawLayout = Callable[[int, str, tuple[int, ...]], tuple[tuple[int, ...], int | None] | None]
-"""A function (call, operator, shape on this rank) -> (shape on one device, the dim that is divided over ranks or None).
-It returns None if the layout is unknown. The rank then draws independently of other ranks."""
+"""Takes (number of the draw, operator, shape on this rank). Returns (shape on one device, dim divided over the ranks or
+None). Returns None if the layout is unknown. The rank then draws independently of other ranks."""
 
 
 class KeyedDraws:
-    """The random draws of one microbatch. This rank has the rows `rows` of the microbatch.
+    """Computes the random numbers of a model's forward, such as dropout masks, from a key and the position of each
+    element. This rank gets its rows of the numbers that one device would draw for the whole microbatch.
 
-    attention_as_operators: whether to run attention as plain operators instead of fused kernels, so that its dropout
-    can be keyed.
+    key: (seed, step, number of the microbatch).
+    rows: the rows of the microbatch that this rank has.
+    attention_as_operators: whether to run attention as separate operators. A fused kernel would draw its dropout
+    itself.
     """
 
     def __init__(
@@ -89,19 +92,19 @@ class KeyedDraws:
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
-        """Operators whose draws could not be computed from the key, so that each rank draws independently."""
+        """Random operators that this class cannot compute from `key`. Each rank draws their numbers independently."""
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Return a context manager for the forward pass of a microbatch. It seeds torch's generator with the key of the
-        microbatch."""
+        """Return a context manager for the forward pass of a microbatch. It seeds torch's generator with `key`, and
+        computes the random numbers of the forward."""
         torch.manual_seed(mixed(*self._key))
         with stages.carried(lambda: len(self._calls), self._go_on), self.backward():
             yield
 
     def _go_on(self, calls: int) -> None:
-        """Continue to count calls after the calls that earlier pipeline stages have made, so that calls are numbered as
-        without a pipeline."""
+        """Set the number of the next random draw to `calls`, which is the number of draws that earlier pipeline stages
+        have made in this microbatch. Draws then have the same numbers as without a pipeline."""
         with without_interception():
             while len(self._calls) < calls:
                 if self._next_call() == len(self.log):
@@ -109,7 +112,8 @@ class KeyedDraws:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context manager for the backward pass of a microbatch, which may recompute the forward pass."""
+        """Return a context manager for the backward pass of a microbatch. If the backward recomputes the forward, the
+        forward draws the same random numbers again."""
         attention = sdpa_kernel(SDPBackend.MATH) if self._attention_as_operators else contextlib.nullcontext()
         with attention, intercept_operators(self._handle):
             yield
@@ -175,28 +179,32 @@ class ExactDraws:
         self.unkeyed: set[str] = set()
 
     def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
-        """Return the draws for this rank's `part` of a microbatch. key: (seed, step, number of the microbatch)."""
+        """Return the object that computes the random numbers for this rank's samples of a microbatch.
+        key: (seed, step, number of the microbatch).
+        part: this rank's samples of the microbatch."""
         rows = Rows(part.first, len(part.indices), part.micro, part.samples)
         draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
         draws.unkeyed = self.unkeyed
         return draws
 
     def note(self) -> str:
-        """Return a text that names the draws that were not exact, or "" if all were."""
+        """Return a note for the user on the operators in `unkeyed`; "" if there are none."""
         names = ", ".join(sorted(self.unkeyed))
         return names and f"--exact-random: {names} cannot be seeded per sample, so the ranks draw different numbers."
 
 
 def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
-    """Return the layout of a draw on a rank that has all rows. This function is a `DrawLayout`."""
+    """Return the layout of a draw on a rank that has all rows of the batch: the shape itself, and None because no dim
+    is divided. This function is a `DrawLayout`, so it takes arguments that it does not need."""
     return shape, None
 
 
 def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` that compares each draw with the draw that was recorded on one device.
+    """Return a `DrawLayout` that takes the shapes on one device from a reference run.
 
-    If a rank has less padding at the end of its rows than one device, it takes the first positions of each row.
-    """
+    The batch dim is the first dim that is shorter on this rank by the rank's fraction of the rows, e.g. a quarter for 2
+    of 8 rows. Other dims may be shorter because this rank's rows have less padding. The rank then uses the first
+    numbers along these dims. The layout is unknown if the reference run has another draw at this point."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         if call >= len(reference) or reference[call].operator != operator:
@@ -212,12 +220,11 @@ def by_reference(reference: Sequence[Draw], rows: Rows) -> DrawLayout:
 
 
 def by_rows(rows: Rows) -> DrawLayout:
-    """Return a `DrawLayout` that finds the batch dim by its length.
+    """Return a `DrawLayout` that guesses the batch dim from the shape, without a reference run.
 
-    The batch dim is the first of dims 0 and 1 that is as long as the rank has rows. If neither is, dim 0 is the batch
-    dim if its length is a multiple of the number of rows, for example (samples x heads). A rank with all rows draws as
-    one device does.
-    """
+    The batch dim is dim 0 or dim 1, if its length is the number of this rank's rows. If neither fits, it is dim 0, if
+    its length is a multiple of that number, e.g. samples x heads. A single number has no batch dim, and is the same on
+    all ranks. For any other shape the layout is unknown."""
 
     def layout(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
         dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
@@ -283,8 +290,8 @@ def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
-    """Return integers from `low` up to, but not including, `high`. The operator `random_` calls these bounds `from` and
-    `to`."""
+    """Convert uniform numbers in [0, 1) to integers from `low` up to, but not including, `high`. In the arguments of
+    `random_`, these bounds are called `from` and `to`."""
     low: Any = given.get("low", given.get("from", 0))
     high: Any = given["high"] if "high" in given else given.get("to")
     whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()
@@ -297,7 +304,9 @@ def _normal(uniform: Tensor) -> Tensor:
 
 
 def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Make a keyed version of an in-place operator. `turn` converts uniform numbers to the values of the tensor."""
+    """Return a function that computes a random in-place operator, such as `normal_`, from uniform random numbers.
+
+    turn: converts numbers in [0, 1) to the operator's distribution, given the operator's arguments."""
 
     def draw(uniform: Uniform, given: Arguments) -> Any:
         tensor = given["self"]
@@ -307,7 +316,10 @@ def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
 
 
 def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Make a keyed version of an operator that makes a new tensor. `turn` converts uniform numbers to its values."""
+    """Return a function that computes the new tensor of a random operator, such as `randn`, from uniform random
+    numbers.
+
+    turn: converts numbers in [0, 1) to the operator's distribution, given the operator's arguments."""
 
     def draw(uniform: Uniform, given: Arguments) -> Tensor:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
@@ -335,4 +347,4 @@ DRAWS: dict[str, Draws] = {
     "normal": _random_normal,
     "multinomial": _multinomial,
 }
-"""Maps the name of a random operator to a function that computes its random numbers from a key."""
+"""For each random operator, a function that computes its result from uniform random numbers."""

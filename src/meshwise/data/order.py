@@ -24,14 +24,12 @@ GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples lie far apart 
 class BatchSlice:
     """A rank's part of one microbatch.
 
-    indices: positions of its samples in the data set. It is never empty, because a rank without samples gets one sample
-    as padding.
+    indices: the positions of this rank's samples in the data set. A rank without samples has one sample as padding.
     samples: how many of these samples count. It is 0 if the only sample is padding.
     total: the number of samples in the global batch to which the microbatch belongs.
-    first: how many samples of the microbatch come before this rank's.
+    first: the position in the microbatch of this rank's first sample.
     micro: how many samples the microbatch has on all ranks together.
-    whole: whether every rank has all samples of the batch (`mw.split(whole=True)`).
-    """
+    whole: whether every rank has all samples of the batch (`mw.split(whole=True)`)."""
 
     indices: Tensor
     samples: int
@@ -115,12 +113,12 @@ def epoch_slices(
     begin: int = 0,
     left_out: Sequence[tuple[int, int]] = (),
 ) -> Iterator[Sequence[BatchSlice]]:
-    """Yield, for each global batch from sample `begin` on, this rank's parts of its microbatches.
+    """Yield this rank's `BatchSlice`s. For each global batch, yield one sequence, which has a `BatchSlice` for each
+    microbatch.
 
-    A batch with fewer samples than `accumulate` has fewer microbatches, none of which is empty.
-
-    left_out: ranges of samples to skip.
-    """
+    accumulate: the number of microbatches in a global batch. A batch with fewer samples has fewer microbatches.
+    begin: the position in `order` of the first sample to use.
+    left_out: ranges of samples to skip."""
     if accumulate == 1 and not left_out:
         return zip(batch_slices(order, batch_size, world, begin), strict=False)
     bounds = batch_bounds(len(order), batch_size, begin, left_out)

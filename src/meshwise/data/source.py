@@ -31,16 +31,15 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 
 _INDICES = attrgetter("indices")
 LOOKS = 16
-"""Where several ranks read the same batches, the first 16 and then every 16th are checked for random draws."""
+"""If several ranks read the same batches, the first 16 and every 16th later batch are checked for random draws."""
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
     """Settings for a DataLoader that reads a user's data set.
 
-    several: whether several ranks may read the same batch. Each rank then keeps only its own rows of it.
-    extra: other keyword arguments of the DataLoader.
-    """
+    several: whether several ranks may read the same batch. Each rank then keeps only its own rows of the batch.
+    extra: other keyword arguments of the DataLoader."""
 
     collate: Callable[[list[Any]], Any] | None = None
     workers: int = 0
@@ -114,7 +113,7 @@ def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any
 
 
 def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return `tensor[indices]`. It is faster than indexing if each row can be copied as a whole."""
+    """Return `tensor[indices]`, the rows at these indices. Where possible, `index_select` is used, which is faster."""
     plain = type(tensor) is Tensor and tensor.device == indices.device and tensor.layout == torch.strided
     return tensor.index_select(0, indices) if plain and tensor.dim() > 1 else tensor[indices]
 
@@ -171,7 +170,8 @@ class seeded_by:
     """
 
     def __init__(self, *key: int) -> None:
-        """key: the numbers from which the seed is computed. Empty if the with-body seeds the generators itself."""
+        """key: the numbers from which to compute the seed, e.g. (seed, epoch). Without a key, the generators are not
+        seeded, and their states are only restored at the end of the block."""
         self._key = key
 
     def __enter__(self) -> seeded_by:
@@ -181,9 +181,11 @@ class seeded_by:
         return self
 
     def has_drawn(self) -> bool:
-        """Return True if a random number was drawn since the with-body began. Afterwards the generators are seeded
-        again, so that the same draws start over.
-        """
+        """Return whether the `with` block of this object has drawn random numbers so far. The object must have been
+        made with a key.
+
+        To compare the states, this method seeds the generators as at the start of the block. Later draws therefore
+        repeat the first draws."""
         now = _states()
         _seed(*self._key)
         return now != _states()
@@ -207,7 +209,8 @@ def _seed(*key: int) -> None:
 class _KeyBatches:
     """The batch sampler of a DataLoader that is used for many epochs.
 
-    It yields the (epoch, index) keys of `batches`.
+    Before an epoch, `batches` is set to the sample indices of its batches, and `epoch` to its number. Each batch is
+    yielded as a list of (epoch, index), from which `KeyedDataset` seeds the random draws of a sample.
     """
 
     def __init__(self) -> None:

@@ -55,17 +55,17 @@ _OF_WORKERS = ("worker_init_fn", "prefetch_factor", "persistent_workers", "multi
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """What a distributed loader needs to know about the user's loader.
+    """How the batches of a user's loader are divided among the ranks.
 
-    pairs: a function (draws, epoch, begin, most) that yields (batch, slice) for an epoch, from sample `begin` on.
-        draws: how the order is drawn. None computes it from (seed, epoch), as in states that earlier versions saved.
-        begin: the first sample to read. If each rank reads its own stream, earlier batches are assumed to have been
-            full.
-        most: if given, only one batch of at most so many samples is yielded. It has no effect on streams.
+    pairs: a function (draws, epoch, begin, most) that yields (this rank's rows of a batch, `BatchSlice`).
+        draws: how to draw the order. If None, the order depends on (seed, epoch) alone, as in states of earlier
+            versions.
+        begin: the number of samples of the epoch to skip, counted over all ranks. If each rank reads its own stream,
+            this rank skips its own rows of `begin // batch_size` batches.
+        most: if given, only one batch with at most this many samples is yielded. Streams ignore it.
     drawn: the generators from which the order is drawn. Empty if the order is fixed.
     own: whether each rank reads its own stream and draws independently.
-    draws_base_seed: whether reading an epoch draws the base seed of torch's DataLoader iterator.
-    """
+    draws_base_seed: whether reading an epoch draws the base seed of torch's DataLoader iterator."""
 
     length: int | None
     batch_size: int
@@ -105,8 +105,8 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """Convert a tuple or dict of samples to a list, because `reader` takes a tuple or dict for tensors with one row per
-    sample."""
+    """Return the samples of a tuple or dict as a list, and any other data set unchanged. If `reader` got a tuple or
+    dict, it would expect tensors with one row per sample in it."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 
@@ -116,8 +116,8 @@ def _settings(loader: DataLoader[Any], seed: int, world: World) -> LoaderSetting
 
 
 def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return those settings of the user's loader that the new loader keeps, as keyword arguments. Most of them concern
-    the worker processes."""
+    """Return the settings of the user's loader that are passed on to meshwise's own DataLoader, as keyword arguments.
+    Most of them concern the worker processes."""
     names = (*_KEPT, *_OF_WORKERS) if loader.num_workers else _KEPT
     return {name: getattr(loader, name) for name in names}
 
@@ -144,11 +144,10 @@ def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Ord
 def _ordered(
     loader: DataLoader[Any], seed: int, world: World, order_of: Order, *, drawn_again: bool = False
 ) -> LoaderSpec:
-    """Split a data set of known size, for which the order of an epoch is drawn as a single tensor of indices.
+    """Split a loader whose data set has a known size. `order_of` returns the order of the indices in an epoch.
 
-    drawn_again: whether another order is drawn at the end of an epoch, as torch's sampler does. This order is not used,
-    but drawing it advances the sampler's own generator.
-    """
+    drawn_again: whether to draw another order at the end of an epoch, as torch's sampler does. The order is not used,
+        but the draw advances the sampler's generator."""
     samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     whole = samples - samples % size if loader.drop_last else samples
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
@@ -165,8 +164,8 @@ def _ordered(
 
 
 def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
-    """Split the batches of the user's own sampler. The sampler runs on every rank and yields the global batches
-    there."""
+    """Split the batches of the user's own sampler. The sampler runs on every rank, and each rank keeps its rows of the
+    sampler's batches."""
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
@@ -192,8 +191,8 @@ def _keyed_batches(batches: Iterable[Any], seed: int, epoch: int, begin: int) ->
 
 
 def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-    """Skip the batches that end at or before sample `begin`, and return the other batches. Only the skipped batches and
-    the next one are read."""
+    """Return an iterator over `batches` without the batches that lie within the first `begin` samples. The batches to
+    skip are read before this function returns, because their lengths must be counted."""
     end = 0
     while end < begin and (batch := next(batches, None)) is not None:
         end += len(batch)
@@ -246,7 +245,8 @@ def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
 
 
 def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
-    """Split a loader whose data set returns ready batches."""
+    """Split a loader with `batch_size=None`, whose data set returns complete batches. Every rank reads each batch, and
+    keeps its own rows."""
 
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
         go_on = draws.go_on if draws else _call
@@ -301,8 +301,8 @@ def _compared(count: int, checksum: int) -> list[int]:
 
 
 def _checksum(items: Any) -> int:
-    """Return a cheap checksum of some items. It covers about 64 numbers of each tensor or array, and all plain
-    values."""
+    """Return a cheap checksum of samples, by which ranks notice that they have loaded different samples. It covers
+    about 64 numbers of each tensor or array, and all numbers, texts and bytes."""
     told = []
     for leaf in all_leaves(items):
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
@@ -331,7 +331,7 @@ def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tu
         return got, BatchSlice(torch.arange(len(got)), len(got), total)
     if last is None:
         raise DataError(
-            f"the loader of rank {world.rank} returned no sample. Each rank needs at least one, or streams='whole'."
+            f"the loader of rank {world.rank} returned no sample. Give each rank a sample, or pass streams='whole'."
         )
     return [last], BatchSlice(torch.zeros(1, dtype=torch.int64), 0, total)
 

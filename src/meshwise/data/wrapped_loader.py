@@ -23,25 +23,27 @@ class _Loader(Protocol):
 
 
 class Wrapper:
-    """Passes the batches of an inner loader through the loader that wraps it, and remembers their `BatchSlice`s."""
+    """Runs a loader that wraps a DataLoader, such as timm's PrefetchLoader. Each batch of the wrapping loader is made
+    from a batch of the DataLoader, and gets the `BatchSlice` of that batch."""
 
     def __init__(self, name: str, begin: Callable[[], Iterator[Any]]) -> None:
-        """name: the name of the outer loader's class.
-        begin: a function that calls the outer loader's original `__iter__`."""
+        """name: the name of the wrapping loader's class.
+        begin: the wrapping loader's original `__iter__`, which reads batches from the DataLoader."""
         self._name, self._begin = name, begin
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """Return the iterator from which the outer loader reads, at its first call in a loop. Return None at later
-        calls, which come from other readers."""
+        """Return the DataLoader's batches if the wrapping loader asks for them, which is the first call in a loop.
+        Return None at later calls, which come from other code."""
         fed, self._fed = self._fed, None
         return fed
 
     def pairs(self, inner: Iterator[tuple[Any, BatchSlice]]) -> Iterator[tuple[Any, BatchSlice]]:
-        """Yield the outer loader's batches, each with its `BatchSlice`.
+        """Yield each batch of the wrapping loader with its `BatchSlice`.
 
-        Raises UsageError if the outer loader yields more or fewer batches than it reads.
-        """
+        inner: the DataLoader's batches, each with its `BatchSlice`.
+
+        Raises UsageError if the wrapping loader yields more or fewer batches than it reads from the DataLoader."""
         read: deque[BatchSlice] = deque()
 
         def feed() -> Iterator[Any]:
@@ -65,9 +67,9 @@ class Wrapper:
 
 
 def loader_inside(thing: Any) -> str | None:
-    """Return the name of the attribute of an iterable that holds its DataLoader.
+    """Return the name of the attribute in which `thing`, an iterable such as a wrapping loader, holds a DataLoader.
 
-    Returns None unless there is exactly one.
+    Returns None if `thing` cannot be iterated, or if it holds no DataLoader or several.
     """
     held = [name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, DataLoader)]
     return held[0] if len(held) == 1 and hasattr(type(thing), "__iter__") else None

@@ -33,12 +33,14 @@ class Batches(Protocol):
         ...
 
     def explain(self, ranks: list[Any]) -> str:
-        """Return a sentence that says how the batches of the ranks differ. ranks: what `told` returned on each rank."""
+        """Return a sentence that says how the batches of the ranks differ.
+        ranks: for each rank, what `told` has returned on that rank."""
         ...
 
 
 class Carried(Protocol):
-    """Compares values that must be equal on all ranks. A checksum of these values is sent along with each loss."""
+    """Checks that all ranks have equal settings and equal batches. Each rank sends a checksum of them along with its
+    loss."""
 
     settings: Callable[[], tuple[Any, ...]]
     """Returns the settings of the program that must be equal on all ranks, such as learning rates."""
@@ -47,20 +49,22 @@ class Carried(Protocol):
     """Whether this is a rehearsal: tensors have no values, and other ranks are assumed to behave like this rank."""
 
     def signs(self, like: Tensor) -> Tensor:
-        """Return a checksum of this rank's values, to be sent along with the loss, as a tensor of shape (n,) on the
+        """Return a checksum of this rank's settings and batches, to send along with the loss. It has shape (n,), on the
         device of `like`."""
         ...
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """Compare the values of the ranks.
+        """Check that settings and batches are equal on all ranks, by the checksums that the ranks have sent with a
+        loss.
 
-        means: the means over the ranks of the loss (or of the weighted loss and its weight), followed by the means of
-        the numbers that were sent along.
+        means: averages over the ranks. First the average of the loss (or of the weighted loss and its weight), then the
+            averages of the numbers that `signs` returned.
         seen: facts about the backward of the loss."""
 
     def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
-        """Compare the batches of the first steps of a job, in which no checksum is sent along with the loss.
-        Collective."""
+        """Check that the ranks have equal settings and batches of equal shapes, in one of the first steps of a job.
+        Collective, because a job sends no checksum along with its losses."""
 
     def finish(self) -> None:
-        """Compare the checksums that were sent along with the last loss, because no further loss follows."""
+        """Check the checksums that the ranks sent with the last loss of the program. They would otherwise be checked
+        only with the next loss."""

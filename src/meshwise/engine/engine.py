@@ -47,7 +47,7 @@ from meshwise.timeline.recorder import current
 from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
-"""The data of a microbatch on this rank, and the slice of the global batch that it holds."""
+"""The data of a microbatch on this rank, and the `BatchSlice` that says which samples of the global batch they are."""
 NOTHING = contextlib.nullcontext()
 
 
@@ -57,7 +57,7 @@ class Engine:
 
     carried: Carried
     around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
-    """Called with a loss's weight; returns a context manager for its backward. None before the first `mw.split`."""
+    """Returns a context manager for the backward of a loss, given its weight. None before the first `mw.split`."""
     recording: Recording | None = None
     """The recording of the run, which is closed together with the engine."""
     watcher: Watcher | None = None
@@ -86,7 +86,8 @@ class Engine:
     ) -> None:
         """say: prints a line for the user.
         draws: makes the random draws that one device would make; None if the user did not request that.
-        script: whether the training loop is in a user's script. The engine then sees only the script's calls."""
+        script: whether the training loop is in a user's script, which calls this engine. False for the loop of a
+        job."""
         self.world, self.gate, self.draws = world, gate, draws
         self.notify = Notices(say, untrue=OF_DRAWS if draws is not None else ())
         # A function, not a method: a copy of a model copies what its batch norms hold.
@@ -102,7 +103,7 @@ class Engine:
         self.ends.callback(self.program.close)
 
     def watch(self, watcher: Watcher) -> None:
-        """From now on, report what this engine does to `watcher`."""
+        """Let `watcher` observe this engine from now on."""
         self.watcher = watcher
         self.notify.untrue = OF_DRAWS  # draws are keyed in a check
         self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
@@ -128,7 +129,7 @@ class Engine:
         self.narrow = dtypes if dtypes.computed != dtypes.stored or dtypes.computed not in ("fp32", "fp64") else None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the parameters in an optimizer by the parameters that the plan has made from them."""
+        """Replace the parameters in an optimizer by the parameters that the models have under the plan, e.g. shards."""
         self.program.add_optimizer(optimizer)
         self.phases.optimizers = True
 
@@ -146,7 +147,7 @@ class Engine:
 
     @functools.cached_property
     def generator(self) -> ProgramGenerator:
-        """Manages torch's random generator as the program sees it outside of its loops."""
+        """Keeps the program's own state of torch's random generator, while loops over batches use other states."""
         return ProgramGenerator()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
@@ -158,7 +159,8 @@ class Engine:
         return cast_batch(batch, self.stored) if self.stored else batch
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the watcher's context manager for a backward. It does nothing if there is no watcher."""
+        """Return a context manager by which `self.watcher` observes a backward. If the engine has no watcher, it does
+        nothing."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING
 
 

@@ -36,8 +36,8 @@ Kind = TypeVar("Kind")
 
 
 class When(enum.IntEnum):
-    """The order in which listeners are called at events that begin something, such as a backward. At events that end
-    something the order is reversed."""
+    """The position of a listener in the order of calls at an event. The order is reversed at events that end something,
+    such as a backward."""
 
     GUARD = 1  # first: refuses a step before anybody has changed something for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
@@ -48,11 +48,10 @@ class When(enum.IntEnum):
 class Probation:
     """A listener of an engine's events, which may be called only for a limited time.
 
-    only: the names of the events at which it is called.
-    backwards: the number of backwards, over all loops, after which the listener is no longer called.
-    batches: the number of batches of a loop after which the listener is no longer called in that loop.
-    anew: a function that is called when these counts start again, because a new program or a loop at another source
-    line begins."""
+    only: the names of the events at which the listener is called.
+    backwards: the number of backwards after which the listener is no longer called. The backwards of all loops count.
+    batches: the number of batches in a loop after which the listener is no longer called in this loop.
+    anew: a function that is called when `backwards` is counted from 0 again, see `Events.begins`."""
 
     listener: object
     when: When
@@ -64,8 +63,12 @@ class Probation:
 
 
 class OfLoop(NamedTuple):
-    """The listeners' methods to call at the next batches of a loop. due: the number of batches of the loop after which
-    these methods must be looked up again."""
+    """The listeners' methods to call at the next batches of a loop.
+
+    state: the `Events.state` for which these methods were looked up.
+    due: after this many batches of the loop, a listener expires, and the methods must be looked up again.
+    asked: the methods to call when the loop asks for a batch.
+    given: the methods to call when the loop gets a batch."""
 
     state: object
     due: float
@@ -82,9 +85,9 @@ class Events:
     step_ends: tuple[Hear, ...] = ()
     loop_ends: tuple[Hear, ...] = ()
     due: float = math.inf
-    """The number of backwards after which the next listener is no longer called."""
+    """After this many backwards of the program, a listener expires. `tell` must then be called to leave it out."""
     state: object = None
-    """A marker, which is replaced by a new object whenever a listener is added or removed."""
+    """Replaced by a new object when the listeners change, so that a loop notices that its `OfLoop` is outdated."""
 
     def __init__(self, backwards: Callable[[], int]) -> None:
         """backwards: returns the number of backwards so far."""
@@ -101,8 +104,13 @@ class Events:
         batches: float = math.inf,
         anew: Callable[[], None] | None = None,
     ) -> None:
-        """Call the methods of `listener` that are named in `only` at the events of the same names. For the other
-        arguments, see `Probation`."""
+        """Call the methods of `listener` at events. For example, call `listener.step_ends` at the event `step_ends`.
+
+        when: the position of the listener in the order of calls.
+        only: the events at which to call the listener.
+        backwards: the number of backwards after which the listener is no longer called.
+        batches: the number of batches in a loop after which the listener is no longer called in this loop.
+        anew: a function that is called when `backwards` is counted from 0 again, see `begins`."""
         kept = tuple(name for name in only if hasattr(listener, name))
         probation = Probation(listener, when, kept, backwards, batches, anew, self._backwards() + backwards)
         self._all.append(probation)
@@ -119,8 +127,10 @@ class Events:
         return next((each.listener for each in self._all if isinstance(each.listener, kind)), None)
 
     def begins(self, listener: object = None) -> None:
-        """Start the counts of all listeners again, because a new program or a loop at another source line begins. With
-        `listener`, start only the counts of that listener."""
+        """Count the `backwards` of each listener from 0 again, and call the listener's function `anew`. Called when a
+        new training program begins, or a loop at another source line.
+
+        listener: if given, count from 0 for this listener only, without a call of its `anew`."""
         for each in self._all:
             if listener is None or each.listener is listener:
                 each.ends = self._backwards() + each.backwards
@@ -139,8 +149,8 @@ class Events:
         self.state = object()
 
     def of_loop(self, given: int) -> OfLoop:
-        """Return the methods to call at the next batches of a loop. given: how many batches the loop has yielded so
-        far."""
+        """Return the listeners' methods to call at the next batches of a loop. Listeners that have expired in this loop
+        are left out. given: how many batches the loop has yielded so far."""
         now = [each for each in self._hearing() if each.batches > given]
         due = min((each.batches for each in now), default=math.inf)
         return OfLoop(self.state, due, _heard(now, "batch_asked"), _heard(now, "batch_given"))

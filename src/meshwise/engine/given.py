@@ -32,7 +32,8 @@ class CheckpointedLoop(Protocol):
         """Return the program's objects that the checkpoint saves."""
 
     def finishes_epoch(self) -> bool:
-        """Return whether the program should continue until its next epoch, although the run was asked to stop."""
+        """Return whether a run that is asked to stop must first finish its step (see `waits`) or its epoch (see
+        `CheckpointedLoop.finishes_epoch`)."""
 
     def stops(self) -> None:
         """Save the state if possible, because the run was asked to stop."""
@@ -47,15 +48,14 @@ class Given:
 
     splits: the batches passed to `mw.split`; None until its first call.
     schedulers: the learning rate schedulers.
-    fed: weak references to the schedulers with a `step` that takes a metric.
+    fed: weak references to the schedulers with a `step` that takes a metric, e.g. ReduceLROnPlateau.
     loaders: the distributed loaders.
     loop_states: the objects that `mw.checkpoint` returned.
     earlier: objects that were given by earlier programs in this process.
-    waits: whether the program accumulates gradients and is not at the last batch of the step, in a loop that cannot
-    save these gradients.
-    saves: how often each file was saved. The counts are equal on all ranks, so ranks can use them to wait for the same
-    save.
-    loads: how often a file was loaded, counted like `saves`."""
+    waits: True in the middle of a Lightning step that takes several batches. A run that is asked to stop finishes such
+        a step first, because Lightning does not save its gradients.
+    saves: how often each file was saved. The counts are equal on all ranks, so they name the same save on every rank.
+    loads: how often a file was loaded. The count is equal on all ranks."""
 
     splits: Splits | None = None
     schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
@@ -74,8 +74,8 @@ class Given:
         self.schedulers.add(scheduler)
 
     def finishes_epoch(self) -> bool:
-        """Return whether the program should continue until its next step or epoch, although the run was asked to
-        stop."""
+        """Return whether the program should continue although the run was asked to stop. If so, it must first finish
+        its step (see `waits`) or its epoch (see `CheckpointedLoop.finishes_epoch`)."""
         return self.waits or any(state.finishes_epoch() for state in self.loop_states)
 
     def close(self) -> None:

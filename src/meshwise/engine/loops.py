@@ -22,12 +22,12 @@ from meshwise.spec.world import World
 class LoopRead:
     """One loop over batches, and what this rank has read in it.
 
-    loader: the number of the loader in a script.
+    loader: the number by which a script's loaders are told apart.
     place: the user's source line.
-    step: in a job, the number of the step that the current batch belongs to.
+    step: the number of the current step in a job; None in the loop of a script.
     given: how many batches the loop has yielded.
-    over: whether the loop has run to its end. False if the program left it early.
-    samples: for each batch, how many samples this rank had. 0 if it had only a padding sample.
+    over: True if the loop ran to its end. False while it runs, and if the program left it early.
+    samples: the number of samples that this rank had, for each batch. It is 0 if the rank had only a padding sample.
     padded: whether any batch had fewer samples than there are ranks.
     part: this rank's slice of the current batch.
     batch: the current batch; None after the loop."""
@@ -42,9 +42,9 @@ class LoopRead:
     part: BatchSlice | None = None
     batch: Any = None
     uneven: bool = False
-    """Whether this rank's share of the global batch was larger in one batch than in another."""
+    """Whether this rank's fraction of the batch has changed during the loop, e.g. from 2 of 4 samples to 2 of 3."""
     earlier: BatchSlice | None = None
-    """This rank's slice of another batch of a different size, which the loop also yielded since the last backward."""
+    """The slice of an earlier batch of another size in this loop, if no backward came after it; else None."""
 
 
 @dataclass(eq=False)
@@ -72,18 +72,21 @@ class Loops:
         self._weighed = False  # that backward was weighed by the program, and of one of these
         self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
-        """The newest loop, if it has ended and no batch came after it. A value then covers all batches of this loop."""
+        """The loop that ended last; None if a batch came later. If set, a value for `mw.sum` covers the whole loop."""
         self.by_place: dict[str, LoopRead] = {}
-        """The newest program's finished loops by source line. A later loop at the same line replaces an earlier one."""
+        """The running program's finished loops by source line. A later loop at a line replaces an earlier loop."""
         self.over: Counter[tuple[str, int]] = Counter()
-        """How many loops of the newest program have finished at each source line of the user."""
+        """How many loops of the running program have finished at each source line of the user."""
         self._places = Counter[object]()
         self.whole: WholeRead | None = None
         """The loop that yielded the newest batch, if the loader of that loop is not distributed; else None."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Return True for the first loop at this source line over this loader, and also for the second, fourth, eighth
-        one and so on, because a program may change what it does in later epochs. Return False for all other loops."""
+        """Return whether listeners should observe this loop as if it were new. Also set `loop.place` to the user's
+        source line.
+
+        Loops are counted for each source line and loader. The result is True for the 1st, 2nd, 4th, 8th, ... loop,
+        because a program may change what it does in later epochs."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1
@@ -110,9 +113,8 @@ class Loops:
         self.ended = self.whole = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
-        """Record that the loop `read` has ended. Return this rank's slice of the batch that the program is working on
-        now. This is the batch of the outer loop, or outside of loops the batch of the last `mw.split`. Return None if
-        there is no such batch."""
+        """Record that the loop `read` has ended. Return this rank's slice of the current batch of the enclosing loop.
+        If there is no such loop, return the slice of the last `mw.split`, or None without a split."""
         for reads in (self._open, self.round):
             if read in reads:
                 reads.remove(read)
@@ -121,12 +123,14 @@ class Loops:
         return self._open[-1].part if self._open else self._alone
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
-        """Raise UsageError if it is unclear which batch a value covers, and this rank has different shares of these
-        batches.
+        """Raise UsageError if it is not known over which batch a value is a mean.
 
-        verb: the meshwise function that is called on the value.
-        weighed: whether the program gave a weight for the value. If it did, different shares are allowed, unless the
-        batches are padded differently."""
+        The value may belong to the current batch of every loop since the last backward. For mw.backward, it may also
+        belong to an earlier batch of a loop. The ranks must have the same shares of all these batches.
+
+        verb: the function that was called with the value, e.g. "mw.backward".
+        weighed: whether the program gave a weight for the value. The shares may then differ, but the number of ranks
+            without samples must be the same in all batches."""
         backward = verb == "mw.backward"
         parts = [part for read in self.round for part in (read.earlier if backward else None, read.part) if part]
         padded = {min(part.total, self.ranks) for part in parts}
@@ -142,13 +146,15 @@ class Loops:
             then += f"{self.ranks} divides, with drop_last=True."
         how = "own loss (inside mw.accumulate(), except for the last)" if backward else "own value"
         raise UsageError(
-            f"{user_place()}: {verb}: {given} returned batches of {sizes} samples. The ranks have different shares of "
-            f"these, so it is not known what this value is a mean over. Call {verb} for each {one}'s {how}, {then}"
+            f"{user_place()}: {verb}: {given} returned batches of {sizes} samples. The ranks' shares of these batches "
+            f"differ, so it is unknown over which one this value is a mean. Call {verb} for each {one}'s {how}, {then}"
         )
 
     def backward(self, *, weighed: bool) -> None:
-        """Record a backward, so that later values belong to later batches. weighed: whether the program gave a weight
-        for the loss. If it did, the next loss may be computed from the current batch of another loader."""
+        """Record that a backward has run. Later values of `mw.sum` do not belong to the batches before this backward.
+
+        weighed: whether the program gave a weight for the loss. If several loops run together, as by `zip`, their
+            current batches then stay in `round`, because the next value may belong to any of these batches."""
         self._weighed, self.whole = weighed and len(self.round) > 1, None
         self.round = self.round if self._weighed else []
         self.ended = None if self._open or self._alone is not None else self.ended

@@ -28,10 +28,11 @@ from meshwise.transfer.splitmix import mixed
 
 
 class ModelStream:
-    """The stream of random numbers from which models draw in their forward, once the program has called `mw.split`.
+    """Gives models the random numbers of their forward, once the program has called `mw.split`.
 
-    draws: makes random draws exactly as one device does, if requested.
-    paused: returns whether other code is setting the random state for each batch at the moment."""
+    draws: makes the random draws that one device would make; None if the user did not request that.
+    paused: returns True while models must draw from torch's generator instead. This is so in a loop over a distributed
+        loader and in `meshwise check`, which seed that generator for each batch."""
 
     def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
         self._world, self._exact, self._paused = world, draws, paused
@@ -68,7 +69,8 @@ class ModelStream:
         return contextlib.nullcontext() if self._ran is None else self._ran.backward()
 
     def close(self) -> None:
-        """Remove the hooks from the models. Their forward then draws from the program's random stream again."""
+        """Remove the hooks from the models. From then on, models draw from torch's generator like the rest of the
+        program."""
         for handle in self._handles:
             handle.remove()
 

@@ -44,7 +44,7 @@ class Phases:
         self.number = 0
         """The number of the step that the newest backward belongs to."""
         self.look: Callable[[], None] = lambda: None
-        """Checks the losses that have not been read yet. Called from time to time."""
+        """Checks that recent losses are finite. Called after a backward, at most once in LOSS_EVERY seconds."""
 
     @property
     def step(self) -> int:
@@ -99,8 +99,8 @@ class Phases:
             self._close_range()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Record that a loop gets no further batch. After an error the phase is not changed, so that a report can name
-        it."""
+        """Record that a loop gets no further batch. The phase `data` ends, and becomes `idle`. If an error has ended
+        the loop, the phase remains `data`, so that the report of the error names this phase."""
         if current().phase == "data":
             self._since = None
             if sys.exc_info()[0] is None:
@@ -128,8 +128,11 @@ class Phases:
             self._range = open_range("backward")
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Record the end of a backward and, several times a second, the global loss. After an error the phase is not
-        changed, so that a report can name it."""
+        """Record the end of a backward. Also record the global loss `mean`, if the last record is older than LOSS_EVERY
+        seconds.
+
+        mean: None if the backward raised an error. The phase then remains `backward`, so that the report of the error
+        names it."""
         if self._range is not None:
             self._close_range()
         assert self._since is not None

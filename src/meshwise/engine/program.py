@@ -72,36 +72,39 @@ class Program:
     def __init__(
         self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
     ) -> None:
-        """samples: returns how many samples this rank works on now, see `parallel.apply`.
+        """Begin with no models.
+
+        samples: returns how many samples this rank works on: 0 for a padding sample, None outside of loops over
+            batches.
         notify: prints a line for the user.
-        piggyback_loss: see `parallel.apply`."""
+        piggyback_loss: whether the loss is sent along with the gradients, as most backwards also average the loss."""
         self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
         """Averages gradients over the ranks; None if no averaging is needed, or if no model is left."""
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
         self.joined_at: int | None = None
-        """How many backwards there were at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
+        """The value of `backwards` at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
         self.coupled_gradients = False
         """Whether ranks exchange gradients inside the backward, so that gradients depend on other ranks' losses."""
         self.pipeline: Pipeline | None = None
         """Runs the stages of this rank, if the plan has a pipeline; else None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
-        """How many backwards have run in this session or job. `began`: this number when its newest program began."""
+        """The number of backwards in this session or job. `began` is this number when the current program began."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
-        """Modules that directly hold parameters, by model number and name. A program may keep only parts of a model."""
+        """Modules that directly hold parameters, by model number and name. They may outlive the model."""
         self._alive = 0
         self._numbers = itertools.count()
         self._given = set[weakref.ref[Optimizer]]()
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
-        """Optimizers that were given or have stepped for the models. All ranks have them in the same order."""
+        """Optimizers that were passed to `mw.distribute`, or that have stepped, in the same order on all ranks."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
-        """The optimizers that stepped between the last two backwards. Some ranks may have deleted other optimizers."""
+        """The optimizers that stepped between the last two backwards. The ranks compare their settings."""
         self.may_draw = False
         """Whether any optimizer may draw random numbers in its step. The optimizers of torch draw none."""
         self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
@@ -109,7 +112,7 @@ class Program:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that still exist, in the order in which they were given."""
+        """The models that still exist, in the order in which they were added."""
         return list(self.numbered_models().values())
 
     def numbered_models(self) -> dict[str, nn.Module]:
@@ -131,8 +134,8 @@ class Program:
         return "cpu" if first is None else str(first.device)
 
     def begins_with(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether these models begin another training program in this process. This is so if any of them is new,
-        and if the current program has run a backward already."""
+        """Return whether a new training program begins with these models. This is so if any model is new, and the
+        current program has run a backward already. If so, record where the new program begins."""
         new = any(all(model is not known for known in self.models) for model in models)
         begins = new and self.backwards > self.began
         if begins:
@@ -140,7 +143,7 @@ class Program:
         return begins
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply the plan in place to those of `models` that are new to this object. Collective."""
+        """Apply the plan in place to those of `models` that this method has not seen before. Collective."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return
@@ -174,8 +177,8 @@ class Program:
         """Forget models that the program no longer uses. If no model is left, forget the plan too. Collective if there
         were any models.
 
-        All ranks collect garbage first, because a model that is freed on some ranks may still be in memory on others. A
-        model that any rank has deleted (such as a best model that only rank 0 keeps) is forgotten on all ranks."""
+        All ranks collect garbage first, so that a model without references is gone from memory. A model is kept only if
+        it exists on all ranks. For example, a copy of the best model that only rank 0 keeps is forgotten."""
         if not self._roots:
             return
         self.in_use = []
@@ -204,7 +207,7 @@ class Program:
             self._drop()
 
     def _drop(self) -> None:
-        """Close and forget the reduction of gradients, which holds references to parameters."""
+        """Close `self.reduction` and set it to None, because it holds references to parameters."""
         if self.reduction is not None:
             try:  # noqa: SIM105 -- at the end of Python this module has no names any more
                 self.reduction.close()
@@ -257,7 +260,7 @@ class Program:
         self._holds.pop(weakref.ref(optimizer), None)
 
     def close(self) -> None:
-        """Forget all models, and close the reduction of their gradients."""
+        """Forget all models. Their gradients are no longer reduced."""
         self._roots, self._modules, self._alive = {}, {}, 0
         self._drop()
 
@@ -279,7 +282,7 @@ class Program:
         return plain(result) if isinstance(result, Tensor) else map_tensors(plain, result)
 
     def begin_backward(self) -> None:
-        """Count a backward that is about to begin, and record which optimizers have stepped since the last one."""
+        """Count a backward that is about to begin. Record which optimizers have stepped since the previous backward."""
         self.backwards += 1
         if self._stepped and self._stepped != self.in_use:  # in an order that is the same on every rank
             self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
@@ -322,7 +325,8 @@ class Program:
         return ours or own in self._given
 
     def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
-        """Check the parameters that an optimizer holds, at its first step."""
+        """Before the first step of an optimizer, raise PlanError if the step may be wrong where ranks hold parts of
+        parameters. Also tell the user if zero1 does not divide the state of this optimizer."""
         plan = self.plan
         if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify(WHOLE_STATE)

@@ -98,8 +98,10 @@ class StepDraws:
         self._before: list[Tensor] = []
 
     def begins(self, key: tuple[int, int] | None) -> None:
-        """Seed the generators for an optimizer's step. key: the key for the draws of the current batch. With None, do
-        nothing: before the first batch that has a key, all ranks draw the same numbers anyway."""
+        """Seed the generators for the random draws of an optimizer's step.
+
+        key: the key of the current batch. None before the first batch that has a key: nothing is done then, because all
+            ranks still draw the same numbers."""
         if key is None:
             return
         self._last, self._steps = key, self._steps + 1 if key == self._last else 0
@@ -107,7 +109,7 @@ class StepDraws:
         seed_draws(self._world, *key, 2**20 + self._steps)
 
     def ends(self) -> None:
-        """Restore the generators after an optimizer's step."""
+        """Give the generators back the states that they had before the optimizer's step."""
         if self._before:
             set_states(self._world.device, self._before)
             self._before = []

@@ -52,7 +52,9 @@ class Splits:
     batches over the ranks."""
 
     def __init__(self, world: World, stream: ModelStream, notify: Callable[[str], None], agreed: Carried) -> None:
-        """notify: prints a line for the user. agreed: compares the batches of the ranks."""
+        """stream: the random numbers from which models draw in their forward.
+        notify: prints a line for the user.
+        agreed: checks that all ranks pass equal batches to `mw.split`, and raises UsageError if they do not."""
         self._world, self.stream, self._notify, self._agreed = world, stream, notify, agreed
         agreed.batches = self
         self._sum = torch.zeros((), dtype=torch.int64)
@@ -61,8 +63,11 @@ class Splits:
         self._used = False
 
     def begin(self, batch: tuple[Any, ...], before: BatchSlice | None, *, whole: bool, dim: int) -> BatchSlice:
-        """Return which rows of a batch belong to this rank. before: this rank's slice of the batch that it has worked
-        on until now, if any."""
+        """Return this rank's slice of a batch that the program passes to `mw.split`.
+
+        before: this rank's slice of the batch that was current until now; None if there was none.
+        whole: whether every rank gets all rows of the batch.
+        dim: the dim along which the rows are counted."""
         rows = _rows(batch, dim, whole)
         if before is not (self._parts[-1] if self._parts else None):
             self._parts = [] if before is None else [before]
@@ -76,7 +81,10 @@ class Splits:
         return mine
 
     def cut(self, batch: tuple[Any, ...], mine: BatchSlice, dim: int, models: Iterable[nn.Module]) -> tuple[Any, ...]:
-        """Return this rank's rows of a batch. From now on, `models` make the random draws that belong to these rows."""
+        """Return this rank's rows of a batch. From now on, `models` draw random numbers (e.g. dropout masks) for these
+        rows.
+        mine: says which rows this rank has.
+        dim: the dimension of the rows."""
         key = self.stream.begin(mine, models)
         if self._world.size == 1:
             return batch
@@ -95,16 +103,18 @@ class Splits:
         return tuple(map_leaves(lambda leaf: _cut(leaf, dim, first, count), tree, _is_array) for tree in batch)
 
     def backward(self, weight: object) -> AbstractContextManager[None]:
-        """Return a context manager for a backward. Raise UsageError if it is unclear over which of several batches the
-        loss is a mean."""
+        """Return a context manager for a backward. weight: the weight that the program gave for the loss, or None.
+
+        Raise UsageError if it is unknown over which batch the loss is a mean: it has no weight, and the ranks have
+        different shares of the batches that were split since the last backward."""
         shares = {None if p.whole or divides_evenly(p.total, self._world) else p.total for p in self._parts}
         self._used = True
         if weight is None and len(shares) > 1:
             sizes = " and ".join(str(part.total) for part in self._parts)
             raise UsageError(
                 f"mw.backward: mw.split has cut batches of {sizes} samples since the last mw.backward. The ranks' "
-                "shares of these differ, so it is not known what this loss is a mean over. Call mw.backward before the "
-                "next mw.split, or pass the number of its samples: mw.backward(loss, weight=len(x))."
+                "shares of these batches differ, so it is unknown over which one the loss is a mean. Call mw.backward "
+                "before the next mw.split, or pass the loss's number of samples: mw.backward(loss, weight=len(x))."
             )
         return self.stream.backward()
 
@@ -113,9 +123,11 @@ class Splits:
         return bool(self._parts) and part is self._parts[-1]
 
     def check_sum(self) -> bool:
-        """Return True if each rank's value covers the whole batch already, so that nothing must be summed. Raise
-        UsageError if the value covers several batches that must be summed in different ways. Collective if some batches
-        have not been compared yet between the ranks by a backward."""
+        """Return True if a value computed from the batch is the sum over the whole batch already
+        (`mw.split(whole=True)`). Return False if the values of the ranks must be added.
+
+        Raise UsageError if several batches were split and only some have `whole=True`, or a batch has fewer samples
+        than there are ranks. If the ranks have not compared their batches yet, compare them, which is collective."""
         parts, self._used = self._parts, True
         wholes = {p.whole for p in parts}
         if len(wholes) > 1 or (len(parts) > 1 and any(p.samples == 0 or p.total < self._world.size for p in parts)):
@@ -141,7 +153,8 @@ class Splits:
         return given
 
     def told(self, taken: list[_Given]) -> list[tuple[str, str, int]]:
-        """Return the source line, shapes and checksum of each call in `taken`."""
+        """Return (source line, shapes, checksum) for each call of `mw.split` in `taken`, to be sent to the other
+        ranks."""
         return [(g.place, g.shapes, int(g.checksum)) for g in taken]
 
     def explain(self, ranks: list[list[tuple[str, str, int]]]) -> str:

@@ -68,7 +68,8 @@ def batches(
 
     name: what the loop is called in reports.
     size: the number of samples in a batch.
-    limited: called with a number of samples, returns an iterator whose next batch has at most so many samples.
+    limited: returns an iterator whose next batch has at most n samples, for `limited(n)`. It is read instead of
+        `source` if `engine.watcher` wants a smaller batch, e.g. the last batch of a check.
     loop: the record of this loop, if it is a loop of a script or the training loop of a job."""
     watcher, now = engine.watcher, loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
@@ -111,8 +112,8 @@ def batches(
 def _limited(
     watcher: Watcher, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
 ) -> Iterator[Batch]:
-    """Return the iterator from which to take the next batch. If the watcher shortens the loop, this is `limited(...)`,
-    with fewer samples in the batch."""
+    """Return the iterator from which to take the next batch: `source`, or if the watcher allows only a smaller batch,
+    the iterator that `limited` returns."""
     watcher.batch_asked()
     limit = watcher.batch_limit(size) if limited is not None else None
     return source if limit is None or limited is None else limited(limit)
@@ -149,7 +150,10 @@ def backward(
 def _run_backward(
     engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None, part: BatchSlice | None, summed: bool
 ) -> Tensor:
-    """Run the backward, and return the global loss. before: the loss as it was before the loss scaler multiplied it."""
+    """Run the backward of this rank's loss, and return the loss of the global batch.
+
+    before: the loss before a loss scaler multiplied it.
+    summed: whether the loss is a sum over samples, instead of a mean."""
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
         return _alone(engine, loss, before, weight)
@@ -174,8 +178,8 @@ def _run_backward(
 
 
 def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
-    """Run the backward of a loss that is a mean over items other than samples. The number of items is summed over the
-    ranks at the same time."""
+    """Run the backward of a loss that is a mean over items such as tokens, and return the global loss. weight: the
+    number of this rank's items. The ranks add up their weights while the backward runs."""
     program, weights = engine.program, StepWeights(engine.world.size, engine.program.coupled_gradients)
     assert program.reduction is not None
     value, _ = unpadded(before.reshape(()), weight, part.samples)
@@ -213,8 +217,8 @@ def _around(engine: Engine, weight: Tensor | float | None) -> contextlib.Abstrac
 
 
 def follow_optimizers(engine: Engine) -> None:
-    """Check each step of the program's optimizers, and call the listeners before and after it, until the engine is
-    closed."""
+    """From now on, check each step of the program's optimizers. Also call the methods `step_begins` and `step_ends` of
+    the engine's listeners. This ends when the engine is closed."""
     program, events, stepping = engine.program, engine.events, set[int]()  # by id
 
     def begins(optimizer: Optimizer, *_: object) -> None:

@@ -28,11 +28,11 @@ ALONE = (
 
 @contextlib.contextmanager
 def keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Return a context manager for a backward under `mw.accumulate`, or for the next backward after it. If `reduce` is
-    False, the gradients stay unreduced until code outside of a backward reads or sets one of them. Then all are
-    reduced.
+    """Return a context manager for a backward under `mw.accumulate`, or for the first backward after `mw.accumulate`.
 
-    watched: another context manager for the backward, which is entered inside this one."""
+    reduce: whether the backward reduces gradients. If not, they stay as they are on each rank. They are reduced when
+        code outside of a backward reads or sets the gradient of a parameter.
+    watched: another context manager, to enter inside this one."""
     gradient_reads.end()
     with watched:
         yield

@@ -18,7 +18,10 @@ class Watcher(Protocol):
     rank."""
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
-        """Return the plan to apply instead of `plan`."""
+        """Return the plan under which to run the watched program. `meshwise check`, for example, may choose another
+        precision.
+
+        plan: the plan under which the program would run without a watcher."""
 
     def loop_begins(self) -> None:
         """Record that a loop over batches begins."""
@@ -31,14 +34,17 @@ class Watcher(Protocol):
         limit."""
 
     def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
-        """Record that the forward of a microbatch begins. loader: the script's loader. split: whether `mw.split` made
-        the batch."""
+        """Record that a microbatch is read, and that its forward begins.
+
+        part: this rank's slice of the batch.
+        loader: the script's loader.
+        split: whether `mw.split` made the batch."""
 
     def in_stage(self, stage: int, microbatch: int) -> None:
         """Record which stage and microbatch of a pipeline the next forward or backward is for."""
 
     def forward_ends(self) -> None:
-        """Record that one stage has finished its forward of a microbatch. The backward of the microbatch comes
+        """Record that this rank has finished the forward of a microbatch in one pipeline stage. Its backward comes
         later."""
 
     def loop_ends(self) -> None:
@@ -49,8 +55,8 @@ class Watcher(Protocol):
         backward."""
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """Record the global loss of all backwards since the gradients were last reduced. scale: the factor of a job's
-        loss scaler, by which the gradients are multiplied until the optimizer's step."""
+        """Record the global loss of one backward in a script, or of all microbatches in a step of a job.
+        scale: the factor of a job's loss scaler. `loss` is without this factor, but the gradients still have it."""
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer begins a step, with reduced gradients."""

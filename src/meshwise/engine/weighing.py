@@ -24,13 +24,17 @@ Losses = list[tuple[Tensor, Tensor | float]]
 
 
 class StepWeights:
-    """Scales this rank's losses so that gradients become those of the mean over the global batch.
+    """Scales this rank's losses, so that the average of the gradients over the ranks is the gradient of the mean over
+    the batch.
 
-    If the weights are numbers of samples, they are known in advance, and each loss is scaled before its backward,
-    without communication. Other weights, such as numbers of tokens, are known only to the loss function. They are
-    summed over the ranks during the backward, and the gradients are divided by the sum before they are averaged. Until
-    then, gradients are divided by the first weight, so that they are neither huge nor tiny. With `coupled`, ranks
-    exchange gradients inside the backward, and gradients are not divided by the first weight."""
+    The weight of a loss is the number of items over which the loss is a mean. If the items are samples, all weights are
+    known in advance. Each loss is multiplied by this rank's ratio (`BatchSlice.ratio`).
+
+    If the items are e.g. tokens, a rank knows only its own weight. Each loss is multiplied by its weight. After the
+    backward, the gradients are divided by the sum of all weights.
+
+    unit: the first weight, by which all losses are divided to keep gradients from being huge. It is 1 with `coupled`.
+    coupled: whether ranks exchange gradients inside the backward. `unit` must then be equal on all ranks."""
 
     def __init__(self, ranks: int, coupled: bool) -> None:
         self._ranks, self.coupled = ranks, coupled
@@ -41,10 +45,10 @@ class StepWeights:
     def scale(
         self, mean: Tensor, weight: Tensor | float | None, part: BatchSlice, before: Tensor | None = None
     ) -> Tensor:
-        """Return the scalar on which to call backward.
+        """Return the loss to call backward on: `mean`, scaled for the average over the ranks.
 
         weight: the weight of the loss; None if this is the number of samples in `part`.
-        before: `mean` as it was before a loss scaler multiplied it."""
+        before: `mean` before a loss scaler multiplied it; None without a loss scaler."""
         seen = mean.detach() if before is None else before.detach()
         if weight is not None:
             return self._scale(mean, weight, seen)
@@ -60,10 +64,10 @@ class StepWeights:
         return mean * (weight / self.unit).to(mean.dtype)
 
     def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to sum losses and their weights over the ranks. Return a function that waits for the sum, and returns
+        """Begin to sum losses and their weights over the ranks. Return a function that waits for the sums. It returns
         the factor by which the gradients must be multiplied.
 
-        more: further numbers of this rank to sum at the same time, shape (n,)."""
+        more: other numbers of this rank to sum in the same collective, shape (n,). See `means`."""
         assert self.unit is not None
         unit, sums = self.unit, total_of(self.losses)
         sent = sums if more is None else torch.cat([sums, more.to(sums)])
@@ -77,8 +81,8 @@ class StepWeights:
         return total / weight
 
     def means(self) -> Tensor:
-        """Return a tensor of means over the ranks: first the mean of each rank's sum of weighted losses, then the mean
-        of each rank's sum of weights, then the means of the numbers in `more`."""
+        """Return the sums of `begin_sum`, each divided by the number of ranks: the sum of the weighted losses, the sum
+        of the weights, and the sums of the numbers that were passed as `more`."""
         assert self._wait is not None
         return self._wait() / self._ranks
 
@@ -89,8 +93,8 @@ def total_of(losses: Losses) -> Tensor:
 
 
 def totals_of(steps: Sequence[Losses]) -> Tensor:
-    """Return `total_of` for each step, as a tensor of shape (steps, 2). It uses few operators, however many steps there
-    are."""
+    """Return the weighted sum of the losses, and the sum of their weights, for each step: a tensor of shape (steps, 2).
+    The number of operators does not grow with the number of steps."""
     losses, weights = stacked([pair for step in steps for pair in step])
     pairs = torch.stack([losses.to(weights.dtype) * weights, weights], 1)
     if len(pairs) == len(steps):
@@ -108,10 +112,10 @@ def stacked(pairs: Losses) -> tuple[Tensor, Tensor]:
 
 
 def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
-    """Convert a sum over this rank's samples of `part` to their mean, multiplied by `over`.
+    """Convert a sum over this rank's samples to their mean, multiplied by `over`.
 
-    over: 1, or the number of samples in the whole batch. In the second case, the weighted mean over the ranks is the
-    sum over the batch."""
+    over: 1 to get the mean. Pass the number of samples in the whole batch to get a value whose weighted mean over the
+        ranks is the sum over the batch."""
     return total * (over / max(part.samples, 1))
 
 
@@ -122,7 +126,8 @@ def split_weight(
     of samples.
 
     A padding sample has weight 0. Raises UsageError if the loss or its weight is not a single number.
-    summed: the argument `over` of `mean_of_sum`, if the loss is a sum over samples; else None."""
+    summed: None if the loss is a mean. If the loss is a sum over samples, return `mean_of_sum` of it, with
+        `over=summed`."""
     if isinstance(result, Tensor) and summed is None and result.numel() == 1:
         return result.reshape(()), None
     return _split_weight(result, part, where, summed)
@@ -150,7 +155,8 @@ def _split_weight(
 
 
 def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
-    """Raise UsageError for a script's loss that has several elements or belongs to no known batch (`part` is None)."""
+    """Raise UsageError for a script's loss. If `part` is None, the script called mw.backward outside of a loop over
+    batches. Otherwise the loss has several elements."""
     if part is None:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
@@ -171,14 +177,17 @@ def check_said(reduction: str | None, weight: object) -> None:
 
 
 def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
-    """Return a note for the user if the loss is a sum over samples with a penalty, or a mean over items other than
-    samples. Return an empty string for other losses.
+    """Check that a loss is what the program says: a mean or a sum over samples. Return a note for the user if it seems
+    to be something else, and an empty string otherwise.
 
-    found: a loss, or a tuple of a loss and its weight.
-    reduction: the reduction that the program gave. If it is None, a loss that is known to be a sum raises UsageError.
+    Raise UsageError if the loss is certainly a sum, but the program did not say so. Also raise it if the loss adds a
+    sum and a mean.
+
+    found: the loss, or a tuple (loss, weight), where the weight is the number of items over which the loss is a mean.
+    reduction: "mean" or "sum" as given by the program, or None.
     where: the source line of the program's call, for the message.
     verb: the text of the program's call, for the message.
-    samples: how many samples this rank has, if the loss has no weight."""
+    samples: how many samples this rank has. 0 if unknown: the checks that need this number are then left out."""
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):
         return ""
@@ -195,14 +204,14 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
             )
         if reduction is None:
             raise UsageError(
-                f"{where}: this loss is a sum over samples ({what}). Used as a mean, its gradients would be those of "
-                f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to accept that."
+                f"{where}: this loss is a sum over samples ({what}). If it is used as a mean, its gradients are those "
+                f"of one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to accept them."
             )
     if reduction is None and adds_rows(loss, samples):
         raise UsageError(
-            f"{where}: this loss adds up one term for each of this rank's {samples} samples. Used as a mean, its "
-            f"gradients would be those of one device divided by {ranks}. Divide it by the number of terms, or write "
-            f"{verb}reduction='sum'). If you want those gradients, write reduction='mean'."
+            f"{where}: this loss adds up one term for each of this rank's {samples} samples. If it is used as a mean, "
+            f"its gradients are those of one device divided by {ranks}. Divide the loss by the number of terms, or "
+            f"write {verb}reduction='sum'). To accept smaller gradients, write reduction='mean'."
         )
     if reduction is None and (what := summed_loss(loss, weighed=True)):
         return (
@@ -215,8 +224,8 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
 
 
 def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
-    """Return a note for the user if the loss is a mean over items other than samples, so that the program must give its
-    weight. Return an empty string for other losses."""
+    """Return a note for the user if the loss is a mean over items other than samples, such as tokens. The program must
+    then tell meshwise how many items this rank has. Return an empty string for other losses."""
     weight = uneven_mean(loss, samples)
     return weight and (
         f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
@@ -226,8 +235,8 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
 
 
 def refuse_joined_sum() -> None:
-    """Raise UsageError for a loss that adds a sum over this rank's samples and a term that covers the whole batch
-    already."""
+    """Raise UsageError for a call of mw.backward with reduction="sum". The loss has a term from `mw.sum(...,
+    grad=True)`, which is a sum over all ranks already and would be added once per rank."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') got a loss with a term of mw.sum(…, grad=True). That term "
         "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and remove "

@@ -28,12 +28,14 @@ class BestEpoch:
     """The best evaluation of a run so far. It is the same on all ranks, because metrics are computed over all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
-        """Begin without a best evaluation, or in a resumed run with the one that the run folder records.
+        """Prepare to find the best evaluation. In a resumed run, first read from the run folder which evaluation was
+        the best so far.
 
-        folder: the run folder, in which the weights of the best evaluation are saved. With None, no weights are saved.
-        resumed: whether the run continues an earlier run. The call is then collective.
+        folder: the run folder, in which the weights of the best evaluation are saved. If it is None, no weights are
+            saved.
+        resumed: whether the run continues an earlier run. All ranks must then make this call together.
 
-        Raises UsageError if the resumed run chose its best evaluation by another metric.
+        Raises UsageError if the earlier run used another value of `job.best`.
         """
         self._job, self._folder = job, folder
         self._direction, _, self._metric = (job.best or "").partition(" ")

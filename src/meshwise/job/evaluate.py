@@ -17,7 +17,7 @@ from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 
 Sum = tuple[Tensor, Tensor]
-"""For one batch, its mean value and its weight. For several, the weighted sum of values and the sum of weights."""
+"""For one metric: (mean, weight) of a batch, or (sum of mean * weight, sum of weights) of several batches."""
 
 
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:

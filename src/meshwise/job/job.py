@@ -58,13 +58,13 @@ class Job:
         `weight` is the number of items in the mean, such as the number of tokens for a mean over tokens. Gradients are
         those of the exact weighted mean over the global batch.
     reduction: `sum` if the loss is a sum over the samples of `batch`. Gradients are then those of the sum over the
-        global batch. The test loss of a job without metrics is the mean per sample. By default, the loss is taken to be
-        a mean, and on several devices a loss that is known to be a sum is refused. `mean` turns off that check.
+        global batch, and the test loss of a job without metrics is the mean per sample. By default, the loss is taken
+        to be a mean, but a run on several devices is refused if meshwise finds that it is a sum. `mean` allows it.
     optimizer: a function that makes the optimizer from the parameters.
-    data: the training set, or a function that returns it: a map-style dataset, or a tuple or dict of tensors of equal
-        length, which are sliced into batches. A function is called on each rank. A dataset is sent to each rank. A
-        dataset with a method `batch(indices)` is asked for whole batches. Any other dataset is read by torch's
-        DataLoader.
+    data: the training set, or a function that returns the training set. It is a map-style dataset, or a tuple or dict
+        of tensors of equal length, which are sliced into batches. A function is called on each rank. If the training
+        set itself is given, a copy of it is sent to each rank. If the dataset has a method `batch(indices)`, this
+        method returns whole batches. Otherwise, torch's DataLoader reads the dataset.
     test: the test set, in the same form as `data`. Every sample counts once.
     metrics: `metrics(model, batch)` returns a dict such as `{"accuracy": ...}`. Each value is a mean, in the same form
         as the result of `loss`.
@@ -128,8 +128,8 @@ class Job:
                 raise UsageError(f"job '{self.name}': {name}={value!r} must be a whole number of at least {least}.")
         if self.evaluates[0] < 1:
             raise UsageError(
-                f"job '{self.name}': validate_every={self.validate_every!r} must be a whole number of at least 1, in "
-                'epochs, or steps such as "500 steps".'
+                f"job '{self.name}': validate_every={self.validate_every!r} must be a whole number of at least 1: a "
+                'number of epochs, or a number of steps such as "500 steps".'
             )
         if self.seed >= 2**31:
             raise UsageError(f"job '{self.name}': seed={self.seed} is too large. Use a seed below 2**31.")
@@ -146,7 +146,8 @@ class Job:
 
     @property
     def trackers(self) -> tuple[str | Tracker, ...]:
-        """The entries of `log`, as a tuple."""
+        """The job's loss and metric trackers, that is, the entries of its attribute `log`. A single tracker becomes a
+        tuple with one entry."""
         return (self.log,) if isinstance(self.log, str) or callable(self.log) else tuple(self.log)
 
     @property

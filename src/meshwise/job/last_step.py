@@ -46,8 +46,12 @@ PATIENCE, LOOK = 5.0, 0.005  # seconds for a step in flight to be whole again, a
 
 
 def among(plan: Plan, world: World) -> Among:
-    """Return how the ranks share the work of keeping a run's last state. Ranks that differ only in their position on
-    the outermost mesh axis are replicas of each other."""
+    """Return which ranks hold the same parameters as this rank. After a rank is lost, these ranks divide the work of
+    saving the run's last state.
+
+    If all ranks are on CPUs, and each rank holds the whole state, a single rank saves all of it. The result then has
+    `whole` set.
+    """
     attempt = int(os.environ.get(ATTEMPT, "1"))
     divided = plan.parameters_divided or plan.state_divided
     if world.size > 1 and plan.data == world.size and not divided and world.kind == "cpu":
@@ -69,7 +73,8 @@ class LastStep:
         redundancy: int | None,
         notify: Callable[[str], None],
     ) -> None:
-        """Prepare to keep the state.
+        """Prepare to keep a copy of the state in memory, so that a lost rank costs at most the steps since the last
+        copy.
 
         folder: the run folder.
         redundancy: the value of the option --redundancy; None if the user did not give it.
@@ -89,7 +94,9 @@ class LastStep:
         self._lock = threading.Lock()  # the state is noted by one thread, and left by another
 
     def keep(self) -> None:
-        """Keep the current state. Call this after everything that belongs to a step. Collective in the first steps."""
+        """Keep the state that this rank has after a step, so that the run can continue from it if a rank is lost. Call
+        this at the very end of a step, when the state is complete. In the first steps, the call is collective: the
+        ranks agree on whether there is enough memory for copies, and on how often to copy."""
         began, last, step = time.perf_counter(), self._last, self._state.step
         due = self._every > 0 and step % self._every == 0
         with self._lock:
@@ -129,8 +136,11 @@ class LastStep:
             )
 
     def _measure(self, began: float) -> None:
-        """Record how long a copy took. After MEASURED steps, decide how often to copy the state, so that copies cost at
-        most MOST_COST of the time. This decision is collective."""
+        """Record how much of this step's time was spent on copying the state to memory. After MEASURED steps, choose
+        how often to copy, so that copies take at most MOST_COST of the time. This choice is collective.
+
+        began: the time at which `keep` began (time.perf_counter).
+        """
         if self._before and self._begun:
             self._costs.append((time.perf_counter() - began, began - self._before))
         if len(self._costs) < MEASURED:
@@ -145,9 +155,10 @@ class LastStep:
             )
 
     def leave(self) -> bool:
-        """Write the state that was kept after the last step to disk, because a step has failed or hangs.
+        """Write the copy of the state in memory to disk, because a step has failed or hangs.
 
-        Returns True if this rank has written it, or if another rank that holds the same state has begun to write it.
+        Returns True if the state is written by this rank, or by another rank that holds the same state. Returns False
+        if there is no complete copy.
         """
         with self._lock:
             if not self._last.is_whole():
@@ -169,9 +180,9 @@ class LastStep:
         return True
 
     def answer(self, channel: WorkerChannel) -> None:
-        """From now on, write this rank's state when the launcher asks for it by a message on the side channel.
+        """Write this rank's state to disk whenever the launcher asks for it.
 
-        The state is written in the thread that listens to the launcher, even during a step.
+        The launcher's message may arrive during a step, so the state is written in the thread that receives messages.
         """
 
         def leave(message: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class LeftOut:
     """The batches that a run leaves out because their loss or gradient was not finite. All ranks hold the same list."""
 
     is_step = False
-    """False, because a step whose batch is left out does not count as a step."""
+    """Whether the step number also increases for a batch that is left out. It stays the same in this class."""
 
     def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
         """Read the batches that earlier attempts have left out. Collective.
@@ -53,8 +53,9 @@ class LeftOut:
         self.in_a_row = 0
 
     def ranges(self, epoch: int, begin: int = 0) -> list[tuple[int, int]]:
-        """Return the left-out batches of an epoch, as pairs (index of the first sample, index after the last sample)
-        for `batch_bounds`. Batches that end at sample `begin` or before are omitted."""
+        """Return the batches of this epoch that the run skips because their loss or gradient was not finite.
+        `batch_bounds` uses them. A batch is a pair: the index of its first sample, and the index after its last sample,
+        both counted in the epoch's order. Batches that end at sample `begin` or before are omitted."""
         return [(first, stop) for of, first, stop in self._every if of == epoch and stop > begin]
 
     def step_begins(self) -> None:
@@ -84,9 +85,10 @@ class LeftOut:
         return True
 
     def refuse_spoiled(self, step: int) -> None:
-        """Raise SpoiledError on all ranks if a parameter is not finite on any rank. Collective.
+        """Raise SpoiledError on all ranks if at least one rank has a parameter that is not finite. Collective.
 
-        Before that, the batches of this step and of the previous step are recorded as left out.
+        Before the error, the batches of this step and of the previous step are recorded, so that a restarted run skips
+        them.
         """
         model = self._state.model
         lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
@@ -98,7 +100,8 @@ class LeftOut:
             raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
-        """Record that these batches are left out. Return a sentence that names them."""
+        """Record that the run skips these batches from now on, also after a restart. Return a sentence for the user
+        that names the skipped samples."""
         self._every += batches
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
         text = f"Training continues without {which}."
@@ -112,7 +115,8 @@ class LeftOut:
 
 
 def _read(file: Path | None) -> Iterator[Batch]:
-    """Yield the batches that are recorded in `file` as left out."""
+    """Yield the batches that earlier attempts of this run skipped because their loss or gradient was not finite, as
+    recorded in `file`. Yield nothing if `file` is None."""
     for line in read_lines(file) if file is not None else ():
         found = [number for name in ("epoch", "first", "stop") if isinstance(number := line.get(name), int)]
         if len(found) == 3:

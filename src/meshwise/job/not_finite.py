@@ -51,7 +51,7 @@ class KeptBuffers:
         self._before = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
 
     def put_back(self) -> None:
-        """Restore the values that were copied."""
+        """Set the model's buffers back to the values that `keep` copied."""
         for buffer, before in self._before:
             buffer.detach().copy_(before)
 
@@ -76,7 +76,7 @@ class SkippedSteps:
     """The check that skips the update of each step with gradients that are not finite, and counts these steps."""
 
     is_step = True
-    """True, because a step counts as a step even if its update is skipped."""
+    """Whether a step still counts in the step number if its update is skipped. Here it does."""
 
     def __init__(self, model: nn.Module, notify: Callable[[str], None]) -> None:
         self._model, self._notify, self._kept = model, notify, KeptBuffers(model)

@@ -190,9 +190,11 @@ class RunOptions(NodeOptions):
         return self.plan is not None or bool(self.settings)
 
     def plan_on(self, devices: int) -> Plan:
-        """Return the plan for this many devices.
+        """Return the plan for a run on this many devices.
 
-        It is the plan that the user gave, or replicas, with the changes by `--set` and other options applied.
+        If the user gave a plan, this is the user's plan. Otherwise, the plan is data parallel: all devices hold
+        replicas of the model. Options such as `--set` then change fields of the plan. Raises UsageError if the plan is
+        `auto`, which only jobs can use.
         """
         if self.plan == AUTO:
             raise UsageError(AUTO_OF_A_SCRIPT)
@@ -214,8 +216,8 @@ class RunOptions(NodeOptions):
         return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
 
     def override(self, job: Job) -> Job:
-        """Return a copy of `job`, in which the epochs, the batch size and the seed are replaced by those of these
-        options that the user gave."""
+        """Return a copy of `job` with the number of epochs, the batch size and the seed of these options. If the user
+        did not give such an option, the copy keeps the job's value."""
         given = {name: getattr(self, name) for name in ("epochs", "batch_size", "seed")}
         return replace(job, **{name: value for name, value in given.items() if value is not None})
 
@@ -249,7 +251,7 @@ class RunOptions(NodeOptions):
 
 
 def settle(options: Any, *counts: str) -> None:
-    """Give the `Job` in `options.job` its name, and convert `options.args` to texts. Both fields are set in place.
+    """Replace two fields of `options` by their final values: `job` by the job with its name, and `args` by texts.
 
     options: a dataclass with the fields `job` and `args`.
     counts: the names of fields that must be at least 1 if they are given.
@@ -266,11 +268,16 @@ def settle(options: Any, *counts: str) -> None:
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
-    """Return the options from a run's record `earlier` that still hold when the run is resumed with the options
-    `given`.
+    """Return the options of an earlier run that still apply when this run is resumed with the options `given`. The
+    caller then adds the options of `given`, which replace earlier values.
 
-    A recorded option is left out if `given` has this option, or sets the same field of the plan in another way. Raises
-    UsageError if a recorded value has the wrong type.
+    earlier: the recorded options of the earlier run, by name.
+
+    If the user gives a new plan, the earlier options that changed the old plan are left out. An earlier value is also
+    left out if the user sets the same field of the plan by another option, e.g. `--set accumulate=4` instead of
+    `--accumulate 2`.
+
+    Raises UsageError if a recorded value has the wrong type.
     """
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}

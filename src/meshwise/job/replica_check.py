@@ -45,9 +45,10 @@ class ReplicaCheck:
         return self._every > 0 and step % self._every == 0
 
     def compare(self, state: RunState) -> None:
-        """Compare the replicas of the current state, unless this was done in this step already. Collective.
+        """Check that all replicas of the current state are equal. Collective.
 
-        Raises ReplicaError on all ranks if replicas differ, with the ranks and tensors in which they do.
+        Nothing is compared if the check is off, or if this step was checked already. Raises ReplicaError on all ranks
+        if replicas differ. The error names the ranks and the tensors that differ.
         """
         if self._every == 0 or self._compared == state.step:
             return

@@ -160,7 +160,7 @@ class JobRun:
     evaluated: tuple[int, bool] = (-1, False)
     """The step of the last evaluation, and whether this evaluation was better than all before it."""
     began: dict[str, int] = field(default_factory=dict)
-    """The epoch and the step at which this start of the run began."""
+    """The epoch and the step at which training began in this process. They are not 0 if the run was resumed."""
 
 
 def made_with(job: Job, optimizer: Optimizer, samples: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Spikes:
         self._high = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether to look for spikes after this step."""
+        """Return whether to look for a spike in the losses after this step. It is True after every EVERY-th step."""
         return step % EVERY == 0
 
     def look(self, losses: Sequence[float], step: int) -> str:

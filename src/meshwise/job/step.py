@@ -80,8 +80,8 @@ def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Los
 
 
 class Microbatches:
-    """The microbatches of one step. The method `in_turn` runs them, or `as_stages` with a pipeline. Both leave the
-    step's gradients in `.grad`."""
+    """The microbatches of one step. `in_turn` runs one microbatch after another, and `as_stages` runs them in a
+    pipeline. The gradients of the step are then in `.grad`."""
 
     def __init__(self, engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> None:
         self._engine, self._loss, self._parts, self._recorder = engine, loss, parts, current()
@@ -159,8 +159,13 @@ class Microbatches:
             IN_LOSS.pop()
 
     def _scaled(self, number: int, found: Any) -> Tensor:
-        """Return the scalar on which to call backward: the loss of a microbatch, multiplied by the microbatch's share
-        in the mean and by the factor of the loss scaler."""
+        """Return the loss of a microbatch, scaled for the backward, so that the gradients of all microbatches add up to
+        the gradient of the global batch. The loss is multiplied by the microbatch's weight in the global mean, and by
+        the factor of the loss scaler (float16).
+
+        number: the index of the microbatch.
+        found: what the job's loss function returned.
+        """
         engine, loss, part = self._engine, self._loss, self._parts[number][1]
         for hear in engine.events.backward_begins:
             hear(found, part, None, loss.reduction, loss.where)
@@ -213,15 +218,14 @@ def train_step(
     skipped: SkippedSteps | LeftOut | None = None,
     known: Callable[[Losses], None] | None = None,
 ) -> Losses:
-    """Make one optimizer step on this rank's microbatches. Return the losses and loss weights of the microbatches,
-    still on the device.
+    """Make one optimizer step on this rank's microbatches. Return the losses and loss weights of the microbatches, as
+    tensors on the device.
 
-    skipped: decides whether to skip an update with values that are not finite, and whether a skipped update counts as a
-        step.
+    skipped: skips the update if a value is not finite, and says whether a skipped update counts as a step.
     known: a function that is called with the losses before the update.
 
-    An optimizer that needs a closure (LBFGS) computes the loss as often as it needs, each time with the same random
-    draws. The losses of the first computation are returned. For such an optimizer, `skipped` and `known` are not used.
+    An optimizer such as LBFGS computes the loss several times, each time with the same random draws. The losses of the
+    first time are returned, and `skipped` and `known` are not used.
     """
     recorder = current()
     recorder.samples += parts[0][1].total

@@ -103,7 +103,10 @@ class Block(nn.Module):
         self.feed_norm, self.feed = nn.RMSNorm(size.width, eps=1e-5), FeedForward(size)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply the block to the residual stream `x`."""
+        """Apply this transformer block to the hidden vectors `x`.
+
+        turns: the cosines and sines of the rotary angles, from `rotary_turns`.
+        """
         x = x + self.attention(self.attention_norm(x), turns)
         out: Tensor = x + self.feed(self.feed_norm(x))
         return out
@@ -147,7 +150,11 @@ def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tu
 
 
 def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (i, i + E / 2) of the last dimension by the angles of `turns`."""
+    """Apply rotary position embedding to queries or keys. It rotates each pair of entries i and i + E / 2 in the last
+    dimension.
+
+    turns: the cosines and the sines of the angles, as `rotary_turns` returns them.
+    """
     cos, sin = turns
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -197,7 +204,8 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
 
 @lru_cache(maxsize=1)
 def documents(context: int, data: Path | None) -> tuple[Documents, Documents]:
-    """Return the training and the held-out documents, each of at most `context` bytes."""
+    """Return the documents to train on, and the held-out documents for tests. A document has at most `context`
+    bytes."""
     train, held_out = read_files(data)
     return make_documents(train, context, TRAINED), make_documents(held_out, context, HELD_OUT)
 

@@ -57,11 +57,12 @@ class Images:
 
 
 def normalise(pixels: Tensor) -> Tensor:
-    """Convert bytes 0..255 to float32 -1..1. The result is bitwise equal to ToTensor followed by Normalize((0.5,),
-    (0.5,)).
+    """Convert bytes 0..255 to float32 -1..1. The result is bitwise equal to torchvision's ToTensor followed by
+    Normalize((0.5,), (0.5,)).
 
-    These compute (x / 255 - 0.5) / 0.5. Scaling by two is exact in floating point, so x / 127.5 - 1 rounds in the same
-    way with half the passes. (A table of 256 entries gives the same bits in twice the time.)
+    torchvision computes (x / 255 - 0.5) / 0.5. Here, x / 127.5 - 1 needs fewer operations on the tensor. The results
+    are equal because scaling by two is exact in floating point. (Looking up the bytes in a table with 256 entries gives
+    the same bits, but takes twice the time.)
     """
     return pixels.float().div_(127.5).sub_(1.0)
 
@@ -85,9 +86,10 @@ def read_images(where: Path, part: str) -> Images:
 
 
 def count_classes(where: Path) -> int:
-    """Return the number of classes of a data set, which is its largest label plus 1 (27 for EMNIST's letters).
+    """Return the number of classes of a data set, which is its largest label plus 1. For EMNIST's letters, with the
+    labels 1 to 26, it is 27.
 
-    Raises DataError like `read_images`.
+    Raises DataError if a file with labels is missing, damaged, truncated or empty.
     """
     return 1 + max(int(read_idx(find_file(where, part, "labels"), "labels").max()) for part in PARTS)
 

@@ -50,7 +50,7 @@ def find_job(
         hint = nearest(name, BUILT_IN)
         raise UsageError(f"there is no job '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
     if size and "size" not in inspect.signature(factory).parameters:
-        raise UsageError(f"job '{name}' has no sizes, so leave out the part after the colon. Use {name}.")
+        raise UsageError(f"job '{name}' exists in one size only, so leave out the part after the colon. Use {name}.")
     return _call(word, factory, texts, size=size or None, data=folder, seed=seed)
 
 
@@ -63,7 +63,7 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
             )
         if texts:
             name = texts[0].partition("=")[0]
-            raise UsageError(f"--arg {texts[0]}: {word} is a Job, without arguments. Make it a function of `{name}`.")
+            raise UsageError(f"--arg {texts[0]}: {word} is a Job. Replace it by a function that takes `{name}`.")
         return found
     if not callable(found):
         raise UsageError(f"{word} must be a meshwise.Job or a function returning one, but is a {type(found).__name__}.")

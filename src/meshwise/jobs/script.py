@@ -20,7 +20,7 @@ from meshwise.spec.user_code import name_line
 from meshwise.workers.environment import read_world
 
 VERBS = {"meshwise.api.run", "meshwise.api.check"}
-"""Modules with functions that train a job. Each is imported only when a script uses one of its functions."""
+"""Modules whose functions train a job. A script has imported such a module only if it uses one of these functions."""
 
 
 def is_plain(script: Path) -> bool:

@@ -90,7 +90,7 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:most].tolist()
     chosen = [pieces[i] for i in order]
     if not chosen:
-        raise DataError(f"no text file has {SHORTEST} bytes or more. Use longer files.")
+        raise DataError(f"every text file is shorter than {SHORTEST} bytes. Use at least one longer text file.")
     lengths = torch.tensor([len(piece) for piece in chosen])
     data = torch.frombuffer(bytearray(b"".join(chosen)), dtype=torch.uint8)
     return Documents(data, lengths.cumsum(0) - lengths, lengths)

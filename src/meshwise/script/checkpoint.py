@@ -60,19 +60,21 @@ def checkpoint(
             for x, y in loader: ...
 
     Call it after `mw.distribute`, on every rank. A resumed loop continues in the middle of its epoch, under any plan
-    and number of devices. It computes the same numbers as a run that never stopped: bitwise on one and two devices, and
-    on any number of devices if it resumes between two epochs. A loop without a loader of `mw.distribute` calls
-    `saved.step_done()` after each step. If it resumes, its dropout masks differ from those of a run that never stopped.
+    and number of devices. Its results are the same as if the run had never stopped. They are bitwise the same on one or
+    two devices, and on more devices if the loop resumes between two epochs.
+
+    A loop without a loader of `mw.distribute` must call `saved.step_done()` after each step. After a resume, such a
+    loop draws other dropout masks than a run that never stopped.
 
     model, optimizer, scheduler: one object, or a list or dict of objects.
-    loader: the loader of the training loop, as `mw.distribute` returned it. If the same loop reads further loaders, as
-    by `zip`, a list of all of them, the loader of the training loop first.
+    loader: the loader of the training loop, as `mw.distribute` returned it. If a step reads several loaders, such as
+        `zip(loader, other)`, give a list of all of them, with the loader of the training loop first.
     extra: other values of the loop: a dict of plain values, tensors and objects (such as a GradScaler) with a
-    state_dict, or one such object. When the state is restored, the dict is updated in place, so that the loop reads
-    restored values if it uses the entries of the dict (`state["best"]`).
-    every: how often to save: a number of steps, or a time such as "10min". By default, the state is saved after each
-    epoch of the loader. `meshwise run --save-every` overrides it. A run that is asked to stop saves its state, too.
-    keep: how many saved states to keep, by default 2. `meshwise run --keep` overrides it.
+        state_dict, or one such object. A restored state updates the dict in place, so read its entries in the loop
+        (`state["best"]`).
+    every: how often to save: a number of steps, or a time such as "10min". The default is after each epoch of the
+        loader. `meshwise run --save-every` overrides this argument. A run that is asked to stop saves its state, too.
+    keep: how many saved states to keep, by default 2. `meshwise run --keep` overrides this argument.
 
     Raises CheckpointError if the state was saved for another model, or if no saved state is complete. Raises UsageError
     if another program saves in `folder`."""
@@ -157,9 +159,10 @@ class LoopState:
         return not_finite_in(things["model"], things["optimizer"], self._never_finite)
 
     def step_done(self) -> None:
-        """Mark the end of a step, in a loop without a loader of `mw.distribute`. Call it after each step.
+        """Tell that a step has ended. Call it after each step of a loop that has no loader of `mw.distribute`.
 
-        Collective if the state is due to be saved."""
+        If the state is due to be saved, the call saves it, which is collective. Raises UsageError if the loop has a
+        loader."""
         if self._loader is not None:
             raise UsageError("saved.step_done() is only for loops without a loader. Remove the call from this loop.")
         self._look_at_program(None)
@@ -226,8 +229,9 @@ class LoopState:
         self._between, self._due = True, self._due or self._by_epochs
 
     def _count(self) -> bool:
-        """Add the steps that have ended since the last call to the number of steps, including steps on batches of other
-        loaders. Return whether there were any."""
+        """Add the optimizer steps made since the last call to the number of steps. Return whether there were any.
+
+        Steps on batches of any loader count, not only steps on batches of the training loader."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done
@@ -247,7 +251,9 @@ class LoopState:
                 self.save()
 
     def _look_at_program(self, loader: DistributedLoader | None) -> None:
-        """Warn of mistakes that can be seen in the saved objects. Do this only once, when a loop begins."""
+        """Warn of mistakes in the call of `mw.checkpoint`. For example, the program may use a model that is not saved.
+
+        This is done once, when the program's first loop begins."""
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
@@ -259,11 +265,11 @@ class LoopState:
             say(self._asked.unread(self._epoch, self._parts.extra))
 
     def finishes_epoch(self) -> bool:
-        """Return whether the program should not stop at once when it is asked to, but continue until its next epoch or
-        its end.
+        """Return whether a run that was asked to stop should go on until its next epoch begins or the program ends.
 
-        If a loop over another loader is running, the program should continue until that loop ends. A state that is
-        saved earlier would not record how much of a validation or of a scheduler's step was done."""
+        This is so between two epochs, and while another loop, such as a validation, runs inside the training loop. A
+        state that is saved there would not record how much of the validation is done, or whether a scheduler has
+        stepped."""
         finishes = self._between or (self._loader is not None and self._loader.in_batch)
         if finishes and (channel := rank_context().channel) is not None:
             channel.send("finishes_epoch")

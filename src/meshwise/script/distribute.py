@@ -66,21 +66,25 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
 ) -> Any:
     """Distribute models, optimizers and loaders over all devices, and return them in the same order.
 
-    A single object is returned by itself, not in a tuple. Models and optimizers are changed in place, and keep their
-    class, hooks and state_dict keys. All ranks start with the values of rank 0. Optimizers that were made before
-    continue with the parameters that the plan makes. Loaders are replaced by new ones with the same `len`. Their
-    `batch_size` is the number of samples on all devices together, and their order is that of torch's loaders. A loader
-    that wraps a DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the new DataLoader.
-    Schedulers are returned unchanged. On one device, only loaders are replaced. Their states can then be resumed on any
-    number of devices.
+    A single object is returned by itself, not in a tuple. On one device, only loaders are replaced.
 
-    The Trainers of transformers and Lightning are changed in place as a whole. Write
-    `trainer = mw.distribute(trainer)`, then `trainer.train()` or `trainer.fit(model)`.
+    Models and optimizers are changed in place, and keep their class, hooks and state_dict keys. All ranks start with
+    the values of rank 0. If the plan replaces the parameters of a model, an optimizer that already holds the old
+    parameters gets the new parameters. Schedulers are returned unchanged.
+
+    Each loader is replaced by a loader that yields this rank's slice of every batch. It has the same `len`, its
+    `batch_size` is the number of samples on all devices together, and its order is that of torch's loader. Its state
+    can be saved, and resumed on any number of devices. A loader that wraps a DataLoader and may read ahead (timm's
+    PrefetchLoader) is not replaced, but reads the new DataLoader.
+
+    A Trainer of transformers or Lightning is changed in place as a whole: `trainer = mw.distribute(trainer)`. Then call
+    `trainer.train()` or `trainer.fit(model)`.
 
     plan: a Plan or a plan file. By default, this is the plan of `meshwise run --plan`, or the file that MESHWISE_PLAN
-    names. If there is neither, each device holds a replica of the model.
-    streams: how an iterable data set is divided. With `whole`, every rank reads the whole data set and keeps its slice,
-    and with `per-rank`, the data set divides itself by `mw.rank()`.
+        names. If there is neither, each device holds a replica of the model.
+    streams: which samples of an iterable data set a rank uses. With `whole`, every rank reads the whole data set, and
+        keeps its slice of every batch. With `per-rank`, the data set must itself yield other samples on each rank,
+        using `mw.rank()`.
 
     Raises UsageError for objects of any other kind, and PlanError for a plan that cannot be applied."""
     came_to("mw.distribute")
@@ -160,17 +164,17 @@ def backward(
 
     Collective: every rank calls it once for each batch.
 
-    loss: a scalar for this rank's slice of the batch. By default, it is a mean over `weight` items.
-    weight: how many items the loss is a mean over. By default, it is the number of samples, which the loader knows. It
-    is the number of tokens for a mean over tokens. For a class-weighted mean, it is the sum of the class weights of the
-    targets (`weight=class_weights[y].sum()`).
-    reduction: `sum` for a loss that is a sum over this rank's samples. Gradients are then those of the sum over the
-    whole batch. By default the loss counts as a mean, and a loss that is known to be a sum raises UsageError on several
-    devices. `mean` disables that check.
+    loss: a scalar for this rank's slice of the batch. By default, it counts as a mean over the samples of this slice.
+    weight: how many items `loss` is a mean over, if these are not samples. For a mean over tokens, this is the number
+        of tokens. For a class-weighted mean, it is the sum of the class weights of the targets
+        (`weight=class_weights[y].sum()`).
+    reduction: `sum` for a loss that is a sum over this rank's samples. The gradients are then those of the sum over the
+        whole batch. By default, a loss that is known to be a sum raises UsageError on several devices. `mean` turns off
+        this check.
 
-    If the given loss is divided, such as by the number of accumulation steps, the returned loss is divided too. The
-    returned loss is never multiplied by the scale of a GradScaler, so that `loss = mw.backward(scaler.scale(loss))` can
-    be printed."""
+    If the program has divided the loss, such as by the number of accumulation steps, the returned loss is divided by
+    the same number. If a GradScaler has scaled the loss, the returned loss is unscaled, so that the result of
+    `mw.backward(scaler.scale(loss))` can be printed."""
     came_to("mw.backward")
     return steps.backward(engines[-1] if engines else default_engine(), loss, weight, reduction)
 
@@ -178,17 +182,19 @@ def backward(
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     """Return this rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
 
-    The returned tensors and arrays are views. A single one is returned by itself, not in a tuple. `mw.backward` and
-    `mw.sum` then know the batch, as in a loop over a distributed loader. A rank without rows gets one as padding, which
-    does not count. On one device, nothing is split.
+    The returned tensors and arrays are views. A single argument is returned by itself, not in a tuple. `mw.backward`,
+    `mw.sum` and `mw.mean` then combine the values of the ranks, as in a loop over a distributed loader. If the batch
+    has fewer rows than there are ranks, some ranks get a row as padding, which does not count. On one device, nothing
+    is split.
 
     batch: tensors, NumPy arrays, or trees of them, with equally many rows.
-    whole: if True, the batch is returned whole, and every rank runs all of it, as for a graph or an episode.
+    whole: if True, nothing is split, and every rank gets the whole batch. This is for a batch that cannot be divided
+        into rows, such as a graph or an episode.
     dim: the dimension of the samples.
 
-    Every rank must give the same batch. This is checked by a checksum that is sent along with the loss. For this
-    reason, random draws outside the models' forward are the same on every rank, for the whole batch. In its forward, a
-    model draws dropout masks for this rank's rows only.
+    Every rank must give the same batch. The ranks compare checksums of their batches at the next `mw.backward` or
+    `mw.sum`. To let the ranks draw equal batches, random numbers are the same on every rank. Only in the forward of a
+    model, each rank draws the dropout masks of its own rows.
 
     Raises UsageError if the batch has no rows, or if it differs between ranks."""
     came_to("mw.split")
@@ -205,8 +211,8 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
 
 
 def _program_begins(engine: Engine) -> None:
-    """Prepare for another training program in this process. It is checked like the first one, and notices may be
-    printed again."""
+    """Prepare for another training program in the same process. The new program is checked like the first one, and
+    notices may be printed again."""
     program, given = engine.program, engine.given
     engine.notify.program_begins()
     given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
@@ -220,8 +226,8 @@ def _program_begins(engine: Engine) -> None:
 
 
 def _begin_split(engine: Engine, part: BatchSlice) -> None:
-    """Record that the program has split a batch by `mw.split`. Outside of a loop over batches, a step may begin
-    here."""
+    """Record that the program has split a batch by `mw.split`. This begins a step, except in a loop over batches, which
+    begins its steps itself."""
     engine.part = part
     engine.reads.split(part)
     if engine.generator.in_loop:
@@ -245,13 +251,13 @@ def sum(value: Number, *, grad: bool = False) -> Number:
         mw.backward(1 - dice)
 
     value: in the loop over the loader, the value for this rank's part of the batch. After the loop, the value for all
-    batches that this rank has read. A number is returned as a number, and a tensor as a detached tensor.
+        batches that this rank has read. A number is returned as a number, and a tensor as a detached tensor.
     grad: whether the sum keeps its gradient, for a loss over the whole batch that is not a mean over samples, as in the
-    example. The sum is then on this worker's device, and every rank's loss must depend on it.
+        example. The sum is then on this worker's device, and every rank's loss must depend on it.
 
-    Raises UsageError after a loop in which a value counts a padding sample. With `grad=True`, also raises UsageError
-    under a plan with pipeline or accumulate, outside of a loop, and in a loss given to mw.backward with
-    reduction="sum"."""
+    Raises UsageError after a loop in which a batch had fewer samples than there are ranks: the value of a rank may then
+    include a sample that only pads the batch. With `grad=True`, also raises UsageError under a plan with pipeline or
+    accumulate, outside of a loop, and in a loss given to mw.backward with reduction="sum"."""
     came_to("mw.sum")
     return sum_in_loss(_engine(), value) if grad else sum_over_ranks(_engine(), value)  # type: ignore[arg-type,return-value]
 
@@ -260,11 +266,12 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
     """Return the mean of `value` over all ranks, as one device would compute it. Collective.
 
     value: in the loop over the loader, a mean over this rank's part of the batch. After the loop, a mean over all
-    batches that this rank has read. A number is returned as a float, and a tensor of any shape as a tensor.
+        batches that this rank has read. A number is returned as a float, and a tensor of any shape as a tensor.
     weight: how many items `value` is a mean over, such as tokens. By default, this is the number of samples.
     grad: whether the mean keeps its gradient, for use inside a loss, as with `mw.sum`.
 
-    Raises UsageError after a loop in which a value counts a padding sample."""
+    Raises UsageError after a loop in which a batch had fewer samples than there are ranks: the value of a rank may then
+    include a sample that only pads the batch."""
     came_to("mw.mean")
     if grad:
         return mean_in_loss(_engine(), value, weight)  # type: ignore[arg-type,return-value]
@@ -278,12 +285,12 @@ def _engine() -> Engine:
 
 
 def gather_samples(values: Tree) -> Tree:
-    """Gather the rows of all ranks on every rank, in the loader's order, such as predictions. Collective.
+    """Return the rows of all ranks, such as predictions, on every rank and in the loader's order. Collective.
 
     Padding is left out. (`mw.gather` is another function, for parts of an array in one process.)
 
     values: a tensor, or a tree of tensors, with one row for each sample. In the loop over the loader, these are the
-    samples of this rank's part of the batch. After the loop, they are those of all its batches, concatenated.
+        samples of this rank's part of the batch. After the loop, they are those of all its batches, concatenated.
 
     Raises UsageError unless all ranks give tensors with the same dtypes and the same further dimensions."""
     came_to("mw.gather_samples")

@@ -43,8 +43,8 @@ class DistributedLoader:
         self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
         self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
         self.start = 0
-        """How many batches of this epoch were done before this process began, as for `enumerate(loader, loader.start)`.
-        Only in the first epoch of a resumed loop is it above 0. `len(loader)` still counts the whole epoch."""
+        """How many batches of the epoch were done when the run was resumed, or 0. It is 0 in later epochs. Count with
+        `enumerate(loader, loader.start)`. `len(loader)` counts the whole epoch."""
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
         self._keyed = False
@@ -96,9 +96,11 @@ class DistributedLoader:
         self._epoch, self._index, self._batches_given = epoch, batches * (self.batch_size or 1), batches
 
     def state_beside(self) -> dict[str, Any]:
-        """Return the `state_dict` to save if this loader is read inside the loop over another loader. A batch that was
-        yielded since the last step will be read again after a resume. An epoch that the program left early counts as
-        finished."""
+        """Return the `state_dict` to save for this loader if it is not the loader of the training loop. An example is
+        `other` in `zip(loader, other)`.
+
+        If the current batch is not trained on yet, the saved position is before this batch, so that a resumed run reads
+        it again. If the program has left the loop over this loader early, the epoch counts as finished."""
         state = self.state_dict()
         if self.in_batch and self.given_at == self._engine.phases.done:
             return state | dict(zip(("index", "batches"), self._before, strict=True))
@@ -203,9 +205,11 @@ class DistributedLoader:
         self._end_epoch()
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over (batch, this rank's slice of the batch) for the rest of the epoch. With `limit`, it
-        yields one batch of at most `limit` samples, or of the usual size if the program relies on full batches. With
-        limit=0, it yields nothing."""
+        """Return an iterator over (batch, this rank's slice of the batch) for the rest of the epoch. With limit=0, it
+        yields nothing.
+
+        Another `limit` asks for one batch of at most `limit` samples. It is ignored if the program relies on full
+        batches, so that the batch has its usual size."""
         if limit == 0:
             return iter(())
         if limit is not None and self._whole_batches:

@@ -54,10 +54,10 @@ def _filled(own: Any, value: Any) -> Any:
 
 
 def unread_numbers(*, held: int, extra: Any) -> str:
-    """Return a warning if `extra` is a dict with plain numbers to which the program keeps no reference, so that it
-    cannot read or change them. Return an empty string otherwise.
+    """Return a warning if the program keeps no reference to the dict `extra`, so that it can never read or change the
+    dict's numbers. An example is `mw.checkpoint(…, extra={"best": best})`. Return an empty string otherwise.
 
-    held: `sys.getrefcount(extra)` before this call, which adds a reference itself."""
+    held: `sys.getrefcount(extra)`, as counted by the caller. A larger count means that the program keeps the dict."""
     names = [str(n) for n, v in extra.items() if isinstance(v, int | float)] if type(extra) is dict else []
     if not names or held > _HELD_ONCE:
         return ""

@@ -42,10 +42,13 @@ GRACE = 60.0  # seconds in which all ranks must come to a file
 
 
 def save(thing: Any, path: str | Path) -> None:
-    """Save `thing` by `torch.save` on rank 0. The file is written completely or not at all. Other ranks do not wait.
+    """Save `thing` by `torch.save` on rank 0. The file is written completely or not at all. The other ranks do not wait
+    until it is written.
 
-    thing: state_dicts, or anything that contains them. If the plan divides their values, this is collective. A whole
-    model is written as the program made it, without hooks of meshwise."""
+    If the plan divides the model or the optimizer's state among ranks, every rank must make this call, and `thing` must
+    consist of state_dicts. The file then contains whole tensors.
+
+    thing: state_dicts, or anything that contains them. A model is saved without the hooks of meshwise."""
     engine, path = default_engine(), Path(path)
     world = rank_context().world  # each rank counts, also those of one model
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
@@ -70,8 +73,8 @@ def save(thing: Any, path: str | Path) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Return whether a hook was added by meshwise. A file that contains such a hook could only be read where meshwise
-    is installed, and not as weights only."""
+    """Return whether a module's hook was added by meshwise. `save` leaves such hooks out of the file. Otherwise, the
+    file could only be read where meshwise is installed, and not with `weights_only=True`."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("meshwise.")
 
 

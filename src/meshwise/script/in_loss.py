@@ -50,8 +50,11 @@ def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
 
 
 def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -> Tensor:
-    """Return the mean of `value` over the ranks, each weighted by its `weight` (by default its number of samples), with
-    its gradient. Collective, and so is the backward."""
+    """Return the mean of `value` over the ranks, for use in a loss: gradients flow back through the mean to `value`.
+
+    The call is collective, and so is its backward.
+
+    weight: how many items this rank's `value` is a mean over. By default, the number of its samples."""
     part = _begin(engine, "mw.mean", value)
     if part is None:
         return value
@@ -64,8 +67,10 @@ def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -
 
 
 def _begin(engine: Engine, verb: str, value: Any) -> Any:
-    """Check a call of `mw.sum` or `mw.mean` with grad=True. Return this rank's part of the batch. Return None if
-    `value` covers the whole batch already. verb: the name of the called function."""
+    """Check a call of `mw.sum` or `mw.mean` with grad=True, and return the slice of the batch that this rank processes.
+    Return None if every rank processes the whole batch. Raise UsageError if the call does not work here.
+
+    verb: the name of the called function, for error messages."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, but got a {type(value).__name__}.")
     plan, part = engine.plan, engine.part
@@ -91,8 +96,8 @@ def _is_float(value: Tensor) -> bool:
 
 
 def _attached(value: Tensor) -> Tensor:
-    """Return `value`, attached to an autograd graph if it has none, such as a constant term of a rank without items.
-    Every rank then takes part in the backward, which is collective."""
+    """Return `value` so that it has an autograd graph. A rank without items may have only a constant, such as 0, in its
+    loss. It needs a graph all the same, because the backward is collective, and every rank must take part."""
     whole = gather(value)
     if whole.requires_grad or not _is_float(whole) or not torch.is_grad_enabled():
         return whole

@@ -83,8 +83,10 @@ def distribute_lightning(
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:
-    """Return a method that runs the Trainer's method `name`. If all ranks have agreed to stop, it raises the exception
-    that meshwise raises in any program. Lightning would exit with code 1 instead."""
+    """Return a method that calls the Trainer's method `name`.
+
+    If all ranks have agreed to stop, it raises KeyboardInterrupt, as a loop without Lightning does. Lightning itself
+    would turn this exception into SystemExit with code 1."""
 
     def run(self: TrainerOnRanks, *args: Any, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGINT)
@@ -121,8 +123,8 @@ class LoopOnRanks:
 
 
 class EpochOnRanks:
-    """Overrides Lightning's loop over an epoch. If `meshwise check` stops an epoch early, schedulers step and the
-    validation runs as after a full epoch."""
+    """Overrides Lightning's loop over an epoch. If `meshwise check` stops an epoch early, this class still steps the
+    schedulers and runs the validation, as after a full epoch."""
 
     meshwise: Ranks
 

@@ -61,7 +61,8 @@ class Kinds(TorchFunctionMode):
         return SAME if made is None else made[1]
 
     def is_whole(self, value: Tensor) -> None:
-        """Record that a scalar already covers the rows of all ranks."""
+        """Record that a scalar has been computed from the rows of all ranks. `Kinds.of` then returns SAME for this
+        scalar."""
         self._made[id(value)] = value, SAME
 
     def _keep(self, result: Tensor, func: Any, args: Any, kwargs: Any) -> None:

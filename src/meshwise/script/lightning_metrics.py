@@ -40,8 +40,8 @@ def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
 
 
 class MetricOnRanks:
-    """Overrides methods of a torchmetrics metric. The metric receives the rows of all ranks, so it need not reduce its
-    state over the ranks."""
+    """Overrides methods of a torchmetrics metric. Every rank updates the metric with the rows of all ranks, so the
+    ranks need not exchange the metric's state."""
 
     meshwise: Ranks
 

@@ -31,7 +31,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
-"""The key for the loaders' states in Lightning's checkpoints. Lightning without meshwise can resume, too."""
+"""The key of the loaders' states in Lightning's checkpoints. Lightning ignores it, and can resume without meshwise."""
 
 
 def refuse(ranks: Ranks, what: str, instead: str) -> None:
@@ -215,9 +215,12 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
 
 class _Ahead:
-    """An iterator over a loader of unknown length. Lightning reads one batch ahead, to know which batch is the last. It
-    gets placeholders instead of batches. `PrecisionOnRanks` replaces a placeholder by its batch when the batch is
-    processed, so that the engine's current slice is always the slice of this batch."""
+    """An iterator that lets Lightning ask for a batch before the batch is read. It yields placeholders instead of
+    batches.
+
+    Lightning asks one batch ahead, to know which batch is the last. But meshwise assumes that the batch read last is
+    the batch being processed. So `PrecisionOnRanks` reads the batch when its processing begins, in place of the
+    placeholder."""
 
     def __init__(self, batches: Iterator[Any], reader: Reader) -> None:
         self._batches, self._reader, self._given = batches, reader, 0
@@ -232,14 +235,15 @@ class _Ahead:
         return self
 
     def read(self) -> Any:
-        """Read and return the next batch, which replaces a placeholder."""
+        """Read the next batch from the loader, and return it. `PrecisionOnRanks` calls this when Lightning begins to
+        process the batch."""
         self._given -= 1
         return next(self._batches)
 
 
 class PrecisionOnRanks:
-    """Overrides Lightning's precision plugin, which receives each batch first, to replace placeholders by batches (see
-    `_Ahead`)."""
+    """Overrides Lightning's precision plugin. Lightning passes each batch to the plugin just before it processes the
+    batch. If the batch is a placeholder of `_Ahead`, the plugin reads the real batch now."""
 
     meshwise: Ranks
 
@@ -248,8 +252,10 @@ class PrecisionOnRanks:
 
 
 class LoaderOnRanks:
-    """A distributed loader for Lightning. Lightning stops a loop after a number of batches, without reading to the end,
-    so `Ranks.close` ends the loop."""
+    """A distributed loader for Lightning.
+
+    Lightning may stop reading in the middle of an epoch, and then leaves the iterator open. The iterators are therefore
+    kept in `Ranks.open`, and `Ranks.close` ends them."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks, self._reader = loader, ranks, None

@@ -30,9 +30,9 @@ from meshwise.transfer import collectives
 
 F = nn.functional
 ITEMS = "meshwise_items"
-"""The name of an attribute of losses without an autograd graph: the number of items that the loss is a mean over."""
+"""The attribute in which a loss without an autograd graph keeps the number of items over which it is a mean."""
 AT_ONCE = 32
-"""How many values one collective reduces. It always has this size, so it also detects a rank that logs other values."""
+"""How many values one collective reduces. This size is fixed, as ranks may have different numbers of values."""
 OTHERS = (
     "Lightning: the ranks have logged different names in one step ({names}). Log the same names on every rank, with a "
     "value such as 0 where a rank has none."
@@ -56,10 +56,11 @@ TWO = (
 class Logged:
     """A value that a step has logged.
 
+    results, key: Lightning's collection of logged values, and the key of this value in the collection.
     size: the batch size with which the value was logged.
-    given: whether the program passed that batch size to `self.log`.
-    weight: how many items the value is a mean over; None if these are samples.
-    logs: the name of the step, such as `training_step`, and the name of the value."""
+    given: True if the program passed the batch size to `self.log`, False if Lightning found it.
+    weight: the number of items, such as tokens, over which the value is a mean. None for a mean over samples.
+    logs: the names of the step and of the value, e.g. ("training_step", "loss")."""
 
     results: Any
     key: str
@@ -74,20 +75,21 @@ class Logged:
 class Ranks(OfTrainer):
     """The state shared by all classes of meshwise that override methods of Lightning's Trainer and its parts.
 
-    add, share: see `distribute_lightning`.
-    loss: the loss of the newest backward over all ranks.
-    kind: whether losses are sums over samples, means over samples, or means over other items; None until the first
-    loss.
-    said: the weight and the reduction of the newest loss.
-    items: how many items the value that is being logged is a mean over; None if it is a mean over samples.
-    logs: the names of the step that is logging a value, and of that value.
+    add: calls `mw.distribute` for models.
+    share: calls `mw.distribute` for any other object.
+    loss: the newest loss that was passed to backward, over all ranks.
+    kind: "sum", "mean" (losses are means over samples) or "items" (means over tokens or the like). None before a loss.
+    said: the arguments (weight, reduction) with which `mw.backward` is called for the newest loss.
+    items: the number of items over which the value that is being logged is a mean. None for a mean over samples.
+    logs: the names of the step and of the value that is being logged, e.g. ("training_step", "loss").
     inside: whether a metric is being updated.
     states: the states of the loaders from a restored checkpoint.
     sizes: the batch sizes of the loaders.
-    open: the loops over loaders that have not ended. The key True has the training loops, False all others.
-    looked: the names of the steps whose first batch was watched.
-    looks: the object that watches the first batch of a step now; None outside of such a batch.
-    kinds: maps (name of the step, name of the value) to how the value depends on the rows of the batch."""
+    open: the unfinished loops over loaders: `open[True]` for training, `open[False]` for anything else.
+    pending: the logged values that the ranks have not reduced yet.
+    kinds: how each logged value depends on the rows of a batch, e.g. MEAN. The key has the form of `logs`.
+    looks: the `Kinds` that finds out `kinds` while a step runs its first batch. None at any other time.
+    looked: the names of the steps that have run a first batch."""
 
     add: Callable[[list[nn.Module]], None]
     share: Callable[[Any], Any]
@@ -126,9 +128,12 @@ class Ranks(OfTrainer):
             self.open[kind].clear()
 
     def agree(self, hook: str) -> None:
-        """Make all ranks use the same kinds (MEAN, SUM, MAX, MIN, SAME or OTHER) for the values that a step logs. A
-        kind says how a value depends on the rows of the batch. The kinds of the rank with the most rows are used.
-        Collective. hook: the name of the step, such as `training_step`."""
+        """Let the ranks agree on the kind of each value that a step logs: MEAN, SUM, MAX, MIN, SAME or OTHER.
+        Collective.
+
+        A value's kind says how the value depends on the rows of the batch, and so how the ranks reduce it. All ranks
+        take over the kinds that the rank with the most rows has found. hook: the name of the step, such as
+        `training_step`."""
         own = {name: kind for (where, name), kind in self.kinds.items() if where == hook}
         _, found = max(collectives.gather_objects((self.rows, own)), key=lambda each: each[0])
         self.kinds.update(((hook, name), kind) for name, kind in found.items())
@@ -207,7 +212,8 @@ def extreme(ranks: Ranks, own: Tensor, op: str) -> Tensor:
 
 
 class ResultsOnRanks:
-    """Overrides the class in which Lightning collects the values that a loop has logged."""
+    """Overrides Lightning's collection of logged values. A value that a step logs is first kept in `Ranks.pending`, and
+    given to Lightning when it has been reduced over the ranks."""
 
     meshwise: Ranks
 
@@ -232,7 +238,8 @@ class ResultsOnRanks:
             ranks.pending.append(Logged(self, key, value, batch_size, *self._of))
 
     def take(self, key: str, value: Any, batch_size: Any) -> None:
-        """Pass a value that is already reduced over the ranks on to Lightning."""
+        """Let Lightning record a value that has already been reduced over the ranks. key, batch_size: as Lightning
+        passes them to `update_metrics`."""
         super().update_metrics(key, value, batch_size)  # type: ignore[misc]
 
 
@@ -257,8 +264,10 @@ def _outside(ranks: Ranks, meta: Any, value: Tensor) -> Tensor:
 
 
 def loss_kind(ranks: Ranks, loss: Tensor) -> tuple[Tensor | None, str | None]:
-    """Return the weight and the reduction of a loss, for `mw.backward`. The first loss of the run decides for all later
-    losses, on all ranks, whether they are sums, means over samples, or means over other items."""
+    """Return the (weight, reduction) to give to `mw.backward` with a loss. Return (None, None) on one device.
+
+    A loss is a sum, a mean over samples, or a mean over other items, such as tokens. The ranks agree on this in a
+    collective, for the first loss of a run. Later losses count as the same kind."""
     if ranks.alone:
         return None, None
     if ranks.kind is None:
@@ -304,8 +313,8 @@ def logging(ranks: Ranks, module: Any, hook: str) -> Iterator[None]:
 
 
 def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
-    """Call `self.log`, and record how the value depends on the rows of the batch, because the logged number does not
-    show it."""
+    """Call `self.log`, and record whether the value is a mean, a sum or another function of the rows of the batch. How
+    the ranks reduce the value depends on this record."""
     ranks.items = getattr(value, ITEMS, None)  # of a loss without a graph
     if isinstance(value, Tensor) and value.grad_fn is not None and is_of_items(value, ranks.rows):
         ranks.items = _items_of(value)
@@ -319,8 +328,9 @@ def _log(ranks: Ranks, hook: str, log: Callable[..., None], name: str, value: An
 
 
 def _counting(ranks: Ranks, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's cross entropy. The wrapper records how many items a loss is a mean over, unless these are the
-    samples."""
+    """Wrap torch's cross entropy. If the loss is a mean over items other than samples, such as tokens, the wrapper
+    stores the number of items in the attribute ITEMS of the loss. With class weights, it stores the sum of the weights
+    instead."""
 
     @functools.wraps(function)
     def cross_entropy(*args: Any, **options: Any) -> Tensor:

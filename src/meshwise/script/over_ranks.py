@@ -32,7 +32,8 @@ Number = TypeVar("Number", int, float, Tensor)
 
 
 def sum_over_ranks(engine: Engine, value: Number) -> Number:
-    """Return the sum of `value` over all ranks, without padding. See `mw.sum`."""
+    """Return the sum of `value` over all ranks, as `mw.sum` does. A rank whose batch holds only a padding sample adds
+    nothing."""
     total = _sum(engine, value) if engine.world.size > 1 else value
     return joined(engine, total)
 
@@ -52,8 +53,8 @@ def _sum(engine: Engine, value: Number) -> Number:
 
 
 def _here(engine: Engine, value: Tensor) -> Tensor:
-    """Move `value` to this rank's device. A rank without items may have created its zero on the CPU, while the other
-    ranks have their values on their devices."""
+    """Move `value` to this rank's device for a collective. A rank that read no samples may still have the total it
+    started with, such as `torch.zeros(())` on the CPU, while the other ranks' totals are on their devices."""
     return value.detach().to(engine.world.device)
 
 
@@ -75,8 +76,8 @@ def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tenso
 
 
 def _is_of_whole_batch(engine: Engine) -> bool:
-    """Return whether every rank's value covers the whole batch already, because the program has called
-    mw.split(whole=True)."""
+    """Return whether every rank has computed on the whole batch, after `mw.split(whole=True)`. A value is then already
+    the same on all ranks, and must not be reduced over the ranks."""
     splits = engine.given.splits
     return splits is not None and engine.reads.ended is None and splits.is_at(engine.part) and splits.check_sum()
 
@@ -97,8 +98,11 @@ def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tenso
 
 
 def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
-    """Return how many samples this rank's value covers; None if unknown. Raise UsageError if the value counts a padding
-    sample."""
+    """Return how many samples are in the value that this rank passes to `mw.sum` or `mw.mean`. Return None if this is
+    unknown. Raise UsageError if the value includes a padding sample.
+
+    verb: the name of the called function, for error messages.
+    weighed: whether the call is `mw.sum`, or `mw.mean` with a weight."""
     ended, part = _loop_of_value(engine, weighed) or engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
@@ -113,8 +117,11 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
 
 
 def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
-    """Return the loop in which the value was computed, as far as the source code shows it. This need not be the last
-    loop. Return None if the loop is unknown."""
+    """Find the finished loop that has computed the argument of the user's call of `mw.sum` or `mw.mean`. The loop is
+    found in the source code, since it need not be the loop that ended last. Return None if it is not found.
+
+    weighed: whether the call is `mw.sum`, or `mw.mean` with a weight. The loop then matters only if it had a padding
+        sample, so the result is None if no loop had a padding sample."""
     over, no_places = engine.reads.by_place, tuple[str, ...]()
     if weighed and not any(read.padded for read in over.values()):
         return None
@@ -148,10 +155,10 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
 
 
 def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many rows of this rank's tensors belong to each batch. Return None if the rows are not samples. After
-    a loop that was left early, the tensors may have rows of only its first batches.
+    """Return how many rows of this rank's tensors belong to each batch that this rank has read, such as `[4, 4, 2]`.
+    After a loop, the tensors may have the rows of the first batches only. The result then has only these batches.
 
-    If the program has left the loop early, the rows may cover only the first batches that were read."""
+    Return None if the number of rows does not fit the batches."""
     rows = {len(t) if t.dim() else -1 for t in tensors}
     ended, part = engine.reads.ended, engine.part
     if ended is None and part is None:
@@ -164,8 +171,8 @@ def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def _of_another_loop(engine: Engine) -> str:
-    """Return advice for an error message, in case the value was computed in a loop over a loader that is not
-    distributed. Return an empty string if there was no such loop."""
+    """Return a sentence to add to an error message if the program has looped over a loader that is not distributed. The
+    sentence advises to pass that loader to `mw.distribute`. Return an empty string if there was no such loop."""
     whole = engine.reads.whole
     return "" if whole is None else f" For values of the loop at {whole.place}, pass its loader to mw.distribute."
 
@@ -173,7 +180,12 @@ def _of_another_loop(engine: Engine) -> str:
 def _check_rows(
     ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]], advice: str
 ) -> None:
-    """Raise UsageError, on every rank, if rows are not samples or if the tensors of the ranks do not fit together."""
+    """Raise UsageError, on every rank, if the tensors of the ranks cannot be gathered. On each rank, a tensor must have
+    one row for each sample. All ranks must have the same number of batches, the same dtypes, and the same sizes of all
+    other dimensions.
+
+    ranks: for each rank, its samples in each batch (see `_counts_of`), and the shape and dtype of its tensors.
+    advice: a sentence to add to the error message."""
     kinds = [[(shape[1:], dtype) for shape, dtype in tensors] for _, tensors in ranks]
     batches = {None if counts is None else len(counts) for counts, _ in ranks}
     if None not in batches and len(batches) == 1 and all(kind == kinds[0] for kind in kinds):
@@ -206,8 +218,8 @@ def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
 
 
 def joined(engine: Engine, value: Number) -> Number:
-    """Report to the guards, and to the watcher of `meshwise check`, that `value` was reduced over the ranks. Return
-    `value`."""
+    """Record that `value` was reduced over the ranks, and return it. The record prevents the warning that a loop's
+    results were never reduced, and `meshwise check` compares the value."""
     reduced(engine)
     if engine.watcher is not None:
         engine.watcher.summed(value)
@@ -215,7 +227,7 @@ def joined(engine: Engine, value: Number) -> Number:
 
 
 def reduced(engine: Engine) -> None:
-    """Tell the guard `UnsummedLoops` that a value was reduced over the ranks. It then warns of none of the loops so
-    far."""
+    """Tell the guard `UnsummedLoops` that the program has now reduced a value over the ranks. The guard warns of
+    evaluation loops with results that are never reduced. Loops that began before this call count as reduced."""
     if (loops := engine.events.find(UnsummedLoops)) is not None:
         loops.reduced()

@@ -57,8 +57,8 @@ def loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
 
 
 def says_beside(parts: LoopParts) -> str:
-    """Return a warning if the last step has read a loader that is not in `parts`, and the loop over it has not ended.
-    Return an empty string otherwise."""
+    """Return a warning if the loop of `mw.checkpoint` also reads a loader whose position is not saved. Return an empty
+    string otherwise. parts: has the loaders whose positions are saved."""
     engine = parts.engine
     read = [each for each in engine.given.loaders if each.in_batch and each.given_at >= engine.phases.done - 1]
     if not parts.loaders or all(each in parts.loaders for each in read):

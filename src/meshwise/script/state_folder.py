@@ -34,16 +34,17 @@ from meshwise.workers.launchers.find import place_in
 class HeldFolder:
     """A folder that this program has locked, to save states in it.
 
-    number: the number of this start of the program, which is part of the names of the states that it saves. None if the
-    folder cannot be written.
-    lock: the lock on rank 0; None on other ranks."""
+    number: a number that no other start of the program has. It is part of the names of the states that this start
+        saves. None if the folder cannot be written.
+    lock: the lock, which only rank 0 holds. None on the other ranks."""
 
     path: Path
     number: int | None
     lock: FolderLock | None
 
     def tell_origin(self, saved: Checkpoint, say: Callable[[str], object]) -> None:
-        """Print which saved state the program resumes from. Print nothing if the same run has saved the state."""
+        """Print which saved state the program resumes from. Print nothing if the state was saved by an earlier attempt
+        of the run that now resumes."""
         by, own = claims_of(self.path).get(saved.attempt, {}), _facts()
         if own["run"] and by.get("run") == own["run"]:
             return
@@ -71,8 +72,10 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """Return the lock, the number of this start of the program, and an error message if another program saves in the
-    folder. If the folder cannot be written, the message is empty, because the first save will report this error."""
+    """Lock the folder, and claim a number for this start of the program. Return (lock, number, error message).
+
+    If another program saves in the folder, the message says so, and the number is None. If the folder cannot be
+    written, the number is None and the message is empty: the first save will then report the error."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +92,8 @@ def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
 
 
 def _work() -> Work:
-    """Return what the lock records as its owner: the run of meshwise's launcher, or otherwise the job of a
-    scheduler."""
+    """Return what the program's processes have in common over restarts: the run of meshwise's launcher, or the job of a
+    scheduler. A later attempt of the same run or job may take over `state.lock`."""
     run = os.environ.get(RUN_FOLDER)
     if run is not None and ATTEMPT in os.environ:
         return Work(str(Path(run).resolve()), attempt())

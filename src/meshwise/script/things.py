@@ -43,12 +43,15 @@ def check(things: Mapping[str, dict[str, Any]]) -> None:
         for each in things[kind].values():
             fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
             if not fits:
-                raise UsageError(f"mw.checkpoint: {kind}= is not for a {type(each).__name__}. Put it into dict extra=.")
+                raise UsageError(f"mw.checkpoint: {kind}= takes no {type(each).__name__}. Pass it in the dict extra=.")
 
 
 def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the state saved in `folder` does not have objects of the same names and optimizers of
-    the same classes as `things`."""
+    """Raise CheckpointError if the objects passed to `mw.checkpoint` do not fit the state saved in `folder`. Their
+    names must be the same as in the saved state, and so must the classes of optimizers.
+
+    things: the objects passed to `mw.checkpoint`, by kind (such as `model`) and name.
+    tree: the saved state, by kind and name."""
     for kind, own in things.items():
         if own.keys() != tree[kind].keys():
             raise CheckpointError(
@@ -57,11 +60,12 @@ def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[st
             )
     for name, optimizer in things["optimizer"].items():
         if (kind := tree["optimizer"][name]["kind"]) != type(optimizer).__name__:
-            raise CheckpointError(f"{folder} was saved with {kind}, not with {type(optimizer).__name__}. Use {kind}.")
+            raise CheckpointError(f"{folder} is for optimizer {kind}, not {type(optimizer).__name__}. Use {kind}.")
 
 
 def kept_by(states: Iterable[CheckpointedLoop]) -> list[Any]:
-    """Return the program's objects that are saved by `states`, the results of `mw.checkpoint`."""
+    """Return the program's objects that `mw.checkpoint` saves. states: what the calls of `mw.checkpoint` have
+    returned."""
     return [each for state in states for each in state.keeps()]
 
 
@@ -72,11 +76,12 @@ def forgotten(
     optimizers: Iterable[Optimizer],
     schedulers: Iterable[Any],
 ) -> str:
-    """Return a sentence about objects that the program trains with, but that no call of `mw.checkpoint` saves. Return
-    an empty string if there are none.
+    """Return a warning about objects that the program trains with, but that no call of `mw.checkpoint` saves. Return an
+    empty string if all objects are saved.
 
-    given: the objects that are saved.
-    things: the objects given to the last call of `mw.checkpoint`, by kind and name."""
+    given: the objects passed to any call of `mw.checkpoint`.
+    things: the objects passed to the last call alone, by kind (such as `model`) and name.
+    models, optimizers, schedulers: the objects that the program trains with."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
     known = {id(each) for each in given}
     lost: dict[str, list[Any]] = {

@@ -49,8 +49,8 @@ def is_trainer(thing: Any) -> bool:
 
 
 def join_as_trainer() -> None:
-    """Replace the process group that TrainingArguments has created by meshwise's process group. The former may have no
-    backend for CPU tensors."""
+    """Replace the process group that TrainingArguments has created by a process group of meshwise. The group of
+    TrainingArguments may lack a backend for CPU tensors."""
     rank_context()
     rejoin()
 
@@ -88,8 +88,10 @@ def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: C
 
 
 def _refuse(trainer: Any, ranks: int, masks: bool) -> None:
-    """Raise UsageError for features with results that would differ on several devices. masks: whether the collator
-    draws random masks, although the user has requested exact random draws."""
+    """Raise UsageError if the Trainer uses a feature with which several devices would not compute the same as one
+    device.
+
+    masks: whether the data collator masks tokens at random although the user has requested `--exact-random`."""
     args = trainer.args
     own = sorted({c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")} - {"_BaseTrainer", SFT})
     reads = not str(type(trainer).get_batch_samples.__module__).startswith("transformers.")

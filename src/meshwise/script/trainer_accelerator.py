@@ -25,7 +25,8 @@ from meshwise.transfer import collectives
 
 
 class AcceleratorOnRanks:
-    """Overrides methods of the Accelerator that a Trainer uses."""
+    """A base class that is added to the class of a Trainer's Accelerator. It overrides the methods that prepare
+    objects, run the backward and exchange values between processes, so that meshwise does this over all ranks."""
 
     meshwise: Ranks
 

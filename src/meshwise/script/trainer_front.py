@@ -142,8 +142,8 @@ class OnRanks:
         super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
         if (missing := load_result.missing_keys) and (others := load_result.unexpected_keys):
             raise UsageError(
-                f"Trainer: this checkpoint, saved without mw.distribute, has {others[0]} instead of {missing[0]}, so "
-                "Trainer would not load this value. Load it with from_pretrained, and train without resuming."
+                f"Trainer: this checkpoint, saved without mw.distribute, has a value {others[0]} but no {missing[0]}, "
+                "so it cannot be resumed. Load it with from_pretrained, and train without resuming."
             )
 
     def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:

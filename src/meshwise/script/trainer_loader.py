@@ -42,14 +42,14 @@ class _Ahead:
 
 
 class Reader:
-    """Lets a Trainer look at batches of a distributed loader before they are processed. Set as the attribute `wrapper`
-    of the loader."""
+    """Lets a Trainer look at batches of a distributed loader before it processes them. The loader has this object as
+    its attribute `wrapper`, and reads its batches through `pairs`."""
 
     def __init__(self) -> None:
         self.ahead = _Ahead(iter(()))
 
     def take(self) -> None:
-        """Do nothing, because the Trainer's own loop reads the batches."""
+        """Return None, so that the loader begins its usual loop."""
 
     def pairs(self, inner: Iterator[Share]) -> Iterator[Share]:
         self.ahead = _Ahead(inner)

@@ -28,15 +28,17 @@ MIXED = "a sum over num_items_in_batch and more"
 
 @dataclass(eq=False)
 class Ranks(OfTrainer):
-    """The state shared by the classes of meshwise that override methods of transformers' Trainer and its Accelerator.
+    """The state shared by the classes of meshwise that override methods of transformers' Trainer and of its
+    Accelerator.
 
     share: calls `mw.distribute` for one object.
     loss: the loss of the newest backward, over all ranks.
-    weight: how many items the newest loss is a mean over; None if these are samples.
+    weight: the number of items, such as tokens, over which this rank's newest loss is a mean. None for a sum, and for a
+        mean over samples.
     computed: whether `compute_loss` has returned the newest loss.
     items: whether `compute_loss` has received `num_items_in_batch` for the newest loss.
-    kinds: maps `items` (True or False) to what such losses are: SUM, MEAN (over samples) or ITEMS (a mean over other
-    items)."""
+    kinds: SUM, MEAN (over samples) or ITEMS (a mean over tokens or the like). `kinds[True]` is for losses computed with
+        `num_items_in_batch`, and `kinds[False]` is for all other losses."""
 
     plan: Plan | None
     share: Callable[[Any], Any]
@@ -106,8 +108,9 @@ def loss_of(result: Any) -> Tensor:
 
 
 def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
-    """Return the number by which the loss was divided: the number of items of its cross entropy, or the divisor of its
-    sum. Raise UsageError if the loss contains several cross entropies, or none."""
+    """Return the number by which a sum was divided to compute the loss, such as the number of tokens. Find it in the
+    graph of the loss: either the last operator divides a sum, or the loss contains a mean cross entropy. Raise
+    UsageError if the graph has neither, or several cross entropies."""
     found = count_of_sum(loss) or [over for over, _, _ in cross_entropy_means(loss)]
     if len(found) != 1:
         raise UsageError(

@@ -67,7 +67,8 @@ def barrier() -> None:
 
 @contextlib.contextmanager
 def main_first() -> Iterator[None]:
-    """Run the body of the `with` statement on rank 0 first, then on the other ranks, as for a download or a cache.
+    """Run the body of the `with` statement on rank 0 first, and on the other ranks afterwards. For example, rank 0 can
+    download a file that the other ranks then read.
 
     Collective. If rank 0 raises an error, the other ranks wait until the run ends with that error."""
     came_to("mw.main_first")
