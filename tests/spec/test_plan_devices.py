@@ -51,7 +51,7 @@ def test_on_fewer_devices_replicas_or_shards_change_and_all_else_stays(plan: Pla
 
 
 def test_a_plan_that_needs_more_devices_than_are_left_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"^data=2 x tensor=4 needs at least 4 devices, but the run has 3 left\.$"):
+    with pytest.raises(PlanError, match=r"^data=2 x tensor=4 needs at least 4 devices, but the run now has 3\.$"):
         on_devices(Plan(data=2, tensor=4), 3)
 
 

@@ -86,8 +86,8 @@ def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def _memory(root: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the bytes in use of each control group that has a limit. Inactive file pages do not count as
-    in use."""
+    """Yield the memory limit and the bytes in use of each Linux control group (cgroup) of this process that has a
+    limit. Memory that only caches files, and was not used lately, does not count as in use."""
     versions = (
         ("", "memory.max", "memory.current", ""),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

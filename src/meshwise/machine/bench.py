@@ -46,8 +46,8 @@ class Bench:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the bench: 1 if a path corrupts data, else the code of an early stop, else 3 if a path is
-        far below its expected rate, else 0."""
+        """The exit code of the bench. 1: a path corrupts data. The code of `stopped`: the bench was stopped early. 3: a
+        path is far below its expected rate. 0: none of these. If several apply, the first counts."""
         judged = exit_code(list(self.verdicts), bool(self.wrong))
         return self.stopped.code if self.stopped is not None and judged != 1 else judged
 
@@ -143,8 +143,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """Return the links of the machine with the timings of copies. If a copied pair of devices has no link yet, a link
-    is added."""
+    """Return the machine's links, with the times of the measured copies added to the link that each copy used. If the
+    machine has no link yet between the two devices of a copy, a new link is added."""
     measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
         if result.operation not in COPIES:

@@ -22,21 +22,21 @@ from meshwise.spec.units import percent_text
 NOT_CONFIRMED = " (from memory, not confirmed)"
 """Appended to the origin of a figure that nobody has looked up in a source yet."""
 LANES = {"pcie": 16, "nvlink": 1}
-"""For each kind of link, how many lanes or links have the rate that the catalog gives for a generation."""
+"""For each generation, the catalog gives the rate of 16 PCIe lanes together, and of a single NVLink."""
 ARCHITECTURES = (
     ("volta", "turing", "ampere", "ada", "hopper", "blackwell"),
     ("cdna2", "cdna3", "cdna4"),
 )
-"""Generations of each vendor, the oldest first. A missing share of the peak is taken from the nearest generation."""
+"""Device generations, one tuple per vendor, oldest first. `achievable` uses them to find the nearest generation."""
 
 
 @dataclass(frozen=True)
 class PartLink:
-    """A link of a part.
+    """The link of a device model in the catalog, such as the NVLinks of an H100.
 
-    bandwidth: bytes/s one way, of all its `width` lanes or links together.
-    mesh: whether the links lead directly to several other devices, so that each pair has only some of the links. If
-        not, they lead to a switch.
+    bandwidth: bytes/s one way, summed over all `width` lanes or links of the device.
+    mesh: True if each link of the device leads directly to another device, so that only some of the links connect two
+        given devices. False if all links lead to a switch.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class PartLink:
 
     @property
     def full(self) -> dict[str, Any]:
-        """The full rate, generation and width of this link, as keyword arguments of a `Link`."""
+        """The nominal bandwidth, generation and width of this link, as keyword arguments of a `Link`."""
         return {
             "bandwidth": self.bandwidth,
             "full_generation": self.generation,
@@ -98,18 +98,19 @@ class CatalogPart:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link_of(self, kind: str) -> PartLink | None:
-        """Return the part's link of this kind, such as `nvlink`, or None. A link between devices is preferred to the
-        link to the host."""
+        """Return the link of this device model that is of the given kind, such as `nvlink`. Returns None if there is no
+        such link. If the link to other devices and the link to the host have the same kind, the link to other devices
+        is returned."""
         links = (self.link, self.bridge, self.host_link)
         return next((link for link in links if link is not None and link.kind == kind), None)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The shares of a link's nominal bandwidth that were reached in measurements, by path.
+    """Measured shares of a link's nominal bandwidth, e.g. 0.8 for the path `pair`.
 
     generation: the generation of the link, or None for any.
-    part: the part on which the shares were measured.
+    part: the name of the device model on which the shares were measured.
     """
 
     kind: str
@@ -120,7 +121,7 @@ class Reached:
 
 
 def parts() -> tuple[CatalogPart, ...]:
-    """Return all known parts, in the order of the catalog."""
+    """Return all device models in the catalog, such as `H100-SXM`, in the order of the catalog."""
     return tuple(_parts().values())
 
 
@@ -130,11 +131,11 @@ def part(name: str) -> CatalogPart | None:
 
 
 def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | None:
-    """Find the part for a device name that a driver reports, such as `NVIDIA H100 80GB HBM3`. Returns None if the part
-    is not certain.
+    """Return the device model in the catalog for a name that a driver reports, such as `NVIDIA H100 80GB HBM3`. Returns
+    None unless exactly one model fits.
 
-    memory: the bytes of memory that the driver reports. If they do not match the part, the result is None. The device
-        is then a slice (MIG), or another part of the same name.
+    memory: the bytes of memory that the driver reports. A model with another amount of memory does not fit. This
+        excludes slices of a device (MIG), and variants that have the same name but another amount of memory.
     """
     bare = re.sub(r"\s+", " ", name.strip())
     bare = re.sub(r"^(NVIDIA|AMD) ", "", bare, flags=re.IGNORECASE)
@@ -146,8 +147,9 @@ def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | N
 
 @cache
 def field_origins(part: CatalogPart) -> Mapping[str, str]:
-    """Return the source of each figure of a part, by field. A dtype with a different source has its own entry, such as
-    `peak.fp32`."""
+    """Return the source of each figure of a device model, such as the data sheet from which the memory was read. The
+    keys are the fields `memory`, `memory_bandwidth`, `peak` and `achievable`. If a dtype has another source than the
+    first dtype of the field, it gets a key of its own, such as `peak.fp32`."""
     found: dict[str, str] = {}
     for figure, origin in part.origins.items():
         field = figure.split(".")[0]
@@ -157,7 +159,8 @@ def field_origins(part: CatalogPart) -> Mapping[str, str]:
 
 
 def nominal(part: CatalogPart) -> dict[str, Any]:
-    """Return the name and the nominal figures of a part, as keyword arguments of a `Device`."""
+    """Return the name and the nominal figures of a device model, such as its peak FLOP/s, as keyword arguments of a
+    `Device`."""
     return {"part": part.name, **{name: getattr(part, name) for name in FIGURES}, "origins": field_origins(part)}
 
 
@@ -177,10 +180,14 @@ def networks() -> Mapping[str, float]:
 
 
 def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] | None:
-    """Return the share of the nominal bandwidth that was reached on such a link and path, and the source of this share.
+    """Return which share of a link's nominal bandwidth was reached in the catalog's measurements, and a text on where
+    it was measured. Return None if there is no measurement of this path on this kind of link.
 
-    If this generation was not measured, the nearest measured generation is used, the older one of two. The source then
-    says so. Returns None if no generation was measured.
+    kind: the kind of link, such as `nvlink`.
+    path: the kind of copy that was measured, such as `pair`, or a collective such as `all-reduce`.
+
+    If this generation was not measured, the nearest measured generation is used, and the text says so. Of two equally
+    near generations, the older generation is used.
     """
     found = [r for r in _reached() if r.kind == kind and path in r.shares]
     if not found:
@@ -193,11 +200,16 @@ def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] |
 
 
 def achievable(device_part: CatalogPart, dtype: str) -> tuple[float, str] | None:
-    """Return the share of the peak that a matmul of this dtype reached, and the source of this share.
+    """Return the share of the peak FLOP/s that matmuls of this dtype reach on a device model, and the source of this
+    share.
 
-    If the share is not known for this part, the share of the vendor's nearest generation is used, or else the share of
-    another dtype on this part. The source then says so. bf16 and fp16 run on the same units, so either stands for the
-    other. Returns None if no share is known.
+    The share is the first of these that is known:
+    1. the share of this dtype on this device model. bf16 and fp16 run on the same units, so the share of bf16 is used
+    for fp16, and vice versa.
+    2. the share of this dtype on a device of the nearest generation of the same vendor.
+    3. the share of another dtype on this device model.
+
+    In cases 2 and 3, the source says so. Returns None if no such share is known.
     """
     alike = {"fp16": "bf16", "bf16": "fp16"}
     for known in (dtype, alike.get(dtype, dtype)):
@@ -276,8 +288,8 @@ def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
 
 
 def _origin(entry: Mapping[str, Any], figure: str) -> str:
-    """Return the source of one figure, such as `peak.fp8`. If the figure has no source of its own, this is the source
-    of its table, such as `peak`."""
+    """Return where a figure in the catalog comes from, e.g. a datasheet. figure: the name of the figure, such as
+    `peak.fp8`. If the catalog has no source for this figure, the source of its table (`peak`) is returned."""
     sources = entry["sources"]
     key = sources.get(figure) or sources[figure.split(".")[0]]
     origin: str = _text()["sources"][key]

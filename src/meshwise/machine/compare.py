@@ -21,7 +21,7 @@ from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, seconds_
 
 Value = TypeVar("Value")
 CLEAR = 0.10
-"""The smallest relative change of speed that counts."""
+"""The smallest relative change of a measured speed that is reported as better or worse."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,13 @@ def _changes(
     of_both: Callable[[str, Value, Value], Iterator[Change]],
     suffix: str = "",
 ) -> Iterator[Change]:
-    """Yield the changes from an old table of items to a new one. Both have the items by name.
+    """Compare two tables of items, such as links by their names, and yield the differences. Items that are missing in
+    one table are reported as gone or new.
 
-    both: the old and the new table.
-    text: converts an item to text.
-    of_both: compares an item that both tables have.
-    suffix: appended to the name of an item that only one table has.
+    both: the table of the older measurement, then the table of the newer measurement. The keys are names of items.
+    text: describes an item that is gone or new.
+    of_both: yields the differences of an item that is in both tables.
+    suffix: appended to the name of an item that is gone or new.
     """
     old, new = both
     for name in dict.fromkeys([*old, *new]):
@@ -95,7 +96,9 @@ def _device(name: str, old: Device, new: Device) -> Iterator[Change]:
 
 
 def _rates(device: Device) -> dict[str, tuple[float, str]]:
-    """Return the measured rates of a device by name, as (number, text). A larger number is faster."""
+    """Return the measured rates of a device, by the name of the rate, such as `memory rate`. Each rate is a pair: the
+    rate as a number, and its text for the user. A larger number always means faster. The number for `launch` is
+    therefore 1 / seconds, although the text shows seconds."""
     found = {}
     if device.memory_rate is not None:
         found["memory rate"] = (device.memory_rate, bandwidth_text(device.memory_rate))
@@ -136,7 +139,8 @@ def _collective(name: str, old: Collective, new: Collective) -> Iterator[Change]
 
 
 def _path(name: str, old: Timings, new: Timings, kind: str = "copy", ranks: int = 1) -> Iterator[Change]:
-    """Compare rates at the largest size that both measurements have, and times at the smallest."""
+    """Compare two measurements of a path: the rates at the largest common message size, and the times at the
+    smallest."""
     sizes = sorted(set(old.sizes) & set(new.sizes))
     if not sizes:
         yield Change(f"{name}, sizes", bytes_text(old.sizes[-1]), bytes_text(new.sizes[-1]), "changed")
@@ -152,8 +156,11 @@ def _path(name: str, old: Timings, new: Timings, kind: str = "copy", ranks: int 
 
 
 def _p95(timings: Timings, size: int) -> float:
-    """Return the 95th percentile of the seconds at a size, which tells whether a change lies within the usual spread.
-    Returns 0 if percentiles were not kept. No change then counts as usual spread."""
+    """Return the 95th percentile of the measured times for a message size, in seconds. Return 0 if percentiles were not
+    recorded.
+
+    A slower median up to this time counts as equal speed.
+    """
     return timings.p95[timings.sizes.index(size)] if timings.p95 else 0.0
 
 

@@ -20,7 +20,7 @@ from meshwise.spec.units import bandwidth_text, flops_text, percent_text
 
 BOTH_WAYS = " both ways"
 Share = tuple[float, str] | None
-"""The share of a nominal figure that was reached, with its source, or None if unknown."""
+"""(measured rate / nominal rate, where this ratio was measured), or None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,18 @@ def _over_host(machine: Machine, link: Link, both: bool) -> Expected:
 
 
 def _first_reached(link: Link, generation: int | None, ways: Sequence[str]) -> Share:
-    """Return the share of the nominal bandwidth that such a link reached in the catalog's measurements. ways: names of
-    measured paths, such as `pair`. The first of them that was measured is used."""
+    """Return which share of a link's nominal bandwidth copies have reached in the catalog's measurements, and where it
+    was measured. Return None if there is no such measurement.
+
+    ways: names of kinds of copies, such as `pair`. The first that the catalog has is used.
+    """
     return next((found for way in ways if (found := reached(link.kind, generation, way)) is not None), None)
 
 
 def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
-    """Return (bytes/s one way, generation, origin) of a link to or from the host, at the device's full rate."""
+    """Return (bytes/s one way, generation, source of the rate) of a link between the host and a device. The rate is the
+    nominal rate that the device supports, even if the link was found slower. The rate or the generation is None if
+    unknown."""
     device = part_at(machine, link.target if link.source == HOST else link.source)
     if device is not None and device.host_link is not None and device.host_link.kind == link.kind:
         own = device.host_link
@@ -81,8 +86,11 @@ def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None
 
 
 def _staged(machine: Machine, link: Link, why: str) -> Expected:
-    """Return the rate that a copy through the host's memory should reach. The two halves of the way overlap in a double
-    buffer, so this is the rate of the slower half."""
+    """Return the expected rate of a copy through the host's memory. The copies to and from the host overlap, so it is
+    the rate of the slower link.
+
+    why: why the copy goes through the host, for the explanation.
+    """
     links = (link_between(machine, link.source, HOST), link_between(machine, HOST, link.target))
     legs = [_over_host(machine, leg, False) for leg in links if leg is not None]
     rates = [leg.rate for leg in legs if leg.rate is not None]
@@ -99,8 +107,9 @@ def _between(machine: Machine, link: Link, both: bool) -> Expected:
 
 
 def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
-    """Return (bytes/s one way, generation, origin) of a link between two devices, at the full rate of the slower
-    device."""
+    """Return (bytes/s one way, generation, source of the rate) of a link between two devices. The rate is the nominal
+    rate of the devices, or of the slower device if the models differ. It does not depend on the link's present state.
+    The rate or the generation is None if unknown."""
     ends = [part_at(machine, link.source), part_at(machine, link.target)]
     own = [(found, end) for end in ends if end is not None and (found := end.link_of(link.kind)) is not None]
     if len(own) == 2:
@@ -121,8 +130,9 @@ def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | No
 
 
 def expected_collective(machine: Machine, collective: Collective) -> Expected:
-    """Return the bus bandwidth that a collective should reach. This is the nominal rate of the slowest link in a ring,
-    times the share that was reached on such a link."""
+    """Return the bus bandwidth that a collective should reach. The devices form a ring, and the slowest link of the
+    ring limits the rate. The result is the nominal rate of this link, times the share of the nominal rate that was
+    reached in the catalog's measurements. If a nominal rate is unknown, no rate is expected."""
     if collective.kind not in FACTORS or collective.ranks < 2:
         return Expected(None, None, f"the expected rate of {collective.kind} is not known")
     on_one_host = sum(device.host == 0 for device in machine.devices)
@@ -150,8 +160,9 @@ def expected_collective(machine: Machine, collective: Collective) -> Expected:
 
 
 def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link, int | None, str]:
-    """Return (rate, link, generation, origin) of a ring of devices over links such as `link`. If the links of a device
-    lead to many devices, several rings are possible at the same time, and the rate is their sum."""
+    """Return (bytes/s one way, link, link generation, source of the rate) for a collective in a ring of `ranks`
+    devices, which are connected by links such as `link`. If each device has direct links to several devices, several
+    rings run at the same time, and their rates are summed. The rate is None if unknown."""
     nominal, generation, origin = device_nominal(machine, link)
     end = part_at(machine, link.source)
     own = None if end is None else end.link_of(link.kind)
@@ -184,14 +195,18 @@ def expected_matmul(device: Device, dtype: str) -> Expected:
 
 
 def part_at(machine: Machine, end: str) -> CatalogPart | None:
-    """Return the part in the catalog at one end of a link. For the end `device`, this is the part of all devices.
-    Returns None if the part is unknown, or if the devices have different parts."""
+    """Return the device model in the catalog at one end of a link. Returns None if the model is unknown.
+
+    end: a device such as `cuda:0`, or `device`, which means any device of the machine. For `device`, the result is None
+        if the devices are of different models.
+    """
     names = {device.part for device in machine.devices if end in (device.name, DEVICE)}
     return part(names.pop()) if len(names) == 1 else None
 
 
 def never_peer(machine: Machine, link: Link) -> bool:
-    """Return whether the vendor disabled peer access for the part at either end of the link."""
+    """Return whether the vendor disabled peer access for the device at one end of the link, or for the devices at both
+    ends. The catalog says so for each device model."""
     ends = [part_at(machine, end) for end in (link.source, link.target)]
     return any(end is not None and end.peer is False for end in ends)
 

@@ -21,10 +21,11 @@ from meshwise.spec.units import plural
 
 
 def find_devices(request: DeviceRequest) -> list[WorkerSlot]:
-    """Return one slot per worker. `all` means every accelerator, or one CPU worker if there is none.
+    """Return one slot per worker: for each requested device, or for each accelerator of this machine if no kind of
+    device is requested. Without accelerators, this is one CPU worker.
 
-    A slot has one thread for each of its cores. If there is only one slot, it has as many threads as plain torch uses.
-    OMP_NUM_THREADS overrides both. Raises UsageError if a requested device is missing.
+    The number of threads of each slot is OMP_NUM_THREADS, if it is set. Otherwise, a slot has one thread for each of
+    its cores, and a single slot has torch's default. Raises UsageError if a requested device is missing.
     """
     if request.kind is None:
         kind, count = accelerators()

@@ -28,9 +28,9 @@ from meshwise.spec.timings import Timings
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text
 
 LEAST_BYTES = 4 << 20
-"""The smallest message size in bytes for which a rate is judged. Smaller messages show the latency of a path."""
+"""The smallest message in bytes whose rate is compared with the expected rate. Smaller messages show latency."""
 GOOD, LOW = 0.85, 0.6
-"""Shares of the expected rate. A rate of at least GOOD is good, of at least LOW is low, and of less is far below."""
+"""Shares of the expected rate. A rate is good from GOOD on, low from LOW up to GOOD, and far below under LOW."""
 SLOW_CAUSES = {
     "narrow-pcie": "the PCIe link has {width} of {full_width} lanes: look at the slot, the riser and the manual",
     "old-pcie-generation": "the PCIe link runs at generation {generation} of {full_generation}: look at the slot and "
@@ -71,7 +71,8 @@ class Verdict:
 
 
 def judge(machine: Machine) -> list[Verdict]:
-    """Judge every measured path, collective, memory rate and matmul rate of the machine."""
+    """Compare every measured rate of the machine with the rate that the hardware should reach. The measured rates are
+    those of copies, collectives, memory and matmuls. Returns a `Verdict` for each measured rate."""
     verdicts = [_copy(machine, link, path, timings) for link in machine.links for path, timings in link.timings.items()]
     verdicts += [_collective(machine, collective) for collective in machine.collectives]
     for device in machine.devices:
@@ -108,10 +109,11 @@ def _verdict(
     causes: dict[str, str] | None = None,
     always: tuple[str, ...] = (),
 ) -> Verdict:
-    """Make a verdict.
+    """Return the `Verdict` on a measured rate, by comparing it with the expected rate.
 
-    causes: descriptions of why the rate may be low. They are only included if the rate is low.
-    always: the keys of causes that are included even if the rate is good.
+    what: what was measured, such as `host -> cuda:0, pinned`.
+    causes: texts that explain why the rate may be low, by key. The verdict includes them only if the rate is low.
+    always: keys of `causes` that the verdict includes even if the rate is good.
     """
     causes = causes or {}
     rate = expected.rate or None  # a share of nothing, as a file may have it, is no expectation
@@ -168,7 +170,11 @@ def _between_causes(machine: Machine, link: Link, way: str, measured: float) -> 
 
 
 def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str]:
-    """Return the causes that follow from the generation and width of a PCIe link, or from the number of NVLinks."""
+    """Return possible causes of a link's low rate, as texts by key. They are that the PCIe link runs with fewer lanes
+    or at a lower generation than its devices support, or that fewer NVLinks are up.
+
+    measured: the measured bytes/s.
+    """
     full_generation, full_width = _full(machine, link)
     generation, width = link.generation, link.width
     keys = []
@@ -186,8 +192,9 @@ def _lane_causes(machine: Machine, link: Link, measured: float) -> dict[str, str
 
 
 def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
-    """Return the full (generation, width) of a link. Each is the largest value in the catalog or in the devices'
-    reports, or None if unknown."""
+    """Return the highest generation and the largest number of lanes or links that this link could have. These are the
+    largest values that the drivers report, or that the catalog has for the devices at both ends. A value is None if
+    unknown."""
     parts = [part for end in (link.source, link.target) if (part := part_at(machine, end)) is not None]
     links = [own for part in parts if (own := part.link_of(link.kind)) is not None]
     generations = [link.full_generation, *(own.generation for own in links)]
@@ -196,14 +203,14 @@ def _full(machine: Machine, link: Link) -> tuple[int | None, int | None]:
 
 
 def _spread(machine: Machine, link: Link) -> bool:
-    """Return whether the links of the source device lead to several other devices. A pair of devices then has only some
-    of the links."""
+    """Return whether the device at the start of this link has direct links to several other devices. A given device is
+    then reached by only some of the links, so the caller does not report missing links."""
     part = part_at(machine, link.source)
     return part is not None and part.link is not None and part.link.mesh
 
 
 def _causes(*keys: str, **facts: int | None) -> dict[str, str]:
-    """Return the descriptions of these causes, with the numbers of the link filled in."""
+    """Return the texts of SLOW_CAUSES for these keys, with numbers filled in. facts: the numbers, such as `width=8`."""
     return {key: SLOW_CAUSES[key].format(**facts) for key in keys}
 
 

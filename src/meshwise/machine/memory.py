@@ -43,8 +43,8 @@ def memory_counters(device: str) -> dict[str, float]:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the largest number of bytes in use so far. On an accelerator, these are the tensors of this process. On a
-    CPU, it is the resident memory."""
+    """Return the largest number of bytes that this process has used at any moment so far. On an accelerator, only
+    torch's tensors are counted. On a CPU, it is the resident memory of the process."""
     if has_streams(device):
         return int(torch.get_device_module(device).max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS

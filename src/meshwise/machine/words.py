@@ -60,13 +60,19 @@ def machine_from_words(words: str) -> Machine:
 
 
 def device_of(part: CatalogPart, index: int, host: int = 0) -> Device:
-    """Return device number `index` of a host, with the nominal figures of its part."""
+    """Return a `Device` of this model in the catalog, with the model's nominal figures.
+
+    index: the device's number on its host.
+    """
     return Device(f"{part.kind}:{index}", host=host, **nominal(part))
 
 
 def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tuple[Link, ...]:
-    """Return links that stand for all devices of a machine, if all devices have the same part. Returns () if their
-    parts differ."""
+    """Return the links of a machine whose devices are all of the same model: the links between the host and any device,
+    and between any two devices. Return () for devices of different models, because their links differ.
+
+    several_on_a_host: whether a host has several devices, so that links between devices are needed.
+    """
     if len({part.name for part in device_parts}) != 1:
         return ()
     part = device_parts[0]
@@ -74,11 +80,12 @@ def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tup
 
 
 def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
-    """Return the parts whose links are used for the whole machine. These are all parts if they are the same. Otherwise,
-    this is only the part with the slowest link, and a warning is added.
+    """Return the device model from which `class_links` takes the links of a machine with different models: the model
+    with the slowest link. A sentence on this is added to `warnings`. If all devices are of the same model,
+    `device_parts` is returned unchanged.
 
-    apart: whether each host has devices of one part only. If not, different parts share a host, and their devices reach
-        each other only through the host.
+    apart: True if each host has devices of one model only. False if different models share a host. Their copies then go
+        through the host, so only links to the host are compared.
     """
     if len({part.name for part in device_parts}) == 1:
         return device_parts
@@ -93,8 +100,8 @@ def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[s
 
 
 def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
-    """Parse words such as `2x8xA100`. Returns the number of hosts, the number of devices per host, their part, and
-    warnings."""
+    """Parse the words for a group of equal devices, such as `2x8xA100`. Returns the number of hosts, the number of
+    devices per host, the device model in the catalog, and warnings for the user."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"machine '{words}' names no device. {_WRITE}")
@@ -114,8 +121,9 @@ def _count(words: str, digits: str) -> int:
 
 
 def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
-    """Return the catalog's part for a name that a user wrote, and warnings on the part and on what was assumed. If
-    several parts match, the first is returned. Raises UsageError if no part matches."""
+    """Find the device model in the catalog that a user means by a name. If several models match, the first is returned,
+    and a warning lists the others. Other warnings say which figures of the model are doubtful. Raises UsageError if no
+    model matches."""
     plain = _plain(name)
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
@@ -145,10 +153,10 @@ def _letters(name: str) -> str:
 
 
 def _means(plain: str, part: CatalogPart) -> bool:
-    """Return whether a name fits this part. The name must be the family, optionally followed by memory size and form
-    (`sxm`).
+    """Return whether a user may mean this device model by a name. The name must be the model's family, such as `a100`.
+    The memory size and the form may follow, such as `80gb` and `sxm`.
 
-    plain: the name as `_plain` returns it.
+    plain: the user's name in lower case, reduced to letters and digits, as `_plain` returns it.
     """
     family = _plain(part.family)
     if not plain.startswith(family) or part.memory is None:
@@ -182,8 +190,8 @@ def _host_links(part: CatalogPart) -> tuple[Link, ...]:
 
 
 def _device_links(part: CatalogPart) -> tuple[Link, ...]:
-    """Return a link that stands for all pairs of devices of a host. It is the part's link between devices, or else its
-    link to the host."""
+    """Return one link that stands for every pair of devices of this model on a host. It is the model's link between
+    devices, such as NVLink, or else its link to the host. Returns () if neither is known."""
     if part.kind == "cpu":
         return (Link(DEVICE, DEVICE, "process"),)
     link: PartLink | None = part.link or part.host_link

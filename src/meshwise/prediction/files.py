@@ -41,17 +41,23 @@ class Store(Protocol):
     """A store for predictions, in memory or in a file."""
 
     def begin(self, multiple: int) -> int:
-        """Return how many samples an earlier run has stored. If the last stored batch is incomplete, its rows may be
-        dropped, and do not count.
+        """Prepare the store, and return how many samples it already holds from an earlier run, counted from the first
+        sample. Predicting continues after these samples.
+
+        If the last stored batch is incomplete, a store may remove its rows. The removed rows do not count.
 
         multiple: the number of samples in a batch.
         """
 
     def add(self, first: int, pieces: Sequence[Outputs]) -> None:
-        """Append rows. first: the index of the sample that the first row belongs to."""
+        """Append rows of predictions to the store.
+
+        first: the index of the sample to which the first row belongs.
+        """
 
     def finish(self) -> Any:
-        """Finish after the last sample. Return the outputs if they are kept in memory, else None."""
+        """Complete the store after the rows of the last sample were added. A store in memory returns the outputs. A
+        store in a file moves the finished file to its final path, and returns None."""
 
 
 class InMemory:
@@ -179,7 +185,7 @@ class Lines:
 
 
 def _lines(piece: Outputs) -> Iterator[str]:
-    """Yield a line of JSON for each sample of a piece."""
+    """Yield the predictions as lines of JSON, one line for each sample in `piece`."""
     columns = [_texts(rows) for rows in piece.values()]
     if set(piece) == {""}:
         yield from columns[0]

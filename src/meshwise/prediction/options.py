@@ -72,7 +72,7 @@ class PredictOptions:
 
     @property
     def run_options(self) -> RunOptions:
-        """The options that `meshwise run` has too, as a `RunOptions`."""
+        """The options of `meshwise predict` that `meshwise run` has as well, such as `devices` and `plan`."""
         given = {
             name: getattr(self, name) for name in ("devices", "plan", "settings", "precision", "batch_size", "seed")
         }

@@ -130,8 +130,11 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
 
 
 def _load(model: nn.Module, path: Path) -> Path | None:
-    """Load weights from a file, a folder or a finished run into the model, and return None. For an unfinished run, load
-    nothing and return its folder of checkpoints."""
+    """Load weights from a file, a folder or the folder of a run into the model.
+
+    Returns None if weights were loaded. A run that has not finished has no weights yet. For such a run, load nothing
+    and return its folder of checkpoints. Raises CheckpointError if this folder does not exist.
+    """
     if not (path / names.RUN).exists():
         load_weights(model, path)
         return None
@@ -139,7 +142,7 @@ def _load(model: nn.Module, path: Path) -> Path | None:
         load_weights(model, path / names.WEIGHTS)
         return None
     if not (path / names.CHECKPOINTS).exists():
-        raise CheckpointError(f"{path}: this run has no weights and no checkpoint. Use another, or continue it.")
+        raise CheckpointError(f"{path}: this run has no weights and no checkpoint. Continue it, or use another run.")
     return path / names.CHECKPOINTS
 
 

@@ -25,11 +25,15 @@ HOW = "Write Job(predict=lambda model, batch: model(...)), or mw.predict(..., pr
 
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
-    """Return a function that calls a model on a batch.
+    """Return a function that calls a model on a batch, with arguments that fit the model's forward.
 
-    If the batch is a dict, its entries are passed as keyword arguments, if the model's forward takes them. If the batch
-    is a tuple or list, only its first entries are passed, as many as the forward has required arguments. Must be called
-    before a plan is applied, because this replaces the forwards of modules.
+    A dict is passed as keyword arguments, without the keys that the forward does not take. For a tuple or list, as many
+    of its first entries are passed as the forward has required arguments, but at least one entry. Any other batch is
+    passed whole. The returned function raises UsageError if a required argument is missing in the batch.
+
+    Call `plain_call` before a plan is applied to `model`, because a plan replaces the forward and hides its arguments.
+
+    notify: called with a note for the user if keys of a dict are left out.
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -29,7 +29,11 @@ WRITE_BYTES = 32 << 20  # of one rank, likewise: what rank 0 holds of each
 
 @dataclass
 class _Waiting:
-    """The rows of this rank that are not written yet, by batch, and the indices of samples with NaN."""
+    """The predictions of this rank that still have to be gathered and written.
+
+    rows: for each batch, the predicted rows of this rank's samples.
+    nan: the indices of the samples in the data set whose predicted rows contain NaN.
+    """
 
     rows: list[Outputs] = field(default_factory=list)
     nan: list[int] = field(default_factory=list)
@@ -79,9 +83,10 @@ class Writer:
             self.flush(at)
 
     def flush(self, at: int) -> None:
-        """Gather and write the rows that have not been written yet. Collective.
+        """Gather the rows that the ranks have predicted since the last call on rank 0, and begin to write them.
+        Collective.
 
-        at: the total number of samples that are written after this call.
+        at: the number of samples that all ranks together have predicted so far.
         """
         if not self._waiting.rows:
             return
@@ -118,10 +123,14 @@ class Writer:
 def gathered(
     rows: Sequence[Outputs], nan: Sequence[int], group: collectives.Group = None
 ) -> tuple[list[Outputs], list[int]]:
-    """Gather the rows of all ranks on rank 0 of the group. They are sorted by batch, then by rank. The indices in `nan`
-    are gathered, too.
+    """Gather the predicted rows of all ranks on rank 0 of the group, and return (rows, nan) there. Collective. Other
+    ranks get empty lists.
 
-    Collective. Other ranks get empty lists. Tensors of any shapes are sent as bytes, lists are pickled.
+    rows: this rank's rows of each batch. In the result, they are in the order of the batches, and within a batch in the
+        order of the ranks.
+    nan: the indices of this rank's samples with NaN. In the result, the indices of all ranks are sorted.
+
+    Tensors may have any shapes, and are sent as bytes. Lists are pickled.
     """
     mine = [{name: _form(value) for name, value in each.items()} for each in rows]
     ranks = collectives.gather_objects((mine, nan), group)
@@ -146,8 +155,8 @@ def gathered(
 
 
 def _form(value: Any) -> Any:
-    """Return what a rank must know of a value before it can receive the content. For a tensor, this is its shape, dtype
-    and size in bytes. A list is returned unchanged, and has no other content."""
+    """Return what a rank sends to rank 0 first for `value`. For a tensor, this is (shape, dtype, size in bytes), and
+    the bytes follow later. A list is sent whole at once."""
     return (tuple(value.shape), value.dtype, value.nbytes) if isinstance(value, Tensor) else value
 
 

@@ -20,13 +20,13 @@ from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Work
 
 BLOCK = 512
-"""The size of every block is a multiple of this many bytes (kMinBlockSize)."""
+"""The size of each memory block that the allocator hands out is a multiple of this many bytes (kMinBlockSize)."""
 SMALL = 1 << 20
-"""The largest allocation of the small pool (kSmallSize). The large pool splits off only larger remainders."""
+"""The largest allocation of the small pool (kSmallSize). A large block is only split if more than this remains."""
 SMALL_SEGMENT = 2 << 20
-"""The bytes of a segment of the small pool (kSmallBuffer)."""
+"""The bytes of each segment of device memory that the allocator requests for its small pool (kSmallBuffer)."""
 LARGE_SEGMENT = 20 << 20
-"""The bytes of a segment of the large pool for an allocation of less than LARGE bytes (kLargeBuffer)."""
+"""The bytes of a segment that the large pool requests if an allocation has less than LARGE bytes (kLargeBuffer)."""
 LARGE = 10 << 20
 """An allocation of at least this size has its own segment (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
 ROUND = 2 << 20
@@ -86,7 +86,8 @@ class _Heap:
     at: dict[int, _Block] = field(default_factory=dict)
 
     def take(self, asked: int, stream: str) -> _Block | None:
-        """Return a block for `asked` bytes. Return None if the cap does not allow the segment that the block needs."""
+        """Allocate a block of at least `asked` bytes. Return None if this would exceed `cap`, the limit for all
+        segments."""
         size = rounded(asked)
         small = size <= SMALL
         block = self._best(size, small, stream) or self._new(size, small, stream)
@@ -160,9 +161,12 @@ class _Heap:
 
 
 def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] = ()) -> Replayed:
-    """Replay the allocations of some steps of one rank, such as its first and a later step, and return the peaks.
+    """Replay the allocations of a rank in a model of torch's caching allocator, and return the peak memory.
 
-    works: the steps, in order. A tensor storage that exists in several steps has the same number in all of them.
+    The allocator requests memory from the device in segments, and divides segments into blocks for tensors.
+
+    works: steps of the rank, in order, e.g. its first step and a later step. A storage must have the same number in all
+        of these steps.
     cap: the most bytes that all segments together may take, as `torch.cuda.set_per_process_memory_fraction` sets it.
     first: sizes of allocations that are made before the steps and never freed, such as a workspace.
     """
@@ -204,10 +208,11 @@ def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[tuple[int, 
 
 @dataclass(frozen=True)
 class Total:
-    """The bytes that a process takes of a GPU's memory, as nvidia-smi shows them.
+    """The predicted bytes that a process takes of a GPU's memory. `nvidia-smi` shows the same quantity.
 
-    low, high: the ends of an 80 % interval.
-    parts: the bytes by name: `reserved`, `context`, `communicators`.
+    bytes: the expected value.
+    low, high: the true value is expected to lie between these two with a probability of 80 %.
+    parts: what the bytes consist of, by name: `reserved`, `context`, `communicators`.
     """
 
     bytes: int

@@ -42,7 +42,7 @@ from meshwise.workers.join import RankContext, standing_for
 from meshwise.workers.scratch import scratch_folder
 
 NOT_A_WORKERS = (BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, RUN_FOLDER)
-"""Environment variables of this process that a rehearsed script must not see."""
+"""Environment variables for workers. They are hidden from the user's script while its steps are traced."""
 
 OF_WORKERS = (
     "num_workers",
@@ -109,8 +109,8 @@ def _as_it_was() -> Iterator[None]:
 
 def _starts_processes(*args: Any, **kwargs: Any) -> Any:
     raise UsageError(
-        f"{user_place()} starts processes, which a rehearsal cannot trace. Write the script as it runs on one rank, "
-        "and let `meshwise run` start the ranks. Or name a job in the script, such as train.py:job."
+        f"{user_place()} starts processes, which a rehearsal cannot trace. Write the script for a single rank, "
+        "because `meshwise run` starts the ranks. Or name a job in the script, such as train.py:job."
     )
 
 

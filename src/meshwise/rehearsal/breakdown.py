@@ -41,7 +41,8 @@ class RankStep:
 
 
 def breakdown(step: Step, rank: int) -> RankStep:
-    """Return the time of one simulated rank, divided by kind and phase."""
+    """Return how a simulated rank spends the time of the step: how many seconds of each kind (see KINDS) in each
+    phase."""
     done = step.done[rank]
     edges = _edges(done)
     begun = sorted(done, key=lambda one: one.start)

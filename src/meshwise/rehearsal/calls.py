@@ -22,17 +22,18 @@ _WORDS: dict[type, str] = {
     torch.memory_format: "memory_format",
 }
 UNDRAWN = ("workspace", "reserve", "reserveSpace", "philox_seed", "rng_state")
-"""Arguments that must not be filled with random values, because only the preceding operator can fill them. Random
-values crash the process in oneDNN's LSTM, whose workspace has no elements on fake tensors."""
+"""Arguments with data that a forward keeps for its backward. Random data can crash the process, as in oneDNN's LSTM. So
+`call_of` returns "" if `workspace` is a tensor, or if any of the other arguments is a tensor with elements."""
 LEAST, MOST = 0.1, 1.0
-"""The range of random floats. Zero, subnormal and negative values make some operators slower."""
+"""The range of random floats in timed calls. Zero, subnormal and negative values make some operators slower."""
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a call of a torch operator as JSON: the operator's name with its overload, and the arguments.
+    """Return a call of a torch operator as JSON: the operator's name with its overload, and the arguments. A tensor is
+    written as its shape, strides and dtype.
 
-    A tensor is written as its shape, strides and dtype. Returns an empty string if an argument cannot be written, or
-    cannot be filled with random values later.
+    To time the operator, `made` turns the JSON into a call with random tensors. Returns an empty string if an argument
+    cannot be written, or if random values could crash the call.
     """
     given = named_arguments(func, tuple(args), dict(kwargs))
     held = {name: one for name in UNDRAWN if isinstance(one := given.get(name), Tensor)}
@@ -123,8 +124,14 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _indices_below(name: str, args: Sequence[Any]) -> int:
-    """Return an upper limit (exclusive) for random integers, so that they are valid indices in this call: the rows of
-    an embedding, the number of classes, or the length of a tensor's shortest dimension."""
+    """Return a number n. Random integers below n are valid indices when the operator is called to measure its time.
+
+    For an embedding, n is the number of rows. For a loss, it is the number of classes. For any other operator, it is
+    the length of the shortest dimension of the first tensor, because these indices are valid in every dimension.
+
+    name: the name of the operator.
+    args: its arguments, as `call_of` writes them.
+    """
     if "embedding_dense_backward" in name:
         return max(int(args[2]), 1)
     first: list[int] = next((one["tensor"] for one in args if isinstance(one, dict) and "tensor" in one), [])

@@ -50,7 +50,7 @@ class Space:
 
     @property
     def microbatches(self) -> bool:
-        """Whether to search larger numbers of microbatches than the pipeline stages need."""
+        """Whether to also try more microbatches than the pipeline stages need."""
         return self.cut and (not self.batch_norms or "microbatch" in self.allow)
 
     @property
@@ -63,9 +63,13 @@ def candidates(space: Space) -> list[Plan]:
     """Return the plans to search, in the order in which to try them.
 
     Every mesh that divides the global batch equally is combined with each kind of recompute, ZeRO-1, sequence
-    parallelism and numbers of microbatches. Plans on the most devices come first. Among plans on equally many devices,
-    plans that split the model least come first, then plans that shard it most, then plans with fewer microbatches, then
-    plans with full recompute.
+    parallelism and numbers of microbatches. The order prefers, from the most important to the least important:
+
+    - more devices
+    - a smaller product of the `tensor` and `pipeline` axes
+    - a larger `shard` axis
+    - fewer microbatches
+    - full recompute, then selective recompute, then none
     """
     found: dict[Plan, None] = {}
     for count in space.devices:
@@ -128,8 +132,8 @@ def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Pl
 def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
     """Yield all meshes to try for `count` devices, each as a dictionary of sizes by axis.
 
-    After `tensor` and `pipeline` have been chosen, the remaining devices are divided between `data` and `shard`. Either
-    `shard` has size 1, or it takes all of these devices, or as many of them as are on one host.
+    The sizes of `tensor` and `pipeline` are chosen first. The remaining devices are divided between `data` and `shard`.
+    The size of `shard` is 1, or the number of these devices, or the number of these devices on one host.
     """
     for tensor, pipeline in itertools.product(_powers(min(count, per_host, MOST_TENSOR)), _powers(count)):
         rest, over = divmod(count, tensor * pipeline)
@@ -141,11 +145,11 @@ def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
 
 
 def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
-    """Return the numbers of microbatches to try on a mesh. These are the powers of two that divide a replica's batch
-    and are at least the number of pipeline stages.
+    """Return the numbers of microbatches to try on a mesh.
 
-    If the space allows no more microbatches than the stages need, only one number is returned. It is the largest number
-    with at most four microbatches per stage, or 1 without stages.
+    Candidates are the powers of two that divide a replica's batch and are at least the number of pipeline stages. If
+    `space.microbatches` is True, all candidates are returned. Otherwise, only the largest candidate up to MICROBATCHES
+    * stages is returned, or 1 without a pipeline. If no candidate exists, it is the number of stages.
     """
     local, stages = max(1, space.batch // (mesh["data"] * mesh["shard"])), mesh["pipeline"]
     possible = [power for power in _powers(local) if local % power == 0 and power >= stages]

@@ -31,7 +31,7 @@ from meshwise.spec.timings import Timings, fitted, seconds_at
 POINT_TO_POINT = ("send", "receive")
 _NO_TIMES = fitted((1,), (1.0,))
 BEYOND = 4
-"""A message of up to this many times the largest measured size counts as measured."""
+"""An estimate is less certain for a message of more than this many times the largest measured size."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Group:
     """How the ranks of a collective are spread over hosts.
 
     each: the largest number of ranks on one host.
-    share: the fraction of a host's devices that are in the group, on the host where it is smallest. The group gets this
-    fraction of the host's network bandwidth.
+    share: which fraction of a host's network bandwidth the group gets. This is the fraction of the host's devices that
+        belong to the group, on the host where this fraction is smallest.
     """
 
     ranks: int
@@ -81,10 +81,11 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Estimate the time of a collective from measurements of the same kind of collective on the same number of ranks.
+    """Estimate the time of a collective from the machine's measurements of this kind of collective. Return None if no
+    measurement can be used.
 
-    On a single host, measurements on another number of ranks are scaled if there are no such measurements. Return None
-    if no measurement can be used.
+    A measurement on equally many ranks is used if the group spans the whole machine or the machine has a single host.
+    On a single host, the measurement on the nearest number of ranks is scaled if this number was not measured.
     """
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
@@ -118,7 +119,10 @@ def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
 
 
 def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Priced | None:
-    """Estimate the time of a message from the first of the ranks to the second. Return None if a figure is unknown."""
+    """Estimate the time of a message from rank `collective.ranks[0]` to rank `collective.ranks[1]`.
+
+    Return None if the link between the devices of these ranks, or its bandwidth, is unknown.
+    """
     source, target = (machine.devices[rank] for rank in collective.ranks[:2])
     if source.host == target.host:
         link, share = link_between(machine, source.name, target.name), 1.0
@@ -182,7 +186,7 @@ def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Pr
 
 
 Rate = tuple[float, float, str, str]
-"""(bytes/s of a bus, spread, origin, hardware: `nvlink`, `pcie` or `network`)."""
+"""(bytes/s of a bus, relative error, source: `catalog` or `model`, hardware: `nvlink`, `pcie` or `network`)."""
 
 
 def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
@@ -209,8 +213,8 @@ def _one_host(machine: Machine) -> Machine:
 
 
 def _across(machine: Machine, group: Group) -> Rate | None:
-    """Return the group's rate between hosts, which is its share of what a host can send. Return None if the group is on
-    one host or the rate is unknown."""
+    """Return the rate at which the group can send data between hosts. It is `group.share` times the rate of a host.
+    Return None if the group is on one host or the rate is unknown."""
     if group.hosts < 2:
         return None
     link = link_between(machine, NODE, NODE) or link_between(machine, f"{NODE}0", f"{NODE}1")

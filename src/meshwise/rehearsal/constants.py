@@ -147,20 +147,21 @@ HOP = {
     ("network", "tree"): (5.0, 8.5, 14.0),
     ("network", "pat"): (NEVER, NEVER, 14.0),
 }
-"""NCCL's latency per hop in microseconds by (link, algorithm), for LL, LL128, Simple. xGMI counts as NVLink."""
+"""NCCL's microseconds per hop by (link, algorithm), for the protocols (LL, LL128, Simple). xGMI counts as NVLink."""
 PROTOCOL = (0.25, 0.92, 1.0)
 """The share of the bus bandwidth that each protocol reaches, for LL, LL128 and Simple."""
 IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
-"""NVLS's all-reduce rate by ranks, relative to 8 ranks, on H200: stas00/ml-engineering@744d01e18b, network."""
+"""The all-reduce rate of NVLS on n ranks, relative to 8 ranks, on H200. Source: stas00/ml-engineering@744d01e18b."""
 
 
 def figure(name: str) -> Figure:
-    """Return the constant of this name, such as `matmul.hopper`."""
+    """Return the constant of the cost model with this name, such as `matmul.hopper`. Raises KeyError for an unknown
+    name."""
     return FIGURES[name]
 
 
 def digest() -> str:
-    """Return a hash of all constants as twelve hexadecimal digits."""
+    """Return a hash of all constants of the cost model in this file, as twelve hexadecimal digits."""
     table = [(name, one.value, one.spread) for name, one in sorted(FIGURES.items())]
     text = repr((table, TILES, BASE, sorted(HOP.items()), PROTOCOL, sorted(IN_NETWORK.items())))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

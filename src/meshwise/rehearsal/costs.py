@@ -23,11 +23,14 @@ from meshwise.spec.machine import Machine
 class Cost:
     """A launch and its estimated times. An estimated time with its interval is called a price.
 
+    place: the index of the launch in `Work.events`.
     price: the time on its stream.
     host: the time that the host takes to launch it.
-    share, blocks, number: as in `Item`.
-    joins: whether it can be joined to the launch before it. This is so if both are operators on the same stream, and no
-    launch waits for the first of them.
+    share: the resource that it uses, such as COMPUTING.
+    blocks: whether the host waits until it has ended.
+    number: for a collective, its index among the collectives of the same kind and ranks in the step.
+    joins: whether it can be simulated as one item with the launch before it. Then these two launches are operators on
+        the same stream, and no third launch waits for the end of the earlier operator.
     """
 
     launch: Launch
@@ -76,10 +79,11 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
 
 
 def items(costs: Sequence[Cost], ends: Mapping[str, str], merged: bool = False) -> list[Item]:
-    """Return the items to simulate for a rank's launches.
+    """Return the items to simulate for the launches of one rank.
 
-    ends: maps the name of a factor to `low` or `high`. Times that depend on this factor are taken at that end of their
-    interval.
+    ends: for each factor, such as `compute`, which end of the uncertainty interval to use: `low` or `high`. For
+        example, `{"compute": "high"}` takes the upper end of every time that depends on compute. Other times are taken
+        as estimated.
     merged: whether to join consecutive operators into one item that takes the same time on the stream and on the host.
     """
     if not merged:
@@ -101,10 +105,12 @@ def _rows(costs: Sequence[Cost]) -> Iterator[Sequence[Cost]]:
 
 
 def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
-    """Join consecutive operators into one item.
+    """Join consecutive operators on a stream into one item.
 
-    The field `late` of the item is the time at which the last operator can end at the earliest. Each operator waits for
-    its own launch and for the operator before it.
+    An operator begins when the host has launched it and the operator before it has ended. The item's field `late` is
+    the time from the beginning of the first launch until the last operator ends, if nothing else delays the operators.
+
+    ends: see `items`.
     """
     host = late = seconds = 0.0
     for cost in row:

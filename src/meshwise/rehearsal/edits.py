@@ -20,7 +20,7 @@ class Edit:
 
     changes: the changed fields with their new values.
     memory: the additional bytes.
-    seconds: the additional time as a fraction of the step. None if unknown.
+    seconds: the additional time relative to the step, e.g. 0.1 if the step takes 10 % longer. None if unknown.
     verdict: whether the changed plan fits in memory, one of `estimate.VERDICTS`.
     """
 
@@ -31,11 +31,10 @@ class Edit:
 
 
 def edits(of: Estimate, others: Sequence[Estimate]) -> list[Edit]:
-    """Return the small changes of a plan that save memory or time. They are found by comparing its estimate with the
-    estimates of plans that differ in one or two fields.
+    """Return small changes of a plan that save memory or time, the fastest first.
 
-    Only plans on equally many devices are compared. The changes are sorted by their effect on the time. A change is
-    left out if a faster one saves at least as much memory.
+    A change sets one or two fields, and leads to a plan in `others`, whose estimate tells its effect. Plans on another
+    number of devices are skipped. A change is left out if a faster change saves at least as much memory.
     """
     found: list[Edit] = []
     for other in others:

@@ -27,15 +27,15 @@ class Range:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of the rank that needs the most, in bytes.
+    """The memory that a plan needs on the rank that needs the most, in bytes.
 
-    total: everything that the rank takes of its device.
-    allocated: the peak of the memory of its tensors.
+    total: how much of the device's memory the rank's process takes. On a GPU, this includes the CUDA context.
+    allocated: the peak of the bytes in tensors on the device.
     categories: the bytes of each category of tensors at this peak.
     reserved: the memory that the allocator reserves for the tensors.
-    host: the peak of the tensors in host memory.
+    host: the peak of the bytes in tensors in host memory.
     capacity: the memory of the device. None if unknown.
-    kept: for a job, the host memory for the copies of this rank's state that `--redundancy 1` keeps.
+    kept: the host memory that `--redundancy 1` needs for copies of one rank's state. 0 for a script.
     """
 
     rank: int

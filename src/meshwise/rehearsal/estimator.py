@@ -32,10 +32,10 @@ MEASURE = 5.0
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """An estimate with the data it was computed from.
+    """The estimate of a plan, with the data from which it was computed.
 
-    traces: the traces of the plan's ranks.
-    prices: the estimated times of their launches.
+    traces: what the ranks do in a step, as recorded.
+    prices: estimates the time of each operator, collective and copy in the traces.
     step: the simulated step. None if its time is unknown.
     """
 
@@ -87,11 +87,10 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
 
 
 def _cells(work: Work) -> tuple[str, ...]:
-    """Return a note for the user if the step has recurrent layers that cuDNN would run faster on a GPU than they were
-    traced.
+    """Return a warning for the user if the step has LSTM or GRU layers whose time on a GPU is overestimated.
 
-    Fake tensors run such a layer cell by cell, cuDNN runs the whole layer at once. Return an empty tuple if no note is
-    needed.
+    The trace has such a layer as many small operators, one for each position of the sequence. On a GPU, cuDNN runs the
+    whole layer at once, which is faster. Return an empty tuple if the step has no such layers.
     """
     cells = sum("_thnn_fused" in launch.what.name for launch in work.launches if isinstance(launch.what, Operation))
     if work.kind == "cpu" or not cells:
@@ -123,10 +122,11 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
 
 
 def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
-    """Return the bytes of host memory that `--redundancy 1` uses for one rank.
+    """Return the bytes of host memory that a rank needs with `--redundancy 1`, which keeps copies of the state on the
+    hosts.
 
-    Replicas with equal state divide the copy of this state among them. There are several copies at a time, because a
-    new copy is written while an old one is still kept.
+    Replicas with equal state divide the copying among them. PLACES copies exist at a time, because a new copy is
+    written while an old copy is still kept.
 
     held: the memory that the rank holds on its device.
     """
@@ -137,7 +137,11 @@ def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
 
 
 def works_of(traced: Trace, prices: Prices) -> list[Work]:
-    """Return the first step and a later step of a rank, with the memory that operators allocate internally."""
+    """Return a rank's first step and a later step, from which the rank's memory is computed. The first step is special
+    because it creates the optimizer's state.
+
+    The memory that operators allocate and free while they run is added to the steps.
+    """
     return [with_inside(work, prices.inside) for work in (traced.first, traced.step)]
 
 

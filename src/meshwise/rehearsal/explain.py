@@ -52,10 +52,10 @@ class Explanation:
     """An explanation of where the time of one plan's step goes.
 
     time: the time of the rank that computes for the longest time.
-    limits: how many seconds of that rank's step each limit accounts for, such as `compute`, `memory`, a link or
-    waiting. Their sum is the time of the step.
-    factors: for each factor, such as `compute`: how many seconds longer the step is if all times that depend on this
-    factor are at the upper end of their interval.
+    limits: what the step's seconds on this rank are due to, such as `compute`, `memory`, a link or waiting. The seconds
+        of all causes add up to the step's time.
+    operators, collectives: the most expensive launches, grouped.
+    factors: for each cause of uncertainty, such as `compute`, how many seconds the step may take longer (see `Step`).
     runner_up: the estimate of the next best plan.
     """
 
@@ -90,8 +90,9 @@ def link_words(machine: Machine, ranks: Sequence[int]) -> str:
 
 
 def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:
-    """Return how many seconds of the rank's step each limit accounts for, in descending order, such as `{"compute":
-    0.8, "waiting for other ranks": 0.1}`. Communication that overlaps with computing is not included."""
+    """Divide the time of the rank's step among the causes that limit its speed, the largest first. An example is
+    `{"compute": 0.8, "waiting for other ranks": 0.1}`, in seconds. Communication that overlaps with computing is left
+    out."""
     computing: dict[str, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     for one in done:
@@ -119,7 +120,10 @@ def _limit(what: What, rank: int, prices: Prices) -> str:
 
 
 def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
-    """Group equal launches, and return the groups in descending order of their time."""
+    """Group launches of the same operator with the same shapes, or of the same collective.
+
+    Return a description of each group. The group that takes the most time comes first.
+    """
     seconds: dict[What, float] = defaultdict(float)
     times = Counter(one.launch.what for one in done)
     for one in done:

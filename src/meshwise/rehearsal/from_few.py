@@ -40,20 +40,23 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
 FEW = 3
-"""The number of groups of blocks per pipeline stage in the shorter model. The first and the last group differ from
-those in between. Plans on several devices need one more, because a shard holds memory of up to three blocks at once:
-the running block, the parameters of the next block and the gradients of the previous block."""
+"""How many groups of blocks per pipeline stage are traced, to extrapolate to all groups. The first and the last group
+are special, so a third group between them is traced, too. With several devices, a fourth group is traced, because a
+rank with sharded parameters may hold three neighboring blocks in memory at once."""
 FEW_MICROBATCHES = 3
-"""The number of microbatches in the shorter step. The first and the last differ from those in between. Each further
-pipeline stage needs one more, or two more under 1F1B, unless the step is composed (microbatches.py)."""
+"""How many microbatches are traced without a pipeline, to extrapolate to all microbatches. For each stage after the
+first, one more microbatch is traced with the schedule `gpipe`, and two more with 1F1B, unless the step is composed."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """The number of groups of blocks in each pipeline stage.
+    """The number of groups of blocks in a pipeline stage, for the real model and for a shorter model that is traced
+    instead.
 
-    own: the number in the real model.
-    few: the number in the shorter model that is traced.
+    A group is the shortest sequence of blocks that the model repeats, often a single block.
+
+    own: the number of groups per stage in the real model.
+    few: the number of groups per stage in the shorter model.
     stages: the number of pipeline stages.
     """
 
@@ -67,12 +70,13 @@ class Facts:
     """Facts about a model.
 
     stretch: the longest sequence of equal blocks. None if no two neighboring blocks are equal.
-    batch_norms: whether it contains batch norms.
+    batch_norms: whether the model contains batch norms.
     parameters: the bytes of all parameters.
     trained: the bytes of the parameters that require gradients.
-    wide: the number of float32 parameters.
+    wide: the number of elements of all float32 parameters.
     forward: the FLOPs and bytes of a forward pass on a global batch.
-    stepped: how many bytes the operators of an optimizer step read and write per byte of parameters. 0 if unknown.
+    stepped: the bytes that an optimizer step reads and writes, divided by the bytes of the parameters. For example,
+        about 7 for Adam. It is 0 if this is unknown.
     """
 
     stretch: Stretch | None
@@ -91,12 +95,21 @@ class Tracer:
     """
 
     def __init__(self, job: Job) -> None:
-        """The job's data is opened once for all plans, and read without worker processes."""
+        """job: the job whose plans are traced. Its data is opened once for all plans, and read without worker
+        processes.
+        """
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = ()) -> list[Trace]:
-        """Trace a plan. Return one trace for each kind of rank, and raise the same errors as `trace`."""
+        """Trace the job's step under a plan. Return one trace for each group of ranks that do the same work, as `trace`
+        does.
+
+        Raises PlanError for a plan that cannot run, and UsageError for a program that cannot be traced.
+
+        kind: the kind of device, `gpu` or `cpu`.
+        speeds: one value for each rank, equal for ranks with equal devices. By default, all devices are equal.
+        """
         few = microbatches_of(plan)
         if few is not None and self._reads_alike(plan):
             with contextlib.suppress(MeshwiseError, Unlike):  # others may have other values
@@ -217,10 +230,11 @@ def microbatches_of(plan: Plan) -> int | None:
 
 
 def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
-    """Return how many blocks to trace. Return None if all of them must be traced.
+    """Return how many groups of blocks to trace, so that the others can be extrapolated. Return None if the whole model
+    must be traced.
 
-    All must be traced if tracing only a few would save nothing, or would move parts of the model to another stage or
-    rank.
+    The whole model must be traced if extrapolating would save little, or if the plan treats equal blocks differently.
+    For example, `recompute` may name single blocks, or the pipeline stages may have different numbers of blocks.
     """
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
@@ -234,18 +248,17 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
 
 
 def blocks_axis(stretch: Stretch) -> GrowthAxis:
-    """Return the `GrowthAxis` along which a trace grows with the number of blocks. A launch's position on this axis is
-    the index of its group of blocks in `stretch`.
+    """Return a `GrowthAxis`, which finds the group of blocks to which a launch belongs.
 
-    `stretch` also contains the blocks of earlier pipeline stages. Every rank calls these blocks, but only to pass on a
-    shape.
+    Groups are numbered from the beginning of `stretch`, the sequence of equal blocks in the whole model. Every pipeline
+    stage uses the same numbers.
     """
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache
     def known(module: str) -> tuple[int, str]:
-        """Return (index in `stretch` of the block that contains the module, the rest of the module's name). The index
-        is -1 if the module is in none of these blocks."""
+        """Return (n, name): `module` is in block n of `stretch`, and `name` is the rest of its name, such as ".linear".
+        n is -1 if the module is outside of `stretch`."""
         name = module
         while name and name not in places:
             name = name.rpartition(".")[0]

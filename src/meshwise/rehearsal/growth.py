@@ -21,20 +21,25 @@ from typing import Any
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
 
 ENOUGH = 64
-"""The most entries that are compared to find out which of several possible pieces the longer sequence repeats."""
+"""The number of entries after which `_alike` stops comparing two sequences."""
 
 
 class Unlike(Exception):
-    """Raised if the longer sequence is not the shorter one with some pieces repeated once more."""
+    """Raised if a long trace cannot be extrapolated exactly from short traces. For example, the longer of two traces
+    may have events that do not repeat other events.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A piece of the longer sequence that the shorter one lacks: the `length` entries from index `at` on.
+    """Consecutive entries that the longer of two sequences has, and the shorter one lacks. They repeat the entries
+    directly before or after them. For example, a b b b c has one `b` more than a b b c.
 
-    first, end: a range of indices that contains the piece. Within this range, the sequence repeats itself every
-    `length` entries.
-    shift: the total length of the pieces before this one.
+    at: the index of the first additional entry in the longer sequence.
+    length: the number of additional entries.
+    first, end: the range of indices in the longer sequence that contains all of the repetitions. In the example,
+        `first` is 1 and `end` is 4.
+    shift: the total length of all insertions before this one.
     """
 
     at: int
@@ -48,26 +53,39 @@ class Insertions:
     """The pieces of a longer sequence that a shorter one lacks, in order."""
 
     def __init__(self, short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]) -> None:
-        """loosely: the same two sequences with other numbers. Two entries that differ only by growth have the same
-        number here, but different numbers in `short` and `long`."""
+        """Find the entries that `long` has in addition to `short`.
+
+        Raises Unlike if the additional entries do not repeat other entries.
+
+        short, long: a number for each entry. Equal entries have the same number.
+        loosely: for `short` and for `long`, a second number for each entry, in which sizes such as a tensor's shape do
+            not count. Entries with the same second number are matched, even if their first numbers differ.
+        """
         self.all = tuple(_widened(_found(short, long, loosely), long))
         self._firsts = [piece.first for piece in self.all]
         self._ats = [piece.at for piece in self.all]
 
     def around(self, place: int) -> Insertion | None:
-        """Return the piece whose repeating range contains index `place` of the longer sequence, or None."""
+        """Return the insertion whose range from `first` to `end` contains the index `place`, or None.
+
+        place: an index in the longer of the two compared sequences.
+        """
         number = bisect_right(self._firsts, place) - 1
         return self.all[number] if number >= 0 and place < self.all[number].end else None
 
     def of(self, place: int) -> Insertion | None:
-        """Return the piece that contains index `place` of the longer sequence, or None."""
+        """Return the insertion that contains the entry at index `place` of the longer sequence, or None if there is
+        none."""
         number = bisect_right(self._ats, place) - 1
         piece = self.all[number] if number >= 0 else None
         return piece if piece is not None and place < piece.at + piece.length else None
 
     def shift(self, place: int) -> int:
-        """Return the total length of the pieces before index `place` of the longer sequence. The index must not be
-        inside a piece."""
+        """Return how many of the entries before index `place` of the longer sequence are additional.
+
+        `place` minus the result is the index of the same entry in the shorter sequence. The entry at `place` must not
+        be additional itself.
+        """
         number = bisect_right(self._ats, place) - 1
         return self.all[number].shift + self.all[number].length if number >= 0 else 0
 
@@ -75,8 +93,12 @@ class Insertions:
 def _found(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Return (index in the longer sequence, length) of each piece that the shorter sequence lacks. Raises Unlike if the
-    longer sequence is not the shorter one with some pieces repeated."""
+    """Find the entries that `long` has in addition to `short`. Return (index in `long`, length) of each run of such
+    entries.
+
+    For example, `short` = a b c and `long` = a b b c give [(2, 1)]. Raises Unlike if the additional entries do not
+    repeat the entries before them. loosely: see `Insertions.__init__`.
+    """
     found: list[tuple[int, int]] = []
     one = other = 0
     while other < len(long):
@@ -90,18 +112,22 @@ def _found(
         else:
             one, other = one + 1, other + 1
     if one < len(short):
-        raise Unlike("the shorter sequence has entries that are not in the longer sequence")
+        raise Unlike("the shorter of two traces has events that the longer trace lacks")
     return found
 
 
 def _put_in(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> int:
-    """Return the length of the repeated piece that begins at index `other` of the longer sequence. Return 0 if no piece
-    begins there, and the entry there is entry `one` of the shorter sequence after growth.
+    """Return how many additional entries `long` has where two sequences differ. For example, the result is 1 for
+    `short` = a b c and `long` = a b b c, which differ at index 2.
 
-    If several lengths are possible, return the length after which the two sequences agree for longest. Raises Unlike if
-    no length is possible.
+    The additional entries must repeat the entries directly before them. Return 0 if the entries at which the sequences
+    differ are alike except for their sizes. If several numbers are possible, return the number after which the
+    sequences agree for longest. Raises Unlike if no number is possible.
+
+    loosely: see `Insertions.__init__`.
+    one, other: the indices in `short` and in `long` at which the sequences differ.
     """
     left, right = loosely
     most = min(len(long) - other - (len(left) - one), other)
@@ -122,10 +148,13 @@ def _put_in(
 def _alike(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> tuple[int, int]:
-    """Compare at most ENOUGH entries of `short` from index `one` on with entries of `long` from index `other` on. Stop
-    at the first two that differ by more than growth.
+    """Compare two sequences entry by entry. Stop where two entries differ in more than their sizes, or after ENOUGH
+    entries.
 
-    Return how many entries were exactly equal, and how many were equal except for growth.
+    Return (number of equal entries, number of entries that are equal or differ only in their sizes).
+
+    loosely: see `Insertions.__init__`.
+    one, other: the indices in `short` and in `long` at which the comparison begins.
     """
     left, right = loosely
     equal = alike = 0
@@ -141,8 +170,13 @@ def _repeats(long: Sequence[int], place: int, length: int) -> bool:
 
 
 def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Insertion]:
-    """Move each piece towards the end of the range in which the sequence repeats itself, so that one more copy follows
-    it. The reason is that entries refer to earlier entries."""
+    """Return the insertions, and choose which of several equal entries each insertion takes.
+
+    For example, the additional `b` in a b b b c may be any of the three. The middle one is chosen. If there are more
+    than three copies, the last copy but one is chosen. Raises Unlike if two insertions overlap.
+
+    found: (index in `long`, length) of each insertion.
+    """
     stretches = []
     for place, length in found:
         first, end = place - length, place + length
@@ -157,7 +191,7 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
     pieces, shift = [], 0
     for place, length, first, end in stretches:
         if end < place + length:  # the next one begins in the midst of it
-            raise Unlike(f"two repeated pieces overlap at entry {place}")
+            raise Unlike(f"two runs of repeated events overlap at event {place} of the trace")
         at = max(first + (end - length - first) // 2, end - 2 * length)
         pieces.append(Insertion(at, length, first, end, shift))
         shift += length
@@ -165,12 +199,13 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
 
 
 def grown(short: Any, long: Any, times: int) -> Any:
-    """Extrapolate a value to `times` steps of growth.
+    """Extrapolate a value linearly. For example, `grown(10, 12, 5)` returns 10 + 5 * (12 - 10) = 20.
 
-    short, long: the value after no step of growth, and after one step. A number grows by the same amount in each step,
-    a list by the same pieces.
+    Lists, dicts, operators and collectives are extrapolated entry by entry. Entries that only the list `long` has occur
+    `times` times in the result. Raises Unlike if a value cannot be extrapolated.
 
-    Raises Unlike for any other difference.
+    short, long: the value in a step, and in a step with one more block or microbatch.
+    times: how many blocks or microbatches to add to the step of `short`.
     """
     if short == long and type(short) is type(long):
         return long
@@ -193,7 +228,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
         if len(short) == len(long):
             return type(long)(grown(one, other, times) for one, other in zip(short, long, strict=True))
         return type(long)(_longer(short, long, times))
-    raise Unlike(f"{short!r} in the shorter and {long!r} in the longer sequence cannot be extrapolated")
+    raise Unlike(f"{short!r} in the shorter trace and {long!r} in the longer trace cannot be extrapolated")
 
 
 def _longer(short: Sequence[Any], long: Sequence[Any], times: int) -> list[Any]:

@@ -28,17 +28,17 @@ PRODUCTS, RATE, MEMORY_RATE, LAUNCH = 0.7, 1e11, 1e10, 1e-5
 """The fraction of the peak FLOP/s that matrix products reach. The FLOP/s and memory bytes/s to assume if unknown. The
 seconds to launch an operator from Python."""
 SPLIT = 8
-"""The largest `tensor` axis in small traces. Costs for other sizes are interpolated linearly in 1 / size."""
+"""The largest `tensor` axis in traces of blocks. Costs at other sizes are interpolated linearly in 1 / size."""
 STATE = 2.0
 """Bytes of optimizer state per byte of trained parameters, as for Adam."""
 ADDED, STEPPED = 3, 7
-"""Memory accesses per gradient when it is accumulated, and per parameter in an optimizer step."""
+"""Reads and writes of memory per gradient element to accumulate it, and per parameter element in an optimizer step."""
 AGAIN = 1.25
 """The factor by which recompute increases the communication of split layers: one of four collectives runs twice."""
 HELD = 1.1
-"""How many bytes the allocator holds per byte of tensors."""
+"""The allocator is assumed to hold this many bytes per byte of tensors."""
 ALONE = 2
-"""The number of blocks whose gather or reduction does not overlap with computing: the first and the last block."""
+"""How many blocks in a stage cannot overlap their gather or reduction with computing: the first and the last block."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Likely:
         self, model: Facts, machine: Machine, batch: int, small: Callable[[Kind], Small | None] = lambda kind: None
     ) -> None:
         """batch: the size of the global batch.
-        small: the function from `small_traces`. If it returns None, the cost of a block is estimated from a forward
-        pass of the model.
+        small: returns the costs of a block, from a trace of a few blocks with the given settings (see `small_traces`).
+            If it returns None, the costs are estimated from the FLOPs and bytes of a forward pass.
         """
         self._model, self._forward, self._batch = model, model.forward, batch
         self._prices, self._machine = Prices(machine), machine
@@ -73,8 +73,11 @@ class Likely:
         self._parts = 1 << (min(SPLIT, len(machine.devices)).bit_length() - 1)
 
     def __call__(self, plan: Plan) -> Guess:
-        """Guess a plan's cost. The guess is corrected by the error of the guess for the most similar plan that was
-        simulated."""
+        """Guess the step time and memory of a plan, without simulating it.
+
+        If a similar plan was simulated before (see `learn`), the guess is multiplied by the ratio of that plan's
+        simulated and guessed values.
+        """
         first = self._first(plan)
         seconds, memory = self._factors(plan)
         return Guess(first.seconds * seconds, first.memory * memory)
@@ -129,7 +132,11 @@ class Likely:
         return blocks * self._one("all-gather", size / blocks, plan.shard, plan.within_samples)
 
     def _reduce(self, plan: Plan, part: float, blocks: float) -> float:
-        """Return the seconds to reduce the gradients of a stage's blocks."""
+        """Return the seconds to reduce the gradients of a stage's blocks over the axes `shard` and `data`.
+
+        part: the bytes of the parameters of the stage.
+        blocks: the number of blocks of the stage.
+        """
         apart, seconds = plan.within_samples, 0.0
         if plan.shard > 1:
             seconds += blocks * self._one("reduce-scatter", part / blocks, plan.shard, apart)
@@ -138,7 +145,10 @@ class Likely:
         return seconds
 
     def _together(self, computing: float, sent: float) -> float:
-        """Return the seconds of computing and communicating at the same time, when each slows the other."""
+        """Return how long computing and communication take if they begin at the same time and slow each other.
+
+        computing, sent: the seconds that computing takes alone, and that communication takes alone.
+        """
         slower, longer = self._overlap.compute, self._overlap.communication
         if sent * longer < computing * slower:
             return computing + sent * longer * (1 - 1 / slower)
@@ -150,10 +160,12 @@ class Likely:
         return self._forward.inputs / max(self._forward.blocks, 1) / self._batch
 
     def _block(self, plan: Plan, rows: float) -> Small:
-        """Return a block's cost for `rows` samples, including the collectives of tensor parallelism.
+        """Return the costs of one block under a plan, including the collectives of tensor parallelism.
 
-        The small traces have as many samples as one device would have with pure data parallelism, so that kernels have
-        a similar size.
+        The costs are computed from traces of a few blocks, and scaled to the plan. A trace has about as many samples as
+        a device has under pure data parallelism. This gives its kernels a realistic size.
+
+        rows: how many samples of a microbatch the rank works on.
         """
         word, parts, part, rows = plan.precision, self._parts, 1 / plan.tensor, rows / plan.context
         few = max(self._batch // len(self._machine.devices), 1)
@@ -161,8 +173,8 @@ class Likely:
         split = replace(many, sequence=plan.sequence) if plan.tensor > 1 else one
 
         def at(name: str) -> float:
-            """Return one of the costs in `Small` for `rows` samples: a constant part, such as casts of parameters, plus
-            a part that is proportional to the number of samples."""
+            """Return a cost of the block for this microbatch, such as `forward`. A constant part of the cost, such as
+            casts of parameters, does not depend on the number of samples. The rest is proportional to it."""
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
@@ -190,15 +202,14 @@ class Likely:
         return Small(forward + sent / 2, backward + sends, at("outside"), sent, kept)
 
     def _each(self, kind: Kind, name: str) -> float:
-        """Return one of the costs in `Small`, divided by the number of samples. name: the field of `Small`, such as
-        `forward`."""
+        """Return a cost of a block per sample. name: which cost, a field of `Small` such as `forward`."""
         return float(getattr(self._small(kind), name)) / kind.rows
 
     def _between(self, whole: float, split: float, part: float) -> float:
-        """Estimate the cost of the fraction `part` of a layer, by interpolation between two costs.
+        """Estimate the cost of the fraction `part` of a layer, by linear interpolation between two known costs.
 
         whole: the cost of the whole layer.
-        split: the cost of the smallest part that was traced.
+        split: the cost of the fraction 1 / `self._parts` of the layer.
         """
         if part == 1 or self._parts == 1:
             return whole
@@ -206,8 +217,11 @@ class Likely:
         return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
-        """Estimate a block's cost from the size of a forward pass. Its FLOPs run at a fraction of the peak rate. The
-        bytes of its results are read and written at the memory rate."""
+        """Estimate the costs of a block that was not traced, from the FLOPs and bytes of one forward pass of the model.
+
+        The device is assumed to reach PRODUCTS times its peak FLOP/s, and to write and read the results of operators at
+        its memory rate.
+        """
         forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
         each = kind.rows / self._batch / max(forward.blocks, 1)
@@ -248,8 +262,11 @@ class Likely:
 
 
 def _inside(tensor: int, sequence: bool) -> float:
-    """Return the fraction of a block's activations that a rank holds under tensor parallelism. Without sequence
-    parallelism, every rank holds a third of them whole."""
+    """Return the fraction of a block's activations that a rank holds under tensor parallelism.
+
+    With sequence parallelism, all activations are divided among the `tensor` ranks. Without it, a third of them is
+    assumed to be whole on every rank.
+    """
     return 1 / tensor if sequence else 1 / 3 + 2 / 3 / tensor
 
 

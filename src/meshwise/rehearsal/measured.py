@@ -36,8 +36,8 @@ from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.machine import Machine
 
 ADAM = 7
-"""Operators in a step of torch's Adam on one parameter without weight decay: lerp_, mul_, addcmul_, sqrt, div, add_,
-addcdiv_."""
+"""How many operators torch's Adam runs in a step for one parameter without weight decay: lerp_, mul_, addcmul_, sqrt,
+div, add_, addcdiv_."""
 MEMORY_RATE = "bytes a second of a copy"
 PROGRAM, DTENSOR = "what a program adds to an operator", "what DTensor adds to an operator"
 
@@ -70,7 +70,7 @@ class OperatorTimes:
         return tuple(self._inside.get(operation.call, ()))
 
     def memory_rate(self) -> float:
-        """Return the bytes/s that a memory copy reads and writes. They are measured on the first use."""
+        """Return how many bytes per second a memory copy reads and writes. This rate is measured in the first call."""
         if MEMORY_RATE not in self._seconds:
             with threads_set(self.threads):
                 self._remember({MEMORY_RATE: memory_rate(torch.device("cpu"), 0.1)})
@@ -138,12 +138,13 @@ def prices_here(
     folder: Path | None = None,
     workers: int | None = None,
 ) -> Prices:
-    """Return the estimated times of launches on a machine of CPU workers. If its CPU is the CPU of this process,
-    measure the operators of these steps first.
+    """Return the estimated times of operators and collectives on a machine of CPU workers.
 
-    Measuring takes about `budget` seconds, starting with the most expensive operators. The times of operators that are
-    not measured are estimated from the memory rate, which is measured if it is unknown.
+    If the machine's CPU is the CPU on which this process runs, operators of `works` are measured now. This takes about
+    `budget` seconds, and begins with the most expensive operators. The times of other operators are estimated from the
+    memory rate.
 
+    works: the steps whose operators are measured, one for each traced rank.
     folder: the folder of the cache of measurements.
     workers: the number of workers that share the cores. The default is the number of devices of a host.
     """
@@ -163,7 +164,7 @@ def prices_here(
 
 
 def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
-    """Return one sentence for each operator of these steps whose measurement crashed."""
+    """Return a sentence for each operator in `works` that crashed the process which measured its time."""
     calls = {launch.what.call for work in works for launch in work.launches if isinstance(launch.what, Operation)}
     return tuple(
         dict.fromkeys(
@@ -178,8 +179,8 @@ def cache_folder() -> Path:
 
 
 def program_seconds() -> float:
-    """Measure how many seconds per operator Python, modules and autograd add to the forward and backward of a small
-    model."""
+    """Measure the overhead of Python, modules and autograd, in seconds per operator. It is measured on the forward and
+    backward of a small model."""
     torch.manual_seed(0)
     width, depth = 16, 24
     layers = [torch.nn.Linear(width, width) for _ in range(depth)]
@@ -218,15 +219,18 @@ def dtensor_seconds() -> float:
 
 
 def _most_first(works: Iterable[Work]) -> list[Operation]:
-    """Return each distinct operator of these steps once, in descending order of the FLOPs and bytes of its calls."""
+    """Return the distinct operators in `works` that can be measured here, the most expensive first.
+
+    The cost of an operator is roughly estimated: the number of its calls times (FLOPs / 10 + bytes read and written).
+    """
     counts = Counter(launch.what for work in works for launch in work.launches if isinstance(launch.what, Operation))
     callable_here = [operation for operation in counts if operation.call]
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Sequence[int]]]:
-    """Read a cache file. Return seconds by call, and bytes allocated internally by call. Both are empty if the file is
-    unreadable."""
+    """Read a cache file. Return two dicts with the operator call as key: its seconds, and what it allocates while it
+    runs. The dicts are empty if the file is unreadable."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}

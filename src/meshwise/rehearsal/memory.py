@@ -27,9 +27,9 @@ Bytes = NDArray[np.int64]
 class Peak:
     """The largest number of bytes allocated at once during a step.
 
-    place: the index in `Work.events` of the event that reached the peak. -1: the start of the step.
+    place: the index in `Work.events` of the event that reached the peak. It is -1 if the step begins at the peak.
     split: the bytes by category, without empty categories.
-    phase, module, microbatch: the phase, module and microbatch of the launch that needed the memory.
+    phase, module, microbatch: describe the operator, collective or copy for which memory was allocated at the peak.
     """
 
     bytes: int
@@ -55,7 +55,7 @@ class Curve:
 
     @property
     def total(self) -> Bytes:
-        """The bytes of all categories together, after each event of `places`."""
+        """The allocated bytes of all categories together, as an array with the sum after each event in `places`."""
         total: Bytes = self.by_category.sum(axis=1)
         return total
 
@@ -146,7 +146,9 @@ def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:
 
 
 def next_launches(work: Work) -> list[Launch | None]:
-    """Return, for each event, the launch that it belongs to: the next launch, or the last one if none follows."""
+    """Return, for each event, the launch that it belongs to. A launch belongs to itself. A memory event belongs to the
+    next launch, or to the last launch of the step if no launch follows.
+    """
     found: list[Launch | None] = [None] * len(work.events)
     last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
     for place in range(len(work.events) - 1, -1, -1):

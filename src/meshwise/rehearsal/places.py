@@ -52,10 +52,10 @@ class Places(Recorder):
         self._blocks: list[str] = []
 
     def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:
-        """Register hooks on a model's blocks to know which block is running.
+        """Register hooks on a model's blocks, so that `now` can tell which block is running.
 
-        microbatch: returns the index of the current microbatch. It is used for phases whose name does not contain the
-        index.
+        microbatch: returns the index of the current microbatch. It is not called while a pipeline stage runs: the index
+            is then read from the name of the stage's recorded span.
         """
         self._microbatch = microbatch
         for name, block in blocks_of(model):

@@ -20,22 +20,22 @@ from meshwise.rehearsal.prices import Overlap
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Launch, Operation, What
 
 COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
-"""Resources that activities share: compute, links within a host, links between hosts, the link to and from the host."""
+"""What a launch uses: compute units, links within a host, links between hosts, or the link to or from host memory."""
 
 
 @dataclass(slots=True)
 class Item:
     """A launch with its estimated time, or several consecutive operators joined into one.
 
+    place: the index of the launch in `Work.events`. For joined operators, the index of the last of them.
     seconds: the time on the stream if nothing else ran on the device.
     host: the seconds that the host takes to launch it.
-    share: the resource that it uses, such as COMPUTING.
-    blocks: whether the host waits until it has ended.
-    number: for a collective, its index among the collectives of the same kind and group, in the order in which the host
-    launches them.
+    share: the resource that the launch uses, such as COMPUTING.
+    blocks: whether the host waits until the launch has ended.
+    number: for a collective, its index among the collectives of the same kind and ranks in the step.
     lead: for joined operators, the seconds that the host takes to launch the first of them.
-    late: for joined operators, the seconds from the beginning of the first launch until the last operator can have
-    ended at the earliest.
+    late: for joined operators, the seconds until the last of them ends if nothing else runs on the device. They are
+        counted from the beginning of the first launch on the host.
     """
 
     place: int
@@ -123,7 +123,10 @@ class _Play:
             self.settle(now)
 
     def launch(self, rank: int, now: float) -> None:
-        """Launch the next items of a rank, until its host has to wait for the end of one."""
+        """Let a rank's host launch its next items, beginning at the time `now`.
+
+        It stops after an item for whose end the host has to wait.
+        """
         of = self.ranks[rank]
         of.host = max(of.host, now)
         while of.next < len(of.items):
@@ -225,7 +228,10 @@ class _Play:
             self.begin_next(rank, waiting, now)
 
     def settle(self, now: float) -> None:
-        """Update the rate and the end of every activity on ranks where an activity has begun or ended."""
+        """Update the speed and the expected end of running activities at the time `now`.
+
+        Only ranks are updated on which an activity has begun or ended since the last call.
+        """
         if len(self.changed) == 1:
             tasks = list(self.ranks[self.changed.pop()].active)
         else:
@@ -241,8 +247,10 @@ class _Play:
             self.push(now + task.left / rate, task, task.version, 0, "")
 
     def rate(self, rank: int, share: int) -> float:
-        """Return the current speed of the rank's activities that use the resource `share`, relative to their speed when
-        alone."""
+        """Return how fast an activity of a rank progresses now, as a fraction of its speed when nothing else runs.
+
+        share: the resource that the activity uses, such as COMPUTING. The other activities of the rank slow it.
+        """
         of = self.ranks[rank]
         counts = of.counts
         rate = 1 / max(counts[share], 1)
@@ -263,13 +271,13 @@ def _first(task: _Task) -> tuple[int, int]:
 
 
 def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -> list[Done]:
-    """Simulate the launches of all ranks on one clock, and return the launches in the order in which they end.
-
-    items: for each rank, its launches in the order in which its host makes them.
-    overlaps: for each rank, by which factors computing and communication slow each other.
+    """Simulate a step of several ranks at once. Return all launches with their times, in the order in which they end.
 
     Ranks that are not simulated are assumed never to be late for a collective. Raises ValueError if ranks wait for each
     other forever.
+
+    items: for each rank, its launches in the order in which its host makes them.
+    overlaps: for each rank, how much computing and communication slow each other while both run.
     """
     playing = _Play({rank: _Rank(list(own), overlaps[rank]) for rank, own in items.items()})
     playing.run()

@@ -97,7 +97,7 @@ def _row(rank: int, kind: str, lane: str, name: str, one: Done, size: int, colle
 
 
 def _phases(rank: int, main: Sequence[Done], stage: int | None) -> Iterator[Row]:
-    """Yield a span for each sequence of launches in the same phase of the same microbatch."""
+    """Yield a span for each run of consecutive launches in the same phase of the same microbatch, such as a forward."""
     for first, last in _runs([(one.launch.phase, one.launch.microbatch) for one in main]):
         launch = main[first].launch
         if launch.phase not in KIND:

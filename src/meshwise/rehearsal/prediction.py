@@ -26,7 +26,7 @@ from meshwise.timeline.timeline import Timeline
 
 
 def prediction(whole: Rehearsed, job: str) -> Prediction:
-    """Return the prediction for a simulated plan in the form that is stored in a plan file.
+    """Return what a plan file stores as the prediction for a simulated plan: its memory and times.
 
     job: the name of the job.
     """
@@ -42,7 +42,8 @@ def prediction(whole: Rehearsed, job: str) -> Prediction:
 
 
 def _held(whole: Rehearsed) -> dict[str, int]:
-    """Return the peak bytes of parameters, buffers, gradients and optimizer state, counted like `engine.held_bytes`.
+    """Return the peak bytes of parameters, buffers, gradients and optimizer state, by category. `engine.held_bytes`
+    measures the same numbers in a real run.
 
     On a GPU, the result also has `activations`. These are all other bytes that are allocated at the end of the last
     forward.
@@ -75,7 +76,10 @@ def _kinds(whole: Rehearsed) -> dict[str, float]:
 
 
 def _origin(whole: Rehearsed) -> str:
-    """Return where the estimated times come from, with their share of the step, such as `catalog 80 %, model 20 %`."""
+    """Return the sources of the estimated times, such as `catalog 80 %, model 20 %`.
+
+    The percentages are by time, on the rank that computes for the longest time.
+    """
     assert whole.step is not None
     rank, machine = slowest_rank(whole.step).rank, whole.prices.machine
     shares: dict[str, float] = defaultdict(float)

@@ -29,7 +29,7 @@ from meshwise.spec.timings import seconds_at
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
-"""What a time may depend on. Times with the same factor have correlated errors, all other times independent errors."""
+"""Kinds of estimated times. If one time of a kind is too long, the others of this kind tend to be too long as well."""
 Known = Callable[[Operation], float | None]
 """Returns the measured seconds of an operator at its shapes, or None if it was not measured on this device."""
 
@@ -89,16 +89,17 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
 
 
 def fused_share(operation: Operation) -> float:
-    """Return the fraction of an operator's time that remains in a compiled block, where memory-bound operators are
-    fused."""
+    """Return which fraction of its usual time an operator takes in a compiled block. It is less than 1 for memory-bound
+    operators, because compilation fuses them."""
     return FIGURES["compile.memory"].value if sort_of(operation) in ("elementwise", "reduction") else 1.0
 
 
 def launch_seconds(device: Device, phase: str = "") -> Priced:
-    """Estimate the time of the host to launch an operator on an accelerator. Return 0 seconds for a CPU, where the time
-    of an operator includes the call.
+    """Estimate how long the host takes to launch an operator on an accelerator.
 
-    phase: if given, one of PHASES. The result then includes the time of Python, modules and autograd in this phase.
+    Return 0 seconds for a CPU, where the estimated time of an operator already contains its launch.
+
+    phase: the phase of the step, one of PHASES. If it is given, the time of Python, modules and autograd is added.
     """
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
@@ -193,8 +194,11 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[float, float, str] | None:
-    """Return (FLOP/s of a large matmul, spread, origin), computed from the dtype's peak. Return None if the peak is
-    unknown."""
+    """Return (FLOP/s of a large matmul in `dtype`, relative error of this rate, source such as `catalog`).
+
+    The rate is the dtype's peak rate, times the fraction of the peak that large matmuls reach. Return None if the peak
+    is unknown.
+    """
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -210,8 +214,7 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
 
 
 def _transposing(operation: Operation, device: Device) -> float:
-    """Return the seconds to convert a convolution's images to the layout of tensor cores and back, which reads and
-    writes each byte once more.
+    """Return the seconds to convert a convolution's images to the memory layout of tensor cores, and its results back.
 
     Return 0 if the convolution does not run on tensor cores, or if the memory rate is unknown.
     """
@@ -250,10 +253,13 @@ def _filled(blocks: int, multiprocessors: int) -> float:
 
 @lru_cache(maxsize=65_536)
 def tile_share(product: Product, multiprocessors: int | None) -> float:
-    """Return the rate of a matrix product relative to a large one. The product runs as whole tiles in whole waves.
+    """Return the rate of a matrix product of this size, as a fraction of the rate of a very large product.
 
-    The best size in TILES is used, and k is split over idle multiprocessors if this helps. Returns 1 if the number of
-    multiprocessors is unknown.
+    A GPU divides the product into tiles, and each of its multiprocessors computes one tile at a time. A small product
+    leaves multiprocessors idle, and a product that does not fill its tiles wastes time. The tile size in TILES with the
+    best rate is assumed, and the sums over `k` are divided among idle multiprocessors if this helps.
+
+    multiprocessors: how many multiprocessors the GPU has. If it is None, 1 is returned.
     """
     if not multiprocessors:
         return 1.0
@@ -274,7 +280,9 @@ def tile_share(product: Product, multiprocessors: int | None) -> float:
 
 
 def _measured_rate(products: Sequence[Matmul], flops: int, multiprocessors: int | None) -> float:
-    """Return the FLOP/s of a matmul that fills the device, interpolated by FLOPs between measured products."""
+    """Return the FLOP/s of a matmul that has `flops` FLOPs and fills the device. The result is interpolated between the
+    measured matmuls with the nearest numbers of FLOPs.
+    """
     sizes = {2 * p.m * p.n * p.k: p.rate / tile_share(Product(1, p.m, p.n, p.k), multiprocessors) for p in products}
     return _between(sorted(sizes.items()), flops)
 

@@ -34,10 +34,11 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much computing and communication slow each other. Each factor (at least 1) says how many times as long
-    computing or communication takes while both run.
+    """How much computing and communication slow each other while both run on a device.
 
-    inside: other factors for communication within a host. None if they are the same.
+    compute: by which factor computing takes longer, at least 1. For example, 1.2 stands for 20 % more time.
+    communication: by which factor communication takes longer.
+    inside: the factors for communication within a host. None if they are the same.
     """
 
     compute: float
@@ -46,9 +47,9 @@ class Overlap:
 
 
 def overlap_of(device: Device, end: int = 0) -> Overlap:
-    """Return the overlap factors for this kind of device.
+    """Return how much computing and communication slow each other on this kind of device.
 
-    end: 0 for the expected factors, -1 or 1 for the low or high end of their intervals.
+    end: 0 for the expected factors. -1 and 1 give the low and the high end of their uncertainty.
     """
     if device.kind != "cpu":
         return _overlap("gpu", end)
@@ -80,9 +81,10 @@ class Prices:
         program: the seconds that Python, modules and autograd add to each operator of a CPU worker.
         dtensor: the seconds that DTensor adds to each operator of an optimizer.
         crowd: the number of workers per core, at least 1.
-        inside: returns the measured bytes that an operator allocates internally.
+        inside: returns how many bytes an operator allocates and frees while it runs, as measured.
         notes: remarks for the user.
-        compiled: whether blocks run compiled on accelerators. The traces are always of uncompiled blocks.
+        compiled: whether the plan compiles blocks on accelerators (`Plan.compile`). Steps are traced without
+            compilation. The times of operators that compilation makes faster are therefore reduced.
         """
         self.machine, self._crowd, self.inside, self.notes = machine, crowd, inside, notes
         self._program, self._dtensor, self.compiled = program, dtensor or 0.0, compiled
@@ -95,7 +97,10 @@ class Prices:
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
     def of(self, what: What, rank: int) -> Priced | None:
-        """Return the estimated time of a launch on its stream on this rank. Return None if a figure is unknown."""
+        """Return the estimated time of an operator, collective or copy on a rank, without the time that it waits.
+
+        Return None if no time can be estimated, such as for a link of unknown bandwidth.
+        """
         key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
         found = self._objects.get(key)
         if found is None:
@@ -116,9 +121,9 @@ class Prices:
         return None if seconds is None else times(seconds, self._crowd)
 
     def host(self, what: What, rank: int, phase: str = "other", dtensors: bool = False) -> Priced:
-        """Return the estimated time that the rank's host takes to launch `what` in this phase.
+        """Return the estimated time that the rank's host takes to launch `what` in this phase of the step.
 
-        dtensors: whether the optimizer steps on DTensors, as in `Work`.
+        dtensors: whether the optimizer's parameters are DTensors, with which each operator takes the host longer.
         """
         ranks = len(what.ranks) if isinstance(what, CollectiveOperation) and what.kind == "all-reduce" else 0
         key = self._alike[rank], type(what), phase, dtensors, min(ranks, self._each)
@@ -142,7 +147,7 @@ class Prices:
 
 
 def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
-    """Return a sentence for each kind of launch in these steps for which no time can be estimated.
+    """Return a sentence for each kind of launch whose time cannot be estimated with `prices`.
 
     Raises UsageError if the machine has fewer devices than the plan needs.
     """
@@ -170,7 +175,11 @@ def _named(what: What, device: Device) -> str:
 
 
 def speed_of(device: Device) -> str:
-    """Return a string that is equal for two devices if and only if their figures are equal."""
+    """Return a text that describes how fast a device is, so that equal devices can be recognized.
+
+    Two devices have the same text if they are of the same kind and model, and have equal memory, peak rates and
+    measured times.
+    """
     return repr(
         (device.kind, device.part, device.memory, device.peak, device.matmuls, device.memory_rate, device.launch)
     )

@@ -62,7 +62,9 @@ class Record:
     """Records the events of one rank in a rehearsal: launches, allocations and frees."""
 
     def __init__(self, device: str) -> None:
-        """device: the type of the device that computes: `cpu`, or the name of the fake device."""
+        """device: the type of the device that computes: `cpu`, or the type of the fake device that stands for an
+        accelerator.
+        """
         self.device = device
         self.events: list[Event] = []
         self.places = Places()
@@ -76,7 +78,7 @@ class Record:
 
     @property
     def phase(self) -> str:
-        """The current phase, one of PHASES."""
+        """The part of the training step that is running now: `forward`, `backward`, `optimizer` or `other`."""
         phase = self.places.phase
         return phase if phase in PHASES else "other"
 
@@ -141,8 +143,8 @@ class Record:
         return tuple("tf32" if word == "fp32" else word for word in words) if loose and name in MATMULS else words
 
     def _on_collective(self, moved: Moved, values: Any) -> None:
-        """Record a collective. If it is asynchronous, it runs on the stream of its process group, else on the stream
-        that launches it."""
+        """Record a collective. An asynchronous collective runs on the stream of its process group. Any other collective
+        runs on the current stream."""
         what, own = _collective(moved), self._stream
         if what is None:  # a barrier; a wait for one
             self.beside.wait(moved.work, own, self._storages(values))
@@ -233,7 +235,7 @@ class Record:
                 self._categories[event.storage] = category
 
     def backward_ends(self) -> None:
-        """Set the category to `gradients` for memory that a backward has allocated and has not freed."""
+        """Set the category of temporary memory to `gradients` if it is still allocated when a backward ends."""
         for number, event in self._alive.items():
             if event.category == "temporary":
                 self._categories.setdefault(number, "gradients")
@@ -277,8 +279,10 @@ def _word(tensor: Tensor) -> str:
 
 
 def _layout(tensors: list[Tensor]) -> str:
-    """Return `channels_last` if one of the 4-d tensors has this layout. A convolution then converts its other tensors
-    to the same layout. Otherwise return an empty string."""
+    """Return `channels_last` if any tensor of a convolution has this memory layout, and an empty string otherwise.
+
+    If any tensor has this layout, the convolution converts its other tensors to this layout, and computes in it.
+    """
     images = [tensor for tensor in tensors if tensor.dim() == 4 and not tensor.is_contiguous()]
     last = any(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
     return "channels_last" if last else ""
@@ -292,7 +296,7 @@ def _bytes(tensor: Tensor) -> int:
 GATHERS = {"embedding", "index_select", "gather", "index", "take"}
 """Operators that read only as many bytes of their first tensor as they return."""
 PICKS = {"nll_loss_forward": 0, "nll_loss2d_forward": 0, "nll_loss_backward": 1, "nll_loss2d_backward": 1}
-"""The index of an argument of which an operator reads one value per row, as many as the next argument has."""
+"""For each loss operator, the index of the tensor with the scores. It reads one score per row: that of the target."""
 
 
 def _read(name: str, taken: list[Tensor], given: list[Tensor]) -> int:

@@ -1,11 +1,10 @@
 """Extend the trace of few blocks or microbatches to many.
 
-The blocks or microbatches must be alike. The extended trace then equals the real one, event for event.
-
-Two traces that differ by one block (or microbatch) are compared. The longer one repeats some pieces once more. These
-pieces are inserted again until there are as many as requested. An event refers to other events: to the allocation that
-it frees, and to the launches that it waits for. The references move with the pieces, by the same distance from one
-piece to the next. If something does not follow this rule, Unlike is raised, and the whole model is traced instead.
+If the blocks or microbatches are alike, the extended trace equals the real one, event for event. Two traces that differ
+by one block (or microbatch) are compared. The longer one repeats some pieces once more. These pieces are inserted again
+until there are as many as requested. An event refers to other events: to the allocation that it frees, and to the
+launches that it waits for. The references move with the pieces, by the same distance from one piece to the next. If
+something does not follow this rule, Unlike is raised, and the whole model is traced instead.
 
 Tested in tests/rehearsal/test_replay.py.
 """
@@ -23,22 +22,22 @@ from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, 
 
 _COUNT = re.compile(r"(?<= )\d+(?= )")
 Read = Callable[[Launch], tuple[Hashable, int | None]]
-"""Returns a key that corresponding launches of all blocks (or microbatches) share, and the index of the block."""
+"""Returns the position of a launch in its block (or microbatch), and the block's index (None outside of blocks)."""
 
 NUMBERS = 1 << 16
-"""A collective of at most this many bytes may grow with depth, such as a collective with one number per parameter. A
-larger collective is split into buckets at some depth, so that its size does not grow linearly."""
+"""The size of a collective is only extrapolated up to this many bytes. Larger collectives consist of buckets, so that
+their size does not grow linearly with the number of blocks."""
 GROWS = ("optimizer", "other")
-"""The phases in which collectives may grow with the number of blocks or microbatches."""
+"""Only in these phases, a small collective (see NUMBERS) may get larger with the number of blocks or microbatches."""
 
 
 @dataclass(frozen=True)
 class GrowthAxis:
-    """A dimension along which traces grow: the number of blocks or of microbatches.
+    """What a longer trace has more of: blocks of the model, or microbatches of a step.
 
-    read: see `Read`.
-    write: takes a launch and the index of another block or microbatch. Returns the (module, microbatch) that the launch
-    has there.
+    read: returns the position of a launch in its block (or microbatch), and the index of the block (see `Read`).
+    write: takes a launch and the index of another block (or microbatch). Returns the module and the microbatch of the
+        same launch in that block.
     """
 
     read: Read
@@ -53,13 +52,15 @@ MICROBATCHES = GrowthAxis(_by_microbatch, lambda launch, number: (launch.module,
 
 
 def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets: bool = False) -> Trace:
-    """Extrapolate two traces to a longer one. `long` repeats blocks (or microbatches) once more than `short`, and the
-    result repeats them `times` times more than `short`. Raises Unlike if the traces cannot be extrapolated.
+    """Extrapolate a trace with many blocks (or microbatches) from two traces with few. Raises Unlike if it is inexact.
 
     Storages are numbered differently than in a trace of the whole model.
 
-    buckets: whether the optimizer splits parameters into buckets of a fixed size. With more repetitions, the buckets
-    may then change. So Unlike is raised if a launch works on more parameters in `long` than in `short`.
+    short, long: traces of the same rank, with few blocks and with one block more.
+    times: how many blocks the result has more than `short`.
+    axis: finds the block (or microbatch) of a launch.
+    buckets: whether the optimizer works on buckets of a fixed size. Buckets do not grow linearly, so Unlike is raised
+        if a launch or an allocation is larger in `long` than in `short`.
     """
     numbers: dict[Hashable, int] = {}
     one, other = _Row(short, axis.read, numbers), _Row(long, axis.read, numbers)
@@ -73,13 +74,13 @@ def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets:
 
 
 class _Row:
-    """A trace as one sequence of entries. Entry i consists of the values at index i of these lists.
+    """A trace as one list of entries: the events of all sections, with a None at the beginning of each section.
 
-    events: the event.
-    keys: a number that is the same for equal entries.
-    loose: a number that is the same for entries that are equal except for growth.
-    at: the index of the block or microbatch.
-    refers: the indices of earlier entries that the entry refers to.
+    events: for each entry, the event or None.
+    keys: for each entry, a number. Equal entries have the same number.
+    loose: for each entry, a number that is the same for entries that differ at most in their sizes.
+    at: for each entry, the index of its block or microbatch. None if it has none.
+    refers: for each entry, the indices of the earlier entries that it refers to.
     """
 
     def __init__(self, trace: Trace, read: Read, numbers: dict[Hashable, int]) -> None:
@@ -119,8 +120,7 @@ class _Row:
                     self._add(event, ("free", self.keys[before]), ("free", self.loose[before]), None, (before,))
 
     def _what(self, what: Any) -> int:
-        """Return a number that is the same for equal operators, collectives or copies. The number is cached by the id
-        of the object, because many launches hold the same object."""
+        """Return a number that is equal for equal operators, collectives or copies. It is cached by the object's id."""
         found = self._whats.get(id(what))
         if found is None:
             found = self._whats[id(what)] = self._numbers.setdefault(what, len(self._numbers))
@@ -137,15 +137,15 @@ class _Row:
 
 
 class _Moved(NamedTuple):
-    """A number that changes by the same amount from each copy of a piece to the next. `start` is its value in the first
-    copy, and `slope` the change."""
+    """How an index changes over the added copies of a repeated event: `start` in the first added copy, `start` +
+    `slope` in the second, and so on. It is the index of an entry that the event refers to, or of the event's block."""
 
     start: int
     slope: int = 0
 
 
 class _Longer:
-    """Builds the lengthened sequence of events, one entry at a time."""
+    """Builds the events of the extrapolated trace. Events that `long` has and `short` lacks are repeated."""
 
     def __init__(self, short: _Row, long: _Row, times: int, axis: GrowthAxis, buckets: bool) -> None:
         self.short, self.long, self.times, self.axis, self.buckets = short, long, times, axis, buckets
@@ -181,10 +181,9 @@ class _Longer:
             begin, shift = end + piece.length, shift + piece.length
 
     def _fixed(self, place: int, before: int) -> Event | None:
-        """Append the event for an entry that is not repeated, and return it.
+        """Add an event that is not repeated to the extrapolated trace. Extrapolate its sizes. Return the added event.
 
-        place: the index of the entry in the longer sequence.
-        before: the index of the same entry in the shorter sequence.
+        place, before: the index of the event in `self.long`, and in `self.short`.
         """
         event, times = self.long.events[place], self.times
         if event is None:
@@ -195,7 +194,7 @@ class _Longer:
             number = old + times * (number - old)
         if self.long.keys[place] != self.short.keys[before]:
             if self.buckets:
-                raise Unlike("a launch has more parameters in the longer trace, so buckets would change at some depth")
+                raise Unlike("a launch grows with the length of the trace, so that buckets would change at some length")
             event = grown_event(self.short.events[before], event, times)
         return self._put(place, event, refers, number)
 
@@ -226,7 +225,7 @@ class _Longer:
     def _fixed_refer(self, old: int, new: int) -> int:
         piece, moved = self.pieces.around(new), new - old
         if moved not in ((self.pieces.shift(new),) if piece is None else (piece.shift, piece.shift + piece.length)):
-            raise Unlike("an event refers to an entry that does not shift by as much as the repeated pieces do")
+            raise Unlike("an event refers to different events in the shorter and in the longer of two traces")
         return old + self.times * moved
 
     def _copies(self, piece: Insertion) -> Iterator[Event | None]:
@@ -240,10 +239,10 @@ class _Longer:
                 yield self._put(place, event, own, at, outer)
 
     def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
-        """Return how an entry of a repeated piece changes from one copy of the piece to the next: first the changes of
-        its references, then the change of its block or microbatch (None if it has none)."""
+        """Return how the indices in a repeated event change between copies: the indices of entries that it refers to,
+        and the index of its block or microbatch (None without a block). Raises Unlike if a change is uneven."""
         if isinstance(self.long.events[place], Mark | None):
-            raise Unlike("a repeated piece contains the start of a section of the trace")
+            raise Unlike("a run of repeated events extends into another part of the trace, such as the next step")
         beside = [
             (other, way)
             for other, way in ((place - piece.length, -1), (place + piece.length, 1))
@@ -266,37 +265,42 @@ class _Longer:
             own = self._slope(others, refer, length)
             shift = self.pieces.shift(refer) if around is None else around.shift + (length if own < 0 else 0)
             if around is not None and not own:
-                raise Unlike("the events of all copies of a repeated piece refer to a single copy")
+                raise Unlike("all copies of a repeated event refer to the same copy of another repeated event")
             refers.append(_Moved(refer + (self.times - 1) * shift, own))
         return refers, at
 
     def _slope(self, beside: Sequence[tuple[int, int | None]], value: int, length: int | None = None) -> int:
-        """Return the change of a value from one copy of a piece to the next.
+        """Return by how much an index grows from each copy of a repeated event to the next. For example, if the index
+        is 4 in the copy before, 5 in this copy and 6 in the copy after, the result is 1.
 
-        beside: pairs of a direction (-1 for the copy before, 1 for the copy after) and the value in that copy.
+        Raises Unlike if the growth is uneven.
 
-        Raises Unlike if the two copies give different changes, or if `length` is given and the change is not 0,
-        `length` or -`length`.
+        beside: (-1, the index in the copy before) and (1, the index in the copy after), if these copies exist.
+        value: the index in this copy.
+        length: if given, Unlike is also raised if the result is not 0, `length` or -`length`.
         """
         slopes = {None if other is None else way * (other - value) for way, other in beside}
         slope = slopes.pop() if len(slopes) == 1 else None
         if slope is None or (length is not None and abs(slope) not in (0, length)):
-            raise Unlike("a value does not change by the same amount from each copy of a piece to the next")
+            raise Unlike("an index in a repeated event does not change by the same amount from each copy to the next")
         return slope
 
     def _put(
         self, place: int, event: Event | None, refers: Sequence[int], number: int | None, check: bool = True
     ) -> Event | None:
-        """Append an event to the longer trace, with new references to earlier entries, and return it.
+        """Add an event to the extrapolated trace, and return it with its new storage, module and references.
 
-        check: whether to raise Unlike if a new reference points to another kind of entry than the old reference did.
+        place: the index of the entry in `self.long` from which the event was made.
+        refers: the entries that the event refers to, as indices in the extrapolated trace.
+        number: the index of the event's block or microbatch, or None.
+        check: whether to raise Unlike if an entry in `refers` is of another kind than in `self.long`.
         """
         keys, key = self.keys, self.long.keys[place]
         if check and refers:
             old = self.long.refers[place]
             of = [self.long.keys[each] for each in old] if len(old) == len(refers) else None
             if min(refers) < 0 or max(refers) >= len(keys) or (of and of != [keys[each] for each in refers]):
-                raise Unlike("an event of a repeated piece would refer to an entry of another kind")
+                raise Unlike("a copy of a repeated event would refer to an event of another kind")
         keys.append(key)
         kind: type = type(event)
         if kind is Launch or kind is Mark or event is None:
@@ -310,7 +314,7 @@ class _Longer:
             storage, self.next = self.next, self.next + 1
         self.storages.append(storage)
         if (storage in self.alive) is (kind is Allocate):
-            raise Unlike("the extended trace would allocate or free the same storage twice")
+            raise Unlike("the extrapolated trace would allocate or free the same storage twice in a row")
         if isinstance(event, Allocate):
             self.alive.add(storage)
             return Allocate(storage, event.size, event.category, event.on_host, event.stream)
@@ -330,7 +334,7 @@ def grown_event(short: Event | None, long: Event, times: int) -> Event:
     if isinstance(short, Launch) and isinstance(long, Launch):
         what = grown(short.what, long.what, times)
         if isinstance(what, CollectiveOperation) and what.size > NUMBERS:
-            raise Unlike(f"a collective of more than {NUMBERS} bytes is larger in the longer trace")
+            raise Unlike(f"a collective of more than {NUMBERS} bytes grows with the length of the trace")
         return replace(long, what=what)
     if isinstance(short, Allocate) and isinstance(long, Allocate):
         return replace(long, size=grown(short.size, long.size, times))
@@ -338,8 +342,8 @@ def grown_event(short: Event | None, long: Event, times: int) -> Event:
 
 
 def _notes(short: Sequence[str], long: Sequence[str], times: int) -> Iterator[str]:
-    """Yield the notes for the longer trace. A note is kept if it is equal in both traces, or differs only in whole
-    numbers, which are extrapolated."""
+    """Yield the notes of the extrapolated trace. A note is kept if both `short` and `long` have it. Whole numbers in
+    the note may differ, and are extrapolated (see `grown`)."""
     for one, other in zip(short, long, strict=False):
         (old, before), (new, now) = (([int(n) for n in _COUNT.findall(t)], _COUNT.sub("{}", t)) for t in (one, other))
         if before == now and "{}" not in one:

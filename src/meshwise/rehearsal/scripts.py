@@ -87,8 +87,10 @@ class RehearsalEnds(BaseException):
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
-    """Trace the first steps of a script on one device. Return the script with its batch size and the facts about its
-    model, which a search for plans needs."""
+    """Trace the first steps of a script on one device. Return the script together with what a search for plans needs:
+    its batch size, and facts about its model.
+
+    kind: the kind of the device, `cpu` or `gpu`."""
     script = Script(name, run)
     loop = _rehearsed(script, Plan(), kind)
     work = Work(0, 1, kind, *loop.works[-1])
@@ -112,10 +114,10 @@ def _forward(work: Work) -> Forward:
 
 
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
-    """Trace the first steps of a script under a plan. Like `trace`, return one trace for each kind of rank.
+    """Trace the first steps of a script under a plan. Return one trace for each group of ranks that do the same work.
 
     Raises PlanError if the plan uses an option that is not available for scripts. Raises UsageError, with the source
-    line, if the script cannot be rehearsed.
+    line, if the script cannot run on tensors without values.
     """
     check_for_scripts(plan)
     return [_trace_rank(script, plan, kind, rank) for rank in kinds_of_ranks(plan, speeds)]
@@ -204,16 +206,16 @@ class _Loop(Places):
         self.phase, self._stepped = "other", self._trained
 
     def stepped(self) -> None:
-        """Count a step of any optimizer. If the script has not called `mw.distribute`, raise RehearsalEnds after more
-        than STEPS steps."""
+        """Count an optimizer step of a script that has not called `mw.distribute`. After more than STEPS such steps,
+        end the rehearsal by raising RehearsalEnds."""
         if not self._engine.has_applied:
             self._alone += 1
             if self._alone > STEPS:
                 raise RehearsalEnds
 
     def number(self, dtype: torch.dtype) -> float | None:
-        """Return the value to assume for a number that the script reads from a tensor outside of its model: 1, or None
-        for a bool."""
+        """Return the value that a rehearsal takes if the script reads a number from a tensor outside of its model. It
+        is 1, because the real value is unknown. For a bool, return None."""
         if dtype == torch.bool:
             return None
         self._engine.notify(f"{user_place()} reads a number that only a real run computes. The rehearsal assumes 1.")

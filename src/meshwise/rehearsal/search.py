@@ -30,9 +30,9 @@ UNLIKELY = 1.25
 """A plan is not simulated if its step is expected to take more than this many times as long as the best one."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
-"""Plans with more parts to trace are not the first to be simulated. Only pipeline stages lead to more."""
+"""Until a plan has been simulated, plans with more to trace than this (see `_parts_traced`) are tried last."""
 SIMPLER = 0.04
-"""A plan with twice the microbatches, stages or layer parts comes first only if it is faster by this fraction."""
+"""A plan with twice the microbatches, stages or layer parts is tried later, unless it is faster by this fraction."""
 FIRST = 5
 """The number of likely best plans that are shown before any plan is simulated."""
 NEAREST = 3
@@ -69,12 +69,12 @@ class Search:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of plans before they are simulated.
+    """What is known about plans before they are simulated.
 
-    bounds: rejects plans that cannot fit in memory or cannot be the fastest.
-    guess: guesses a plan's cost. If given, plans are simulated in the order of their guessed times, and plans that need
-    more than `room` bytes come last. If None, plans are simulated in the given order.
-    room: the bytes of memory that a plan may need.
+    bounds: rejects plans that cannot fit in memory or cannot be the fastest. With None, no plan is rejected.
+    guess: guesses a plan's time and memory, to simulate the plans with the shortest guessed time first. With None,
+        plans are simulated in the given order.
+    room: the bytes of a device's memory. Plans with a larger guessed memory are simulated last.
     """
 
     bounds: Bounds | None = None
@@ -96,17 +96,18 @@ def search(
     roomy: float = 0.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Search:
-    """Estimate the cost of `plans`, the likely best first, for `seconds` of `clock`. At least one plan is estimated.
+    """Simulate plans until the time is over, the likely best plans first. Return their estimates.
 
-    rehearse: traces and simulates the step of a plan, and returns its estimate.
+    At least one plan is simulated. If no plan fits in memory, variants of the plans that need the least memory are
+    tried until one fits. At the end, variants of the best plan that need less memory are tried if there is time.
+
+    seconds: the time, measured by `clock`.
+    rehearse: simulates the step of a plan, and returns its estimate.
     savers: returns variants of a plan that need less memory, starting with those that add the least time.
     show: called with the results so far, after each plan.
     known: bounds and guesses for plans that have not been simulated.
-    roomy: variants of the best plan are skipped if it needs less than this fraction of a device's memory.
+    roomy: a fraction of a device's memory. If the best plan needs less, no variants of it are tried.
     clock: returns the current time in seconds. The default is the CPU time of this process.
-
-    If no plan fits, variants of the plans that need the least memory are tried until one fits. At the end, variants of
-    the best plan are tried if there is time.
     """
     going = _Searching(plans, rehearse, seconds, show, known, clock)
     if known.guess is not None:
@@ -196,7 +197,11 @@ class _Searching:
 
     @property
     def nearest(self) -> list[Plan]:
-        """The simulated plans in ascending order of memory, followed by plans that the memory bound rejected."""
+        """The plans that may come nearest to fitting in memory.
+
+        These are the simulated plans, in ascending order of their memory, and then the plans that were found too large
+        without a simulation.
+        """
         tried = sorted(self.estimates.values(), key=lambda each: each.memory.total.value)
         large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[-1])
         return list(dict.fromkeys([*(each.plan for each in tried), *large]))
@@ -212,9 +217,10 @@ class _Searching:
         return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, self._first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
-        """Trace and simulate a plan, and return its estimate. Return None if the plan is refused or the time is over.
+        """Trace and simulate a plan, and return its estimate. Return None if the plan is refused or rejected, or if the
+        time for the search is over.
 
-        bounded: whether a bound may reject the plan.
+        bounded: whether to reject a plan that, by a lower bound, cannot fit in memory or cannot be the fastest.
         """
         if plan in self.estimates or (plan in self._refused and bounded):
             return self.estimates.get(plan)
@@ -245,7 +251,11 @@ class _Searching:
         return self.estimates.get(plan)
 
     def _out_of_bounds(self, plan: Plan) -> bool:
-        """Return whether a bound rejects the plan. If so, record the reason."""
+        """Return whether a plan cannot fit in memory, or cannot be faster than the fastest simulated plan that fits.
+
+        Lower bounds on memory and time decide this without a simulation. If the plan is rejected, the reason is
+        recorded.
+        """
         if self._bounds is None:
             return False
         why = self._bounds.too_large(plan)
@@ -259,23 +269,31 @@ class _Searching:
         return bool(why)
 
     def saved(self, cheaper: Sequence[Plan], until: bool) -> None:
-        """Simulate variants that save memory, while there is time. until: whether to stop after the first one that
-        fits."""
+        """Simulate the plans in `cheaper`, in order, until the time for the search is over.
+
+        cheaper: plans that need less memory than a plan that was already simulated.
+        until: whether to stop after the first plan that fits in memory.
+        """
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return
 
 
 def _parts_traced(plan: Plan) -> int:
-    """Estimate how much of the plan's step has to be traced: the number of traced microbatches, on all stages."""
+    """Estimate how much work it is to trace a step under the plan.
+
+    This is the number of microbatches that are traced, times the number of pipeline stages. With tensor parallelism, it
+    is doubled.
+    """
     few = microbatches_of(plan)
     return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (2 if plan.tensor > 1 else 1)
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:
-    """Return whether a plan will be refused for the same reason as the plan `refused`.
+    """Return whether `plan` will be refused for the same reason as the plan `refused`, so that it can be skipped.
 
-    This is so if both plans split the model in the same way, and `plan` has every option that may be the reason.
+    This is so if both plans split the model in the same way and have the same values of the options in ALSO. An option
+    that has its default in `refused` does not matter.
     """
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
@@ -288,4 +306,4 @@ def _cut_alike(plan: Plan, refused: Plan) -> bool:
 
 
 ALSO = {"sequence": False, "recompute": "none"}
-"""Options for which a plan may be refused. The value given for an option is never a reason to refuse the plan."""
+"""Options that can be the reason why a plan is refused, with their defaults. The default is never the reason."""

@@ -39,16 +39,19 @@ _OF_MODULES = set(vars(nn.Module()))
 
 
 class Unlike(Exception):
-    """Raised if a job cannot be shortened: a block's output is not the next block's input, or the model does something
-    between blocks."""
+    """Raised if a model with fewer blocks would not show what the whole model does, so that the whole model must be
+    traced. This is so if a block's output is not the next block's input, or if the model does something between
+    blocks."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A sequence of equal blocks of a model.
+    """A sequence of equal groups of blocks in a model. A group is often a single block.
 
-    names: the names of all repeated blocks of the model.
-    start, group, count: the blocks from index `start` of `names` on are `count` equal groups of `group` blocks each.
+    names: the names of all repeated blocks of the model, in order.
+    start: the index in `names` of the first block of the sequence.
+    group: the number of blocks in a group.
+    count: the number of groups.
     kinds: the classes of the blocks in the sequence.
     """
 
@@ -60,7 +63,7 @@ class Stretch:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the sequence contains all of the model's repeated blocks."""
+        """Whether this sequence contains all blocks in `names`."""
         return self.count * self.group == len(self.names)
 
 
@@ -87,8 +90,8 @@ class Forward:
 
 
 class Heard:
-    """Records which operators each block runs in a forward pass, with their inputs, and the size of the whole forward
-    pass."""
+    """Records a forward pass: the operators of each block, with their inputs, and the FLOPs and bytes of all
+    operators."""
 
     def __init__(self) -> None:
         self.done: dict[str, list[object]] = defaultdict(list)
@@ -97,7 +100,7 @@ class Heard:
         self._made = 0  # in this block, so far
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """Run an operator and record it. Implements `compat.fake.Handler`."""
+        """Run an operator by calling `run`, record the operator, and return its output."""
         if self._inside:
             plain = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, bool))
             given = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_in((args, kwargs)))
@@ -137,8 +140,8 @@ class Heard:
 
 
 def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> Stretch | None:
-    """Return the longest sequence of equal blocks in a model. Return None if no two neighboring blocks or groups are
-    equal.
+    """Return the longest sequence of equal blocks, or of equal groups of neighboring blocks, in a model. Return None if
+    the model has no such sequence.
 
     done: for each block, by name, what it does in a forward pass. Blocks are only equal if they do the same.
     """
@@ -158,8 +161,12 @@ def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> St
 
 
 def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, number of groups) of each sequence in which every block equals the block `group` places before
-    it."""
+    """Yield (start, number of groups) of each sequence in which a group of `group` blocks is repeated.
+
+    For example, the blocks A B A B with `group` = 2 give (0, 2).
+
+    prints: one value for each block. Equal blocks have equal values.
+    """
     start = 0
     for place in range(group, len(prints) + 1):
         if place == len(prints) or prints[place] != prints[place - group]:
@@ -204,8 +211,8 @@ def _plain(value: Any) -> object:
 
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
-    """Return a copy of the job with a shorter model: only `count` groups of the blocks in `stretch` are kept. If the
-    model cannot be shortened in this way, its forward raises Unlike."""
+    """Return a copy of the job with a shorter model, which keeps only `count` groups of the blocks in `stretch`. The
+    forward pass of the shorter model raises Unlike if the model cannot be shortened in this way."""
     return replace(job, model=functools.partial(_short_model, job.model, stretch, count))
 
 
@@ -257,21 +264,25 @@ class _Skipped(nn.Module):
 
 
 class _Given:
-    """The form in which blocks return their output: a tensor (`rest` is None), or a tuple of a tensor and `rest`."""
+    """What a block returns: a tensor, or a tuple of a tensor and further values. `rest` has the further values, or is
+    None.
+    """
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise Unlike if the model ran an operator or kept a tensor between two skipped blocks. The full model would
-        then do so after every block, but the shortened model does so only once.
+        """Raise Unlike if, since the previous skipped block, the model ran an operator or kept a reference to a tensor.
+        The trace of the shorter model would lack this work.
 
-        after: how many blocks were skipped directly before.
+        after: how many skipped blocks come directly before this block. If 0, the call only prepares the next check.
+        tensor: the input of the block.
+        references: Python's reference count of `tensor`.
         """
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
-            raise Unlike("the model runs an operator or keeps a tensor between two blocks")
+            raise Unlike("after a block and before the next block, the model runs an operator or keeps a tensor")
         self._before = now
 
     def note(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:

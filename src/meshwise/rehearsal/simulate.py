@@ -25,7 +25,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
 OVERLAP, STEP = "overlap", "step"
-"""Two more factors: how much overlapping activities slow each other, and step time that no launch explains."""
+"""Causes of uncertainty beside FACTORS: how much overlapping activities slow each other, and unknown effects."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Step:
     seconds: the time until the last simulated rank has ended.
     low, high: the ends of the 80 % interval of `seconds`.
     done: the launches of each rank, in the order in which they began.
-    factors: for each factor: how many seconds longer the step is if all times that depend on this factor are at the
-    upper end of their interval.
+    factors: for each cause of uncertainty (FACTORS, OVERLAP, STEP), how many seconds longer the step may be. This is
+        the case when all times that depend on the cause are at the upper end of their interval.
     """
 
     seconds: float
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that were simulated, one of each kind."""
+        """The ranks that were simulated. Each stands for all ranks that do the same work."""
         return tuple(self.done)
 
 
@@ -61,15 +61,16 @@ def simulate(
 ) -> Step:
     """Simulate the step of several ranks, such as one rank of each pipeline stage.
 
+    Raises UsageError if the time of a launch is unknown (see `missing`) or if the machine has too few devices. Raises
+    ValueError if ranks wait for each other forever.
+
     works: the step of each rank.
     machine: the machine, or a `Prices` for it. A `Prices` can be used again, which saves time.
     interval: whether to compute `low` and `high`. If False, they equal `seconds`.
-    merged: whether to simulate consecutive operators as one, which is several times as fast. The step takes the same
-    time, except where late launches overlap with communication. Time lost to launches then counts as computing.
-    overlap: the overlap factors to use instead of the constants.
-
-    Raises UsageError if the time of a launch is unknown (see `missing`) or if the machine has too few devices. Raises
-    ValueError if ranks wait for each other forever.
+    merged: whether to simulate consecutive operators as one item, which is several times as fast. If the device waits
+        for the host between these operators, this counts as computing. The time of the step only changes if
+        communication runs during such waiting.
+    overlap: how much computing and communication slow each other. By default, this depends on the kind of device.
     """
     prices = machine if isinstance(machine, Prices) else Prices(machine)
     costs = _costs(works, prices)
@@ -105,7 +106,7 @@ def simulate(
 
 def _costs(works: Sequence[Work], prices: Prices) -> dict[int, list[Cost]]:
     if len({work.rank for work in works}) < len(works):
-        raise ValueError(f"each rank must have one trace, but the ranks are {[work.rank for work in works]}")
+        raise ValueError(f"each rank must have one trace, but the traces are for ranks {[work.rank for work in works]}")
     if all(work.ranks <= len(prices.machine.devices) for work in works):
         costs = {work.rank: own for work in works if (own := costs_of(work, prices)) is not None}
         if len(costs) == len(works):

@@ -22,15 +22,15 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 
 BLOCKS = 3
-"""The number of groups of blocks in a small trace."""
+"""How many groups of blocks are traced to know the cost of a block. A group is often a single block."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of a small trace, which is a trace of a few blocks on one rank.
+    """The settings for tracing a model with only a few blocks on one rank, in a step with one microbatch.
 
-    tensor: the size of the `tensor` axis.
-    rows: the number of samples in its only microbatch.
+    tensor: the size of the axis `tensor`.
+    rows: the number of samples in the microbatch.
     """
 
     precision: str
@@ -42,11 +42,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Small:
-    """Costs on one rank. All except `kept` are in seconds.
+    """Costs on one rank, computed from a trace of a few blocks. All except `kept` are in seconds.
 
     forward, backward: the forward and backward of one block, without collectives.
-    outside: everything outside of blocks in a microbatch, without collectives.
-    sent: the collectives in a block's forward and backward.
+    outside: the operators of a microbatch that are in no block, without collectives.
+    sent: all collectives of one block, in its forward and backward together.
     kept: the bytes that a block keeps for its backward.
     """
 
@@ -58,8 +58,11 @@ class Small:
 
 
 def small_traces(program: Tracer, machine: Machine) -> Callable[[Kind], Small | None]:
-    """Return a function that traces a few blocks of the model and returns their costs. It returns None if the model
-    cannot be shortened to a few blocks, or if a cost is unknown."""
+    """Return a function that finds out what a block of the model costs, from a trace of a few blocks.
+
+    The returned function takes the settings of the trace. It returns None if the model cannot be shortened to a few
+    blocks, or if a cost is unknown.
+    """
     prices = Prices(machine)
 
     def small(kind: Kind) -> Small | None:

@@ -32,8 +32,8 @@ from meshwise.rehearsal.calls import bytes_of, made
 REPEATS, LONGEST = 7, 0.05
 """How many calls are timed. Fewer, but at least two, if the calls together take more than LONGEST seconds."""
 COLD, FLUSHED, IN_CACHE = 3, 64 << 20, 64 << 10
-"""Operators on more than IN_CACHE bytes are also timed with empty caches: COLD calls, each after a write of FLUSHED
-bytes. In a step, some tensors are in a cache and others are not."""
+"""An operator on more than IN_CACHE bytes is also timed with empty caches, because in a step some tensors are not in a
+cache. For this, COLD calls are timed. Before each call, FLUSHED bytes are written, which displace other data."""
 SERVE = "from meshwise.rehearsal.timing import serve; serve()"
 
 
@@ -74,8 +74,8 @@ def serve() -> None:
 
 
 def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int]]:
-    """Time an operator call in this process. Return its seconds, or None if the call cannot be made, and what it
-    allocates internally."""
+    """Time an operator call in this process. Return its seconds, and what it allocates while it runs. The seconds are
+    None if the call cannot be made."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
         return seconds, [] if seconds is None else _taken_inside(call)
@@ -83,8 +83,10 @@ def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, 
 
 @functools.cache
 def _child() -> subprocess.Popen[str]:
-    """Start the process that times calls. It ends with this process. Operators that the program registers do not exist
-    there."""
+    """Start the process in which operator calls are timed, and return it. It ends with this process.
+
+    Operators that only the user's program registers do not exist in it.
+    """
     return subprocess.Popen(
         [sys.executable, "-c", SERVE],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -96,9 +98,13 @@ def _child() -> subprocess.Popen[str]:
 
 
 def _timed(call: str, others: int = 0) -> float | None:
-    """Return the seconds of a call while `others` threads repeat it, as the geometric mean of warm and cold caches.
+    """Return how many seconds an operator call takes.
 
     Return None if the call cannot be made, or would take more than a quarter of the free memory.
+
+    If the tensors have more than IN_CACHE bytes, `others` threads make the same call at the same time. The call is then
+    timed twice, with the tensors in the CPU's caches and with empty caches. The result is the geometric mean of these
+    two times.
     """
     size = bytes_of(call)
     if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
@@ -153,8 +159,8 @@ def _taken_inside(call: str) -> list[int]:
 
 
 def median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
-    """Return the median seconds of a call. If torch uses one thread, count the thread's CPU time, which excludes other
-    load.
+    """Return the median seconds of a call. If torch uses one thread, this is the CPU time of the thread, so that other
+    programs on the machine do not affect it.
 
     before: called before each timed call, outside of the measured time.
     """

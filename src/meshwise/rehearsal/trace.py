@@ -54,7 +54,7 @@ from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
 STEPS = 2
-"""How many steps are traced. The first creates the optimizer's state and the buckets. All later steps are equal."""
+"""How many steps are traced: the first, which creates the optimizer's state and the buckets, and a usual later step."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,16 @@ class Trace:
 def trace(
     job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = (), marked: bool = False
 ) -> list[Trace]:
-    """Trace what the ranks of a plan do in a step of a job. Return one trace for each kind of rank, rank 0 first.
+    """Trace what the ranks of a plan do in a step of a job. Return one trace for each group of ranks that do the same
+    work.
+
+    Ranks do the same work if they have the same pipeline stage, equally fast devices, and the same share of the batch.
+    The trace of rank 0 comes first. Raises PlanError, with the reason, for a plan that cannot run. Raises UsageError,
+    with the source line, if the program cannot run on tensors without values.
 
     kind: the kind of device, `gpu` or `cpu`.
     speeds: one value for each rank. Ranks with equal devices have equal values. By default, all devices are equal.
     marked: whether to mark where the forwards and backwards of microbatches begin, for microbatches.py.
-
-    Raises PlanError, with the reason, for a plan that cannot run. Raises UsageError, with the source line, if the
-    program cannot run on tensors without values.
     """
     mail: stages.Mail = {}
     try:
@@ -162,8 +164,11 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail, m
 
 @contextmanager
 def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[tuple[Record, FakeTensors]]:
-    """Within the context, make this process a rank of a simulated run. Yield the record of events, and the tensor mode
-    to enter."""
+    """Within the context, make this process a rank of a simulated run.
+
+    Yield (record of its events, mode for its tensors). The caller enters the mode to run the program. Tensors then have
+    shapes but no values.
+    """
     with ExitStack() as stack:
         device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
         stack.enter_context(fake_world(rank, ranks))

@@ -72,13 +72,12 @@ What = Operation | CollectiveOperation | Copy
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The event that the host launches an operator, a collective or a copy on a stream. A stream runs one launch after
-    the other.
+    """An operator, collective or copy that the host launches on a stream. A stream runs one launch after the other.
 
     after: indices in `Work.events` of launches on other streams that must end before this one begins.
     blocks: whether the host waits until the launch has ended.
     module: the name of the model's block that the launch belongs to.
-    microbatch: the index of the microbatch, from 0. -1 outside of microbatches.
+    microbatch: the index of the microbatch, from 0. It is -1 outside of microbatches.
     """
 
     what: What
@@ -94,7 +93,7 @@ class Launch:
 class Allocate:
     """The event that memory is allocated.
 
-    storage: the number of the storage, which `Free` refers to.
+    storage: the number of the storage. The event `Free` names the storage by the same number.
     category: one of CATEGORIES.
     on_host: whether it is in host memory.
     """
@@ -129,14 +128,15 @@ Event = Launch | Allocate | Free
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in one step, in the order in which its host does it.
+    """What one rank does in one step.
 
     rank, ranks: the rank, and the number of ranks.
     kind: the kind of device: `cpu`, or `gpu` for any accelerator.
     held: the memory that is already allocated when the step begins, such as parameters and optimizer state.
+    events: launches and memory events, in the order in which the rank's host causes them.
     notes: remarks on the program under this plan.
     dtensors: whether the optimizer steps on DTensors. Operators on DTensors are slower, because each call goes through
-    Python.
+        Python.
     """
 
     rank: int

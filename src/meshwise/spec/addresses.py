@@ -23,7 +23,8 @@ def more(address: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Return which section of docs/ explains the errors of each file of the package, by `folder/file`.
+    """Return the section of docs/ that explains the errors of each source file. A key is a file, such as `folder/file`
+    without `.py`. Its value is a section, such as `page.md#section`.
 
     If a function's errors have a section of their own, there is also the key `folder/file/function`.
     """

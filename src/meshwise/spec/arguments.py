@@ -24,7 +24,8 @@ WORDS = {"true": True, "yes": True, "false": False, "no": False}
 def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...]:
     """Return each argument as the text `name=value`, such as `lr=0.0003`, as it is stored in run.json.
 
-    Raises UsageError for a text that is not NAME=VALUE, a name that is given twice, and a value of another type.
+    Raises UsageError if a text is not of the form NAME=VALUE, if a name is given twice, or if a value is not a number,
+    text, path or None.
     """
     if isinstance(given, Mapping):
         for name, value in given.items():

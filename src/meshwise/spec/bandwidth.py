@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 DEFINITIONS = "nccl-tests"
-"""The source of these definitions. Reports print this name beside their figures."""
+"""The program whose definitions of bandwidth this file uses. Reports print its name beside every bandwidth."""
 
 # nccl-tests 2.19.6, `getBw` of src/*.cu; gather and scatter stand there and not in doc/PERFORMANCE.md. DeepSpeed counts
 # an all-reduce's algorithm bandwidth twice, and gather and scatter with 1.
@@ -25,8 +25,8 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "reduce": lambda ranks: 1.0,
     "send-receive": lambda ranks: 1.0,
 }
-"""For each collective, bus bandwidth divided by algorithm bandwidth. For an all-reduce, broadcast, reduce or
-send-receive (to the next rank), the size is one tensor's size. For the others, the sizes of all ranks' parts add up."""
+"""For each collective, bus bandwidth divided by algorithm bandwidth. Both count the bytes of one tensor for all-reduce,
+broadcast, reduce and send-receive, and the bytes of all ranks' parts together for the other collectives."""
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
@@ -42,6 +42,7 @@ def bus_factor(operation: str, ranks: int) -> float:
 def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> float:
     """Return the bus bandwidth in bytes/s: the load of the busiest link if the collective's algorithm is optimal.
 
-    It is assumed that the network only transports data, and that no switch reduces it.
+    The ranks are assumed to compute the sums. If the switch computes them (NVLS, SHARP), the links carry less than
+    this.
     """
     return bus_factor(operation, ranks) * algorithm_bandwidth(size, seconds)

@@ -18,8 +18,8 @@ DEVICE_KINDS = ("cpu", "cuda", "xpu", "mps")
 IN_WORDS = "all, 4xcpu, 2xcuda or cuda:0,1"
 """Examples of how an option names devices."""
 STREAMED = ("cuda", "xpu")
-"""Kinds of device that run asynchronously to the host, in streams (`torch.Stream`, `torch.Event`). For all else use
-`torch.get_device_module(device)`: `torch.accelerator` knows only one kind, maybe the fake device of a rehearsal."""
+"""The kinds of device that run asynchronously to the host, in streams (`torch.Stream`). Use their functions through
+`torch.get_device_module(device)`, because a rehearsal may set `torch.accelerator` to a simulated device."""
 
 
 @functools.cache  # asked in every step

@@ -51,7 +51,7 @@ class Dtypes:
 
     @property
     def by_field(self) -> dict[str, str]:
-        """The dtypes by the names of a plan's fields, such as `param_dtype`."""
+        """The dtype for each of the plan's fields `param_dtype`, `compute_dtype` and `grad_dtype`."""
         return {"param_dtype": self.stored, "compute_dtype": self.computed, "grad_dtype": self.reduced}
 
     @property
@@ -63,10 +63,14 @@ class Dtypes:
 def dtypes_of(
     precision: str, param_dtype: str | None = None, compute_dtype: str | None = None, grad_dtype: str | None = None
 ) -> Dtypes:
-    """Return the dtypes that the word `precision` stands for. Each other argument that is given replaces one of them.
+    """Return the dtypes of a plan with these fields. `precision` sets all three dtypes, and each other argument
+    replaces one.
 
-    By default, `computed` is the dtype that `precision` names, or `param_dtype` if that is narrower. Gradients are
-    reduced in the stored dtype by default. Raises PlanError for combinations that do not work.
+    Raises PlanError for combinations that do not work.
+    param_dtype: the dtype of stored parameters. By default `fp32`, or `fp64` if that is the precision.
+    compute_dtype: the dtype of matrix products. By default the dtype `precision`, or the stored dtype if that is
+        narrower.
+    grad_dtype: the dtype in which gradients are summed over ranks. By default the stored dtype.
     """
     given = {"param_dtype": param_dtype, "compute_dtype": compute_dtype, "grad_dtype": grad_dtype}
     for name, value in given.items():

@@ -36,7 +36,7 @@ class MeshwiseError(Exception):
 
 
 class UsageError(MeshwiseError):
-    """The request cannot be carried out as it was written."""
+    """Raised if a call, a command or a file of the user asks for something that cannot be done."""
 
     exit_code = 2
 

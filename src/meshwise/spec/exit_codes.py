@@ -10,11 +10,11 @@ import signal
 from collections.abc import Mapping
 
 DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
-"""DOUBTFUL is only for `meshwise check`: values that it compares in float64 are equal, but another value differs."""
+"""Exit codes (see MEANINGS). DOUBTFUL: `meshwise check` found equal float64 values, but also some other difference."""
 TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
-"""The number that stands for the run's time limit where a signal number says what stopped the run."""
+"""A signal number. It is recorded as the reason for the end of a run that its time limit has stopped."""
 JOINS = 0
-"""Not a signal number: says that the run was stopped to restart with a machine that has joined the run."""
+"""Recorded in place of a signal number if a run was stopped so that it restarts with a machine that has joined it."""
 WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 """The signals that schedulers send some time before they kill a job, often to every process of a task."""
 OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")

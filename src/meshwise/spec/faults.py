@@ -25,9 +25,9 @@ KINDS = {
     "corrupt-checkpoint": "a bit of the newest checkpoint on the disk is flipped",
     "cut-checkpoint": "a file of the newest checkpoint on the disk loses its second half",
 }
-"""What each kind of fault does to a rank."""
+"""What each kind of fault does to the rank that `--fault` names. `back=` and `steps=` are fields of `Fault`."""
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
-"""The phases of a step. A fault happens when its phase begins, `communication` with a collective of all ranks."""
+"""The phases of a step. A fault happens as its phase begins: `communication` begins with a collective of all ranks."""
 FULL_FOR = 10  # steps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 EXAMPLE = "Write --fault kill:rank=1,step=40, and add ,phase=backward or ,attempt=2 if you need them."
@@ -37,8 +37,8 @@ EXAMPLE = "Write --fault kill:rank=1,step=40, and add ,phase=backward or ,attemp
 class Fault:
     """A fault that is injected once into a run.
 
-    step: the step in which it happens, counted from 1 over the whole run.
-    attempt: the attempt in which it happens, counted from 1 for this command. 2 is the first restart.
+    step: the step in which the fault happens. Steps are counted from 1, and go on counting after a restart.
+    attempt: the attempt in which the fault happens. 1 is the start by the command, and 2 is its first restart.
     seconds: the delay of a `slow` fault.
     steps: for how many steps the disk is full.
     back: after how many attempts a lost device returns. 0 means never.
@@ -90,7 +90,9 @@ def parse_fault(text: str) -> Fault:
 
 
 def faults_of(texts: Sequence[str], ranks: int) -> tuple[Fault, ...]:
-    """Parse the faults for a run with this many ranks. Raises UsageError for a rank that the run does not have."""
+    """Parse the values of the option `--fault`. Raises UsageError for a value that cannot be parsed, and for a rank
+    that is not below `ranks`, the number of ranks of the run.
+    """
     faults = tuple(map(parse_fault, texts))
     for fault in faults:
         if fault.rank >= ranks:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from meshwise.spec.timings import Timings
 
 HOST, DEVICE, NODE = "host", "device", "node"
-"""Ends of a link that are not one device: the memory of a host, any device of a host, or any host of the machine."""
+"""Ends of a link that stand for more than one device: a host's memory, any device of a host, or any host."""
 
 
 MOST_DEVICES = 131_072
@@ -35,7 +35,7 @@ class Matmul:
 
     @property
     def rate(self) -> float:
-        """The measured FLOP/s: 2mnk divided by the seconds."""
+        """The measured FLOP/s: 2 * m * n * k operations divided by `seconds`."""
         return 2 * self.m * self.n * self.k / self.seconds
 
 
@@ -87,10 +87,10 @@ class Device:
 class Link:
     """A link in one direction.
 
-    source, target: the names of devices, or HOST, DEVICE or NODE for any of them.
+    source, target: the two ends of the link. An end is the name of a device, such as `cuda:0`, or HOST, DEVICE or NODE.
     kind: `pcie`, `nvlink`, `xgmi`, `c2c`, `memory`, `network` or `process`.
     bandwidth: the nominal bytes/s that the parts at both ends support.
-    generation, width: the generation and the number of PCIe lanes, NVLink links or xGMI links, as found.
+    generation, width: the generation, and the number of PCIe lanes, NVLink links or xGMI links, that are now in use.
     full_generation, full_width: the generation and the width that the parts support.
     peer: whether one device can read the memory of the other device without the host.
     crosses: what is between the ends: empty (at most a switch), `bridge` (the host's PCIe bridge) or `socket`.
@@ -172,9 +172,10 @@ def device_label(machine: Machine, device: Device) -> str:
 
 
 def link_between(machine: Machine, source: str, target: str) -> Link | None:
-    """Return the link from `source` to `target`. None if the machine describes no such link.
+    """Return the link from `source` to `target`.
 
-    If the machine has no link between exactly these ends, its link between any two ends of the same kinds is returned.
+    If the machine does not list this link, return its link between ends of the same kinds: for HOST and `cuda:0`, the
+    link from HOST to DEVICE. Return None if the machine lists neither link.
 
     source, target: HOST, the name of a device (both on the same host), or `node0` and so on for a whole host.
     """

@@ -48,7 +48,7 @@ class Option:
 OfJobs = functools.partial(Option, scripts=False)
 """Describe an option that applies to jobs only, not to a user's own script."""
 OfThisStart = functools.partial(Option, recorded=False)
-"""Describe an option that a resumed run does not take over from the run that it continues."""
+"""Describe an option that applies to one start of a run. A later resume uses its own value, or the default."""
 OfThePlan = functools.partial(Option, name="--set", metavar="FIELD=VALUE")
 """Describe the option `--set`, which sets a field of the plan."""
 
@@ -91,9 +91,9 @@ def option_name(field: str, option: Option) -> str:
 
 
 def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], R]], Callable[P, R]]:
-    """Return a decorator for a function of one options dataclass.
+    """Return a decorator for a function whose only argument is an options dataclass.
 
-    The decorated function takes the fields of the dataclass as arguments, which type checkers and `help` show as well.
+    The decorated function takes the fields of the dataclass as separate arguments. Type checkers and `help` show them.
     """
 
     def decorate(function: Callable[[Options], R]) -> Callable[P, R]:

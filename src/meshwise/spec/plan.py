@@ -50,10 +50,10 @@ class Conflict:
 
 
 def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -> Any:
-    """Declare a field for the size of a mesh axis. Axes are declared from the outermost axis to the innermost.
+    """Declare a field of `Plan` for the size of a mesh axis. `Plan` lists the axes from the outermost to the innermost.
 
-    same_samples: whether ranks along the axis work on the same samples. Such axes are the innermost.
-    """
+    conflicts, divides: see `_technique`.
+    same_samples: whether ranks along the axis work on the same samples. `Plan` lists such axes last."""
     return field(default=1, metadata=locals() | {"axis": True})
 
 
@@ -63,10 +63,10 @@ def _not_yet(own: str, other: str) -> Conflict:
 
 
 def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
-    """Declare a field for a technique. Conflicts apply to any value other than the default.
+    """Declare a field of `Plan` for a technique, such as `zero1`.
 
-    divides: `parameters` if parameters, gradients and optimizer state are sharded, `state` if only the latter is.
-    """
+    conflicts: combinations that a plan must not have, if the field differs from its default.
+    divides: "state" if it shards the optimizer state, "parameters" if it shards parameters and gradients as well."""
     return field(default=default, metadata={"conflicts": conflicts, "divides": divides})
 
 
@@ -97,8 +97,8 @@ class Plan:
     reshard: whether a block's gathered parameters are freed after its forward and gathered again for its backward.
     compile: whether each block is compiled.
     batch_norm: one of `BATCH_NORMS`: over which samples batch norms take their statistics.
-    shares: how much of every batch each replica computes, in proportion: data × shard × expert numbers, such as (2, 1)
-        if the first is twice as fast. By default all compute the same. The result of a step does not depend on it.
+    shares: how a batch is divided over the replicas (data × shard × expert of them). With (2, 1), the first gets twice
+        as many samples as the second. By default, all get equally many. The result of a step is always the same.
     bucket_mb: MiB of gradients to reduce in one all-reduce (25 is DistributedDataParallel's default).
     """
 
@@ -227,7 +227,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """The number of parts into which every batch is divided: data × shard × expert."""
+        """How many groups of ranks process different samples of a batch: data × shard × expert."""
         return self.devices // self.within_samples
 
     @property
@@ -270,7 +270,8 @@ OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_
 
 
 def changed(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan that differ from their defaults, and `data` if the plan needs only one device."""
+    """Return the fields of a plan that differ from their defaults. A plan for one device also has `data`, so that its
+    text is not empty."""
     one = plan.devices == 1
     return {
         f.name: getattr(plan, f.name)
@@ -280,7 +281,7 @@ def changed(plan: Plan) -> dict[str, Any]:
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
-    """Return the plan with another precision and its three dtypes, or `plan` itself if the precision is the same."""
+    """Return the plan with this precision, and with the dtypes it implies. Nothing changes if `plan` has it already."""
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, **OWN_DTYPES)
@@ -324,7 +325,7 @@ def _offload(value: Any) -> tuple[str, ...]:
 
 
 def _shares(value: Any) -> tuple[float, ...]:
-    """Convert shares to numbers. They may be texts of a command line. Equal shares become (), the default."""
+    """Convert the field `shares` to numbers: ("2", "1") -> (2, 1). Return (), the default, if all shares are equal."""
     try:
         if isinstance(value, str):
             raise ValueError

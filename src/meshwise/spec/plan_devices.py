@@ -35,7 +35,12 @@ def _axes_text(plan: Plan) -> str:
 
 
 def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
-    """Return the axes to change so that the plan needs `devices` devices, with new sizes that are nearest in ratio."""
+    """Find sizes of the mesh axes that need exactly `devices` devices and are close to the plan's sizes. Return the
+    sizes that differ from the plan's sizes, by axis.
+
+    The result uses as few axes as possible that have size 1 in the plan. Among such choices, sizes are changed by the
+    smallest factors.
+    """
     choices = [dict(zip(AXES, sizes, strict=True)) for sizes in factorisations(devices, len(AXES))]
     possible = [choice for choice in choices if _is_possible(plan, choice)] or choices
 
@@ -88,11 +93,13 @@ def on_devices(plan: Plan, devices: int) -> Plan:
         bare: dict[str, Any] = {**off, **axes}
         if _is_possible(plan, bare):
             return _with_possible(replace(plan, **bare), plan)
-    raise PlanError(f"{_axes_text(plan)} needs at least {plural(fixed, 'device')}, but the run has {devices} left.")
+    raise PlanError(f"{_axes_text(plan)} needs at least {plural(fixed, 'device')}, but the run now has {devices}.")
 
 
 def _with_possible(bare: Plan, plan: Plan) -> Plan:
-    """Return the plan `bare` with each technique of `plan` that is possible with the axes of `bare`."""
+    """Return `bare` with the techniques of `plan`, such as `zero1`. Techniques that are not possible with the axes of
+    `bare` are left out.
+    """
     techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
     one = bare
     for f in techniques:

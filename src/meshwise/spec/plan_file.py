@@ -19,11 +19,12 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan, check_name
 
 PREDICTED = "predicted"
-"""The name of the table for a prediction in a plan file, which is not a field of the plan. See spec/prediction.py."""
+"""A plan file may have a table of this name, with a prediction. It is no field of the plan (spec/prediction.py)."""
 
 
 def plan_to_toml(plan: Plan) -> str:
-    """Return the plan as the text of a TOML file, with every field. Dtypes that `precision` implies are comments."""
+    """Return the plan as the text of a TOML file, with a line for every field. If the plan takes a dtype from
+    `precision`, the line of this dtype is commented out."""
     implied = plan.dtypes.by_field
     lines = []
     for f in fields(plan):
@@ -76,7 +77,9 @@ def plan_text(file: str | Path) -> str:
 
 
 def read_plan(file: str | Path, devices: int, over: Mapping[str, Any] | None = None) -> Plan:
-    """Read a plan file for this many devices. Raises PlanError if it cannot be read.
+    """Read a plan from a file. If the file sets no mesh axis, the axis `data` is set to `devices`.
+
+    Raises PlanError if the file cannot be read, or if the plan is not valid.
 
     over: values that replace the values of the file.
     """

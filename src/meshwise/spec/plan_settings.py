@@ -59,7 +59,8 @@ def settings_text(plan: Plan) -> str:
 def plan_on(devices: int, settings: Sequence[str]) -> Plan:
     """Return the plan that `field=value` settings describe for this many devices.
 
-    If `data` is not set, it is the number of replicas that use all devices, or 1 if there is no such number.
+    If `data` is not set, it is chosen so that all devices are used: with `shard=2`, 8 devices need `data=4`. If no
+    `data` uses exactly all devices, it is 1.
     """
     axes = [setting for setting in settings if setting.partition("=")[0].strip() in AXES]
     if any(setting.partition("=")[0].strip() == "data" for setting in axes):

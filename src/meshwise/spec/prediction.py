@@ -24,11 +24,13 @@ class Prediction:
     """What `meshwise plan` predicted for one plan of a job.
 
     machine: the name of the machine for which the prediction was made.
-    origin: the sources of the operations' times, with their shares of the step: `catalog 80 %, model 20 %`.
+    origin: where the predicted times of operations come from, with their percentages of the step, such as `catalog 80
+        %, model 20 %`.
     seconds: the time of a step. None if the speed of the machine is unknown.
     low, high: the bounds of the 80 % interval of `seconds`. None if the bounds are unknown.
     kinds: the seconds of the step by kind of work, as in a report, averaged over ranks.
-    memory: the bytes on the rank that needs most, by the counter that measures them: `allocated`, `reserved`, `device`.
+    memory: the bytes of memory on the rank that needs the most. The keys are `allocated`, `reserved` and `device`,
+        which are also the names of the memory counters of a run.
     categories: the parts of the allocated bytes.
     """
 

@@ -22,8 +22,9 @@ class Timings:
 
     seconds: the median of repeated measurements.
     p95, p99: percentiles of the repeated measurements. They may be empty.
-    latency, bandwidth: the seconds and the bytes/s of the fitted line.
-    residual: the median relative error of the fitted line.
+    latency, bandwidth: the seconds and the bytes/s of the line that was fitted to the measured times: seconds = latency
+        + size / bandwidth.
+    residual: the median relative error of this line.
     """
 
     sizes: tuple[int, ...]
@@ -49,7 +50,9 @@ def fitted(
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (latency, seconds per byte) of the line with the least absolute relative error, found by iteration."""
+    """Fit the line `time = latency + seconds per byte * size` to measurements. Return (latency, seconds per byte). The
+    fit minimizes the sum of the relative errors' absolute values, by repeated weighted least squares.
+    """
     if len(sizes) == 1 or max(sizes) == min(sizes):
         return 0.0, median(seconds) / max(sizes[0], 1)
     weights = [1 / time**2 for time in seconds]
@@ -76,10 +79,11 @@ def _weighted(sizes: Sequence[int], seconds: Sequence[float], weights: Sequence[
 
 
 def seconds_at(timings: Timings, size: int) -> float:
-    """Return the seconds for a transfer of `size` bytes.
+    """Return the seconds for a transfer of `size` bytes, according to the measured times.
 
-    Inside the table, they are interpolated. Below it, they are the seconds of the smallest size. Above it, the table is
-    continued at the rate at its end, since a line through small sizes says little about large ones.
+    Between two measured sizes, the time is interpolated. Below the smallest size, it is the time of the smallest size.
+    Above the largest size, every further byte takes the seconds that `_seconds_a_byte` returns. The fitted line is not
+    used, because it may be far off at large sizes.
     """
     sizes, seconds = timings.sizes, timings.seconds
     if size <= sizes[0]:
@@ -92,10 +96,11 @@ def seconds_at(timings: Timings, size: int) -> float:
 
 
 def _seconds_a_byte(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds per byte at the end of the table.
+    """Return how many seconds each further byte takes above the largest measured size.
 
-    This is the slope between the largest size and the last size that took at most half as long, so that noise matters
-    little. Without such a size, it is the time of the largest size divided by that size.
+    This is the slope between two measurements: the largest size, and the largest size that took at most half of its
+    time. Measurements that are closer together would make the slope noisy. If no size was that quick, return the time
+    of the largest size divided by this size.
     """
     half = [at for at, time in enumerate(seconds) if time <= seconds[-1] / 2]
     if not half:

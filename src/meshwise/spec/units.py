@@ -66,12 +66,14 @@ def rate_text(rate: float) -> str:
 
 
 def whole_seconds_text(seconds: float) -> str:
-    """Format seconds that are counted on a screen as `8 s`: at least `1 s`, without tenths, which would flicker."""
+    """Format a time that counts down on a screen, such as `8 s`. It has no tenths, which would flicker, and is never
+    below `1 s`."""
     return seconds_text(max(1, round(seconds)) if math.isfinite(seconds) else seconds).replace(".0 s", " s")
 
 
 def bandwidth_text(rate: float) -> str:
-    """Format bytes/s as `55.4 GB/s` or `812 MB/s`: three digits and decimal prefixes, as links are sold."""
+    """Format bytes/s as `55.4 GB/s` or `812 MB/s`, with three digits. 1 GB is 10^9 bytes, as in the data sheets of
+    links."""
     return _scaled(rate, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 

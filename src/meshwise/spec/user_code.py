@@ -77,7 +77,10 @@ def user_lines(most: int = 8) -> tuple[tuple[str, int], ...]:
 
 
 def name_line(error: Exception) -> None:
-    """Put the line of user code that raised `error` before its message, unless the message names that file."""
+    """Put the line of user code that raised `error` in front of the error's message, such as `train.py:31: `.
+
+    Leave the message as it is if it already names a line of this file, or if no user code raised the error.
+    """
     at, text = raised_at(error), str(error)
     if at and f"{at.rpartition(':')[0]}:" not in text:
         error.args = (f"{at}: {text}",)

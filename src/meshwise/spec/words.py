@@ -21,7 +21,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text from outside meshwise without control characters, cut to a screenful."""
+    """Make a text fit to be printed if it comes from outside meshwise, such as the message of an exception.
+
+    Control characters are removed. A text that is longer than a screenful is cut, and ends with the number of
+    characters that are left out.
+    """
     whole = without_control(text)
     lines = whole.splitlines()
     cut = "\n".join(lines[:MOST_LINES])[:MOST_CHARACTERS]

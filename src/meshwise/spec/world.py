@@ -11,7 +11,8 @@ class World:
 
     device: the name of this process's torch device, such as `cpu` or `cuda:0`.
     shares: how much of each batch each rank computes, in proportion. Empty if all ranks compute the same.
-    given: whether the launcher chose the device. If so, a run of one worker also moves a model from the CPU to it.
+    given: whether the launcher chose the device. If not, a run of one worker leaves models on the devices where the
+        program has put them.
     """
 
     rank: int = 0

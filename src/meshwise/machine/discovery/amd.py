@@ -21,7 +21,7 @@ from meshwise.workers.control_groups import read_text
 PCIE, XGMI = 2, 11
 """CRAT_IOLINK_TYPE_PCIEXPRESS and CRAT_IOLINK_TYPE_XGMI of the kernel (drivers/gpu/drm/amd/amdkfd/kfd_crat.h)."""
 DIRECT = 15
-"""The kernel's `weight` of a link of one xGMI hop (ROCm/rocm-systems#7372). A link of two hops has the weight 30."""
+"""The `weight` that the Linux kernel reports for an xGMI link of one hop (ROCm/rocm-systems#7372). Two hops: 30."""
 NAMES = {
     0x738C: "AMD Instinct MI100",
     0x7408: "AMD Instinct MI250X",
@@ -54,8 +54,11 @@ def read_amd(sys: Path, amdsmi: Any = None) -> Found:
 
 
 def _nodes(folder: Path) -> dict[int, Mapping[str, int]]:
-    """Return the properties of each kernel node that has compute units, by node number. CPUs have none, so they are
-    left out."""
+    """Return the properties of each accelerator that the kernel's driver for AMD devices lists, by the driver's node
+    number. The driver also lists CPUs as nodes. They are left out, because they have no compute units.
+
+    folder: the folder with one subfolder per node, class/kfd/kfd/topology/nodes.
+    """
     if not folder.is_dir():
         return {}
     numbers = sorted(int(node.name) for node in folder.iterdir() if node.name.isdecimal())
@@ -106,9 +109,8 @@ def _between(sys: Path, devices: Mapping[int, Accelerator]) -> dict[tuple[int, i
 
 
 def _xgmi_links(link: Mapping[str, int]) -> int | None:
-    """Return how many xGMI links connect two devices, or None if the devices are more than one hop apart. The kernel
-    tells the bandwidth of all links and of one link, and the result is their ratio. It is 1 if the kernel does not tell
-    them."""
+    """Return how many xGMI links connect two devices: the bandwidth of all links, divided by the bandwidth of one link.
+    Return 1 if the kernel does not report bandwidths, and None if the devices are more than one hop apart."""
     if link.get("weight", DIRECT) > DIRECT:
         return None
     one, all_of_them = link.get("min_bandwidth", 0), link.get("max_bandwidth", 0)

@@ -101,9 +101,11 @@ def _cpu_machine(host: Host, found: Found) -> Machine:
 
 
 def described(one: Named, teller: str = DRIVER) -> Device:
-    """Convert a found accelerator to a `Device`, with the nominal figures of its part if the part is known.
+    """Convert a discovered accelerator to a `Device`. If the catalog knows the device model, the `Device` also gets the
+    model's nominal figures, such as its peak FLOP/s.
 
-    teller: who reported the amount of memory. If memory was reported, it replaces the nominal amount.
+    teller: who reported the amount of memory, such as "torch". A reported amount replaces the nominal amount, and
+        `teller` is recorded as its source.
     """
     found = one.device
     made = Device(one.name, found.name, numa=found.numa, pci=found.pci)

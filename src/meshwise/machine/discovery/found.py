@@ -18,9 +18,9 @@ class Accelerator:
 
     pci: the PCI address as sysfs writes it.
     memory: in bytes.
-    now: the present (generation, lanes) of the PCIe link.
-    system: the maximum (generation, lanes) of card and slot together.
-    own: the maximum (generation, lanes) of the card alone.
+    now: the current generation and lane count of the PCIe link, e.g. (4, 16).
+    system: the highest generation and lane count that the card can reach in its slot.
+    own: the highest generation and lane count that the card supports.
     sliced: whether MIG divides the accelerator.
     """
 

@@ -27,7 +27,7 @@ from meshwise.workers.control_groups import read_text
 SHARED_MEMORY = 2**30
 """The bytes of /dev/shm that NCCL and data loaders need at least. NCCL's guide asks for `--shm-size=1g`."""
 OPEN_FILES_EACH = 512
-"""Open files that one worker needs for its data loaders, their shared tensors and connections (our estimate)."""
+"""The number of open files that one worker needs for data loaders, shared tensors and connections. Our estimate."""
 
 
 def host_facts(

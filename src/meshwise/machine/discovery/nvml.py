@@ -25,19 +25,21 @@ VENDOR, NAMELESS = "0x10de", "NVIDIA device"
 P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_OK = 0, 1, 2, 0
 NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
-"""NVLink generations by nvmlNvlinkVersion_t. Its values are the versions 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0."""
+"""NVLink generations by nvmlNvlinkVersion_t. Its values 1 to 8 stand for 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0 and 6.0."""
 HOST_BRIDGE, OTHER_NODE = 30, 50
-"""From these levels of nvmlGpuTopologyLevel_t on, the path of a pair crosses the host bridge or another NUMA node."""
+"""Values of nvmlGpuTopologyLevel_t: from 30 on, copies cross a host bridge, and from 50 on, they cross NUMA nodes."""
 
 
 def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
-    """Return all NVIDIA devices. Never raises an exception.
+    """Find all NVIDIA devices of this host, and how they are connected. Never raises an exception.
 
-    Without NVML, the driver's files in /proc are read, and a warning says what to install.
+    If devices are present but NVML does not work, the driver's files in /proc are read instead. A warning then says
+    why, for example that nvidia-ml-py is not installed.
 
-    nvml: the module to ask. The default is pynvml, if it is installed.
-    sockets: the socket of each NUMA node. NVML's level `SYS` means that two devices are on different NUMA nodes. If
-        both nodes belong to one socket, a copy crosses only a bridge.
+    nvml: the Python module through which NVML is called. None means pynvml, if it is installed.
+    sockets: the socket of each NUMA node. NVML reports only that two devices are on different NUMA nodes. With
+        `sockets`, the result also says whether copies between the two devices leave the socket, or only cross a bridge
+        of the host.
     """
     present = displays(sys, VENDOR) or _listed(proc)
     if nvml is None:
@@ -177,10 +179,11 @@ def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, i
 def _links_between(
     nvml: _Nvml, pair: tuple[Any, Any], nvlinks: tuple[dict[Any, int], dict[Any, int]], second: int
 ) -> int:
-    """Count the NVLinks between two devices. If they have no direct links, return the number of links that each of them
-    has to a switch.
+    """Return the number of NVLinks between two devices. For devices that are connected through a switch, this is the
+    smaller number of links to the switch. Returns 0 if the devices have no NVLink connection.
 
-    second: the index of the second device.
+    nvlinks: for each device of the pair, the number of its links to a device index or to "switch".
+    second: the index of the second device of the pair.
     """
     direct = nvlinks[0].get(second, 0)
     if direct:
@@ -228,5 +231,5 @@ def _address(pci: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text. Old versions of the library return bytes."""
+    """Return a value from NVML as text. Old versions of nvidia-ml-py return bytes. None becomes ""."""
     return value.decode() if isinstance(value, bytes) else str(value or "")

@@ -22,7 +22,8 @@ DISPLAY, ACCELERATOR = "0x03", "0x12"
 class PciFacts:
     """What /sys says of one PCI device. Values that are unknown are None.
 
-    now, most: the present and the maximum (generation, lanes) of its link.
+    now: the current generation and lane count of the device's PCIe link, e.g. (4, 16).
+    most: the maximum generation and lane count of this link.
     path: the names of the folders from the root complex (`pci0000:4a`) over all bridges to the device.
     """
 
@@ -66,11 +67,11 @@ def is_there(sys: Path, address: str) -> bool:
 
 
 def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
-    """Return the (generation, lanes) of the slowest link between an AMD device and the host.
+    """Return the (generation, lanes) of the slowest PCIe link between an AMD device and the host.
 
-    An AMD accelerator contains a bridge. The link from the device to this bridge always runs at full speed, so the rate
-    of the slot is the rate of the bridge. Bridges of other vendors are skipped, as virtual machines show bridges that
-    are not real.
+    An AMD accelerator has a bridge of its own. Inside the accelerator, the link from the device to this bridge always
+    runs at full speed. The link from this bridge to the slot may be slower, so it is read as well. Bridges of other
+    vendors are skipped, because virtual machines show bridges that do not exist.
     """
     slowest = device.now
     folder = (sys / "bus/pci/devices" / device.address).resolve().parent

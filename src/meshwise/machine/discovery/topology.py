@@ -20,7 +20,11 @@ AS_REPORTED = "by generation and width, as the device reports them; the part is 
 
 @dataclass(frozen=True)
 class Named:
-    """An accelerator with its name, such as `cuda:0`, and its part in the catalog, or None if the part is unknown."""
+    """An accelerator that was found on this host.
+
+    name: its name in the result, such as `cuda:0`.
+    part: its device model in the catalog, or None if the catalog does not contain it.
+    """
 
     name: str
     device: Accelerator
@@ -77,8 +81,8 @@ def _host_link(one: Named, crosses: str = "") -> Link:
 
 
 def _as_reported(kind: str, generation: int | None, width: int | None) -> dict[str, Any]:
-    """Compute the full rate of a link from the generation and width that the device reports. Return them as keyword
-    arguments of a `Link`. Used for parts that are not in the catalog."""
+    """Return the full rate of a link as keyword arguments of a `Link`. The rate is computed from the generation and
+    width that the device reports. Used for devices that are not in the catalog."""
     rate = nominal_rate(kind, generation, width)
     origin = AS_REPORTED if rate else ""
     return {"bandwidth": rate, "full_generation": generation, "full_width": width, "origin": origin}
@@ -123,8 +127,11 @@ def _pcie_pair(ends: tuple[Named, Named], between: Between) -> Link:
 
 
 def _common(links: Sequence[PartLink | None], kind: str) -> PartLink | None:
-    """Compare the links of this kind of two parts, and return the slower one. Returns None if a part is unknown or has
-    no such link."""
+    """Return the slower of two device models' links, if all of them are of this kind, such as `nvlink`. Otherwise,
+    return None.
+
+    links: the link of each of the two models. None if the model is unknown or has no link.
+    """
     known = [link for link in links if link is not None and link.kind == kind]
     return min(known, key=lambda link: link.pair) if len(known) == len(links) else None
 

@@ -64,7 +64,8 @@ def with_torch_facts(machine: Machine) -> Machine:
 
 
 def read_torch() -> TorchFacts:
-    """Read what torch reports. This starts the CUDA driver in this process, if there is one."""
+    """Read the versions and the devices that torch reports. If there is a CUDA driver, this starts the driver in this
+    process."""
     import torch
 
     kits = {"cuda": torch.version.cuda, "rocm": torch.version.hip}
@@ -133,8 +134,13 @@ def _peers(torch: Any, devices: tuple[TorchDevice, ...]) -> Mapping[tuple[str, s
 
 
 def _one(seen: TorchDevice, known: Device | None) -> Device:
-    """Describe a device under torch's name. A slice (MIG) has the amount of memory that torch reports, and no nominal
-    figures."""
+    """Return a `Device` for a device that torch sees, with torch's name for it, such as `cuda:0`.
+
+    known: the same device as it was discovered without torch, or None. The result keeps the figures of `known`.
+
+    If torch sees only a slice of the device (MIG), the result has the memory that torch reports. It then has no nominal
+    figures such as peak FLOP/s, because they hold for the whole device.
+    """
     whole = known is not None and (
         seen.memory is None or known.memory is None or seen.memory >= LEAST_WHOLE * known.memory
     )

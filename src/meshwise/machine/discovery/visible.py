@@ -16,15 +16,17 @@ VARIABLES = {
     "nvidia": (("CUDA_VISIBLE_DEVICES",),),
     "amd": (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
 }
-"""Each vendor's environment variables, in the order in which they apply. In a tuple, the first that is set is used."""
+"""Each vendor's environment variables, in order of use. Of an inner tuple, the first variable that is set is used."""
 
 
 def visible(found: Found, environ: Mapping[str, str]) -> Found:
-    """Select the accelerators that the environment variables leave visible to this process, in CUDA's order.
+    """Select the accelerators that environment variables such as CUDA_VISIBLE_DEVICES leave visible to this process.
+    They are returned in the order of the variable.
 
     As in CUDA, an entry of the variable that names no device ends the list (CUDA programming guide, environment
-    variables). Without CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA puts the fastest device first. If the parts differ, the
-    numbers here may then differ from torch's, and a warning says so.
+    variables). CUDA numbers the fastest device first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID. This function always
+    numbers devices by PCI address. If the NVIDIA devices have different names, torch may number them differently, and a
+    warning says so.
     """
     devices = found.accelerators
     order = list(range(len(devices)))
@@ -73,8 +75,13 @@ def _chosen(text: str, order: list[int], devices: tuple[Accelerator, ...]) -> li
 
 
 def _by_uuid(word: str, order: list[int], devices: tuple[Accelerator, ...]) -> int | None:
-    """Find the index of a device by the beginning of its UUID, as CUDA does. `MIG-GPU-…/1/0` contains a UUID, `MIG-…`
-    does not. Returns None unless exactly one device matches."""
+    """Return the index in `devices` of the only device whose UUID begins with `word`. Return None if several devices
+    match, or none. CUDA finds devices in the same way.
+
+    word: the beginning of a UUID. For a MIG slice in the form `MIG-GPU-.../1/0`, the device that contains the slice is
+        found. The form `MIG-...` does not contain the UUID of a device, so it is not found.
+    order: the indices of the devices among which to search.
+    """
     start = word.removeprefix("MIG-").split("/")[0]
     matching = [at for at in order if devices[at].uuid.startswith(start)]
     return matching[0] if len(matching) == 1 else None

@@ -20,7 +20,7 @@ from meshwise.spec.machine import MOST_DEVICES
 from meshwise.spec.quantity import read_quantity, value_text, write_quantity
 
 UNKNOWN = "unknown"
-"""Marks a figure as unknown, although the catalog has a value for it."""
+"""The user writes this word in place of a figure to mark it as unknown, even if the catalog has a value."""
 LARGEST = 2**53
 """The largest integer to accept. No machine has larger counts or sizes, and a float would round them."""
 SHORTEST, LONGEST = 1e-12, 1e9  # seconds of one transfer; what is outside is a slip of the unit
@@ -79,9 +79,9 @@ def wrong(value: object, where: str, must: str) -> UsageError:
 
 
 def of_type(kind: type, must: str) -> Field:
-    """Return a field that accepts a value of this type and does not convert it.
+    """Return a field that accepts only values of this type, and reads them unchanged.
 
-    must: what the value must be, for errors.
+    must: what the value must be, for the error message, such as "a number".
     """
 
     def read(value: Any, where: str) -> Any:

@@ -25,7 +25,7 @@ from meshwise.spec.machine import HOST as ANY_HOST
 from meshwise.spec.machine import MOST_DEVICES, NODE, Device, Host, Link, Machine
 
 FROM_FILE = "the machine file"
-"""The origin of a figure if the file does not name one."""
+"""The source that is recorded for a figure in a machine file if the file does not name the figure's source."""
 _PART_NAME = '"H100-SXM", or the name that the driver gives'
 _LINK_ENDS = '["host -> cuda:0", "cuda:0 <-> cuda:1"]'
 
@@ -142,8 +142,8 @@ def _index(name: str) -> int | None:
 
 
 def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: str) -> Device:
-    """Make a device. Its figures come from its own table in the file, or else from the file's table [part.NAME], or
-    else from the catalog."""
+    """Make a device from its table in the machine file. A figure that this table lacks is taken from the table
+    [part.NAME] of the same file. If it is missing there, too, it is taken from the catalog."""
     name = values["part"]
     known = part(name)
     if known is None and name not in own_parts and not set(FIGURES) & set(values):
@@ -159,8 +159,8 @@ def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: st
 
 
 def _with_figures(device: Device, values: Mapping[str, Any]) -> Device:
-    """Replace the figures of a device by the figures in a table. If the table names no origins, the origin of these
-    figures is the file."""
+    """Replace figures of a device, such as its memory, by the figures in a table of the machine file. If the table does
+    not name the sources of its figures, "the machine file" is recorded as their source."""
     written = {name: values[name] for name in FIGURES if name in values}
     if "origins" not in written:
         kept = {name: origin for name, origin in device.origins.items() if name.split(".")[0] not in written}
@@ -194,7 +194,9 @@ def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) 
 
 
 def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where: str) -> tuple[Link, ...]:
-    """Return the links in the order of the file. Each table gives a link for each pair of its ends."""
+    """Read the links of a machine file from its tables `[[link]]`, in the order of the file. The key `ends` of a table
+    lists pairs of devices, such as "cuda:0 <-> cuda:1". Each pair in the list becomes a link with the facts of the
+    table. Raises UsageError if an end is unknown, or if a link is given twice."""
     known = {ANY_HOST, ANY_DEVICE, NODE, *(device.name for device in devices), *(f"node{at}" for at in range(hosts))}
     texts = list_of(TEXT, f"texts: {_LINK_ENDS}")
     found: dict[tuple[str, str], Link] = {}

@@ -45,7 +45,7 @@ FIGURES: Fields = {
     "achievable": fields.table_of(fields.number(0, 2)),
     "origins": TEXTS,
 }
-"""The figures of a device that the catalog may know for its part. A machine file may override them."""
+"""Figures of a device. The catalog has them for the device models that it knows. A machine file may replace them."""
 MATMUL: Fields = {
     "dtype": fields.TEXT,
     **dict.fromkeys(("m", "n", "k"), fields.whole(1)),
@@ -83,7 +83,9 @@ _TIMES = {"bytes": "[1024, 1048576]", "seconds": "[2e-05, 0.00014], one for each
 
 
 def _timings(values: Mapping[str, Any], where: str) -> Timings:
-    """Read timings: sizes in increasing order, their times, and the fit. If the file has no fit, it is computed."""
+    """Read measured times from a table of the machine file: message sizes in increasing order, a time for each size,
+    and the latency and bandwidth that were fitted to these times. If the file has no fit, it is computed. Raises
+    UsageError if the sizes do not increase, or if a list has another length."""
     sizes = values["bytes"]
     for before, after in pairwise(sizes):
         if after <= before:
@@ -103,7 +105,8 @@ def _timings(values: Mapping[str, Any], where: str) -> Timings:
 
 
 def write_timings(timings: Timings) -> dict[str, Any]:
-    """Convert times by size, with their fit, to a table of the file."""
+    """Convert measured times to a table of the machine file. The table has the message sizes, a time for each size, and
+    the latency and bandwidth that were fitted to these times."""
     columns = {"bytes": timings.sizes, "seconds": timings.seconds, "p95": timings.p95, "p99": timings.p99}
     finite = {name: _FIT[name] for name in _FIT if getattr(timings, name) != float("inf")}
     return {**{name: column for name, column in columns.items() if column}, "fit": write_table(timings, finite)}

@@ -77,14 +77,17 @@ def _wrapped(found: re.Match[str]) -> str:
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """Return the figures of a device as a table. Unknown figures are written too, since a reader of the file would take
-    a missing figure from the catalog."""
+    """Return the nominal figures of a device as a table for the machine file. Unknown figures are written as unknown.
+    If they were left out, they would be read from the catalog when the file is read."""
     return {name: field.write(getattr(device, name)) for name, field in FIGURES.items()}
 
 
 def _device(device: Device, first: Device) -> dict[str, Any]:
-    """Return the device as a table. It includes the figures only if they differ from the figures of the first device of
-    the same part."""
+    """Return the table that describes a device in the machine file. Figures such as memory are left out if they are
+    equal to the figures of `first`, because these are written once for all devices of the model.
+
+    first: the first device of the same model.
+    """
     own = {name: field for name, field in DEVICE.items() if name not in FIGURES}
     same = all(getattr(device, name) == getattr(first, name) for name in FIGURES)
     return {**write_table(device, own), **({} if same else _figures(device))}

@@ -25,13 +25,14 @@ _ACK = 8  # bytes of the answer to a copy
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank runs to measure a path at one size.
+    """What one rank runs to measure a path or a collective at one message size.
 
-    size: the number of bytes by which the rate is computed.
-    fill: `fill(round)` writes this rank's data.
-    call: communicates.
-    wrong: `wrong(round)` returns where the received data is wrong, or None.
-    counts: whether the time that this rank takes is used. The measured time is the longest time of all such ranks.
+    size: the number of bytes for the rate, which is `size` / measured time.
+    fill: `fill(round)` writes the data that this rank sends in a round. The data differ between rounds.
+    call: sends and receives the data once.
+    wrong: `wrong(round)` checks the data that this rank received. It returns a text that says where the data is wrong,
+        or None.
+    counts: whether the time of this rank counts. The measured time is the longest time among the ranks that count.
     """
 
     size: int
@@ -55,27 +56,36 @@ class Member:
         return torch.empty(*shape, dtype=torch.uint8, device=self.device)
 
     def key(self, number: int, one: int, other: int) -> int:
-        """Return a key from which the data to send are generated. It differs between rounds, and between pairs of ranks
-        (or between the parts of a rank), so that data in the wrong place are noticed."""
+        """Return a number from which the test data of one transfer are generated. It is different for each transfer in
+        a round, and for each round. So if data arrive in the wrong place, or are left over from an earlier round, the
+        check finds it.
+
+        number: the number of the round.
+        one, other: two numbers that identify the transfer in the round, such as its source rank and target rank.
+        """
         return (number * self.ranks + one) * self.ranks + other
 
 
 Maker = Callable[[Member, int], Case]
-"""A function that makes the `Case` of a rank for a size in bytes."""
+"""A function that makes the `Case` that a rank, given as a `Member`, runs for a message size in bytes."""
 Parts = Mapping[tuple[int, int], Tensor]
-"""Tensors by (source rank, target rank), or by (source rank, number of the part)."""
+"""Tensors by (source rank, target rank). If a source sends the same data to all ranks, the target is always 0."""
 
 
 def checked(case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`. Return where the data that this rank received is wrong, or
-    None."""
+    """Communicate once, and check the data that this rank has received. Returns a text that says where the data is
+    wrong, or None.
+
+    number: the number of the round. Each round sends different data, so that data left over from an earlier round is
+        noticed.
+    """
     case.fill(number)
     case.call()
     return case.wrong(number)
 
 
 def all_reduce(member: Member, size: int) -> Case:
-    """Make the case of an all-reduce.
+    """Return the `Case` with which a rank measures an all-reduce.
 
     size: the bytes of the tensor on each rank.
     """
@@ -89,10 +99,11 @@ def all_reduce(member: Member, size: int) -> Case:
 
 
 def broadcast(source: int, direct: bool) -> Maker:
-    """Return a maker of broadcast cases. The size is the number of bytes of the tensor.
+    """Return a function that makes the `Case` for measuring a broadcast with a given message size. The message size is
+    the number of bytes of the tensor.
 
     source: the rank that sends.
-    direct: whether the collective is composed of sends and receives instead of being called in the backend.
+    direct: True to compose the collective of sends and receives, False to call the backend's own collective.
     """
 
     def make(member: Member, size: int) -> Case:
@@ -108,9 +119,10 @@ def broadcast(source: int, direct: bool) -> Maker:
 
 
 def all_gather(direct: bool) -> Maker:
-    """Return a maker of all-gather cases. The size is the number of bytes of the gathered result.
+    """Return a function that makes the `Case` for measuring an all-gather with a given message size. The message size
+    is the number of bytes of the gathered result.
 
-    direct: whether the collective is composed of sends and receives instead of being called in the backend.
+    direct: True to compose the collective of sends and receives, False to call the backend's own collective.
     """
 
     def make(member: Member, size: int) -> Case:
@@ -127,9 +139,10 @@ def all_gather(direct: bool) -> Maker:
 
 
 def reduce_scatter(direct: bool) -> Maker:
-    """Return a maker of reduce-scatter cases. The size is the number of bytes of the whole tensor on each rank.
+    """Return a function that makes the `Case` for measuring a reduce-scatter with a given message size. The message
+    size is the number of bytes of the whole tensor on each rank.
 
-    direct: whether the collective is composed of sends and receives instead of being called in the backend.
+    direct: True to compose the collective of sends and receives, False to call the backend's own collective.
     """
 
     def make(member: Member, size: int) -> Case:
@@ -152,9 +165,10 @@ def reduce_scatter(direct: bool) -> Maker:
 
 
 def all_to_all(direct: bool) -> Maker:
-    """Return a maker of all-to-all cases. The size is the number of bytes of the tensor on each rank.
+    """Return a function that makes the `Case` for measuring an all-to-all with a given message size. The message size
+    is the number of bytes of the tensor on each rank.
 
-    direct: whether the collective is composed of sends and receives instead of being called in the backend.
+    direct: True to compose the collective of sends and receives, False to call the backend's own collective.
     """
 
     def make(member: Member, size: int) -> Case:
@@ -180,8 +194,8 @@ def send_receive(member: Member, size: int) -> Case:
 
 
 def copy(source: int, target: int) -> Maker:
-    """Return a maker of cases in which one rank sends a tensor to another. The size is the number of bytes of the
-    tensor.
+    """Return a function that makes the `Case` for measuring a copy with a given message size. One rank sends a tensor
+    to another rank, and the message size is the number of bytes of the tensor.
 
     The target answers with a few bytes, so that the clock of the source can time the copy.
     """
@@ -208,8 +222,8 @@ def copy(source: int, target: int) -> Maker:
 
 
 def both_ways(one: int, other: int) -> Maker:
-    """Return a maker of cases in which two ranks send to each other at the same time. The size is the number of bytes
-    in one direction."""
+    """Return a function that makes the `Case` for measuring copies in both directions with a given message size. Two
+    ranks send to each other at the same time, and the message size is the number of bytes in one direction."""
 
     def make(member: Member, size: int) -> Case:
         if member.rank not in (one, other):
@@ -221,10 +235,10 @@ def both_ways(one: int, other: int) -> Maker:
 
 
 def one_to_all(source: int, back: bool) -> Maker:
-    """Return a maker of cases in which one rank sends to all other ranks at the same time. The size is the total number
-    of bytes.
+    """Return a function that makes the `Case` for a copy from rank `source` to all other ranks at the same time. The
+    message size is the total number of bytes.
 
-    back: whether all other ranks send to rank `source` instead.
+    back: True for the opposite direction, in which all other ranks send to rank `source`.
     """
 
     def make(member: Member, size: int) -> Case:
@@ -238,12 +252,12 @@ def one_to_all(source: int, back: bool) -> Maker:
 
 
 def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted: int) -> Case:
-    """Make a case with several transfers at the same time.
+    """Make a `Case` in which this rank sends and receives several tensors at the same time.
 
-    size: the bytes of one transfer.
+    size: the bytes of each tensor.
     to: the ranks to which this rank sends.
     by: the ranks from which this rank receives.
-    counted: the number of bytes by which the rate is computed.
+    counted: the total number of bytes, which is divided by the measured time to get the rate.
     """
     outgoing = {(member.rank, rank): member.bytes(size) for rank in to}
     incoming = {(rank, member.rank): member.bytes(size) for rank in by}
@@ -261,7 +275,12 @@ def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted:
 def _of_parts(
     member: Member, size: int, outgoing: Parts, incoming: Parts, call: Callable[[], object], counts: bool = True
 ) -> Case:
-    """Make a case that fills the outgoing tensors, runs `call`, and checks each incoming tensor."""
+    """Make the `Case` of this rank from its tensors. The case fills the outgoing tensors, runs `call`, and checks the
+    incoming tensors.
+
+    size: the number of bytes for the rate.
+    counts: whether the time of this rank counts.
+    """
 
     def write(number: int) -> None:
         for tensor in incoming.values():
@@ -280,7 +299,7 @@ def _of_parts(
 
 
 def _idle(size: int) -> Case:
-    """Make the case of a rank that takes no part and does nothing."""
+    """Make the `Case` of a rank that neither sends nor receives in this measurement. Its time does not count."""
     return Case(size, lambda number: None, lambda: None, lambda number: None, counts=False)
 
 

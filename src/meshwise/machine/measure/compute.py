@@ -90,8 +90,9 @@ def _product(
 
 
 def _flusher(device: torch.device) -> Callable[[], object] | None:
-    """Return a function that overwrites the device's cache. Returns None for a CPU, where the products are larger than
-    the cache."""
+    """Return a function that clears the device's cache by overwriting a large buffer. It is called between timed matrix
+    products, so that their inputs come from memory. Returns None for a CPU, where the matrices are larger than the
+    cache."""
     if device.type == "cpu":
         return None
     buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)

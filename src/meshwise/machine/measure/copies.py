@@ -40,7 +40,10 @@ class CopySpec(PathSpec):
 
 
 def copy_spec(operation: str, source: str, target: str, path: str, *legs: Leg) -> CopySpec:
-    """Make the spec of a path. Without `legs`, it is a single copy from `source` to `target`."""
+    """Describe a path to measure, that is, one or more copies that are timed together.
+
+    legs: each copy as (source, target). The default is a single copy from `source` to `target`.
+    """
     legs = legs or ((source, target),)
     return CopySpec(operation, source, target, path, len({end for leg in legs for end in leg}), legs)
 
@@ -123,14 +126,19 @@ def check_path(path: CopySpec, tensors: Sequence[tuple[Tensor, Tensor]], move: M
 
 
 def _clocked(leg: Leg, place: Callable[[str], str]) -> torch.device:
-    """Return the device whose clock times a copy. It is the source, in whose stream torch copies, or the target if the
-    source is the host."""
+    """Return the device whose clock times a copy. torch runs a copy in the stream of its source, so this is the source
+    device. If the source is the host, it is the target device."""
     return torch.device(place(next(end for end in leg if end != "host")))
 
 
 def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callable[[], None]:
-    """Return a function that makes all copies at the same time. A single copy runs in the current stream, several
-    copies run in new streams."""
+    """Return a function that makes all copies at the same time. A single copy runs in the current stream. Several
+    copies run in new streams.
+
+    how: the kind of copy, such as `staged`.
+    legs: (source, target) of each copy.
+    move: `move(target, source, how)` makes one copy.
+    """
     if len(legs) == 1:
         ((source, target),) = legs
         if how == "staged" and not source.is_cpu and not target.is_cpu:
@@ -152,8 +160,9 @@ def _call(how: str, legs: Sequence[tuple[Tensor, Tensor]], move: Move) -> Callab
 
 
 def _staged_alone(target: Tensor, source: Tensor, move: Move) -> None:
-    """Copy through the host's memory. The second half of the copy runs in the stream of the target. The stream of the
-    source is timed, so it waits for the other stream."""
+    """Copy a tensor between two devices through the host's memory. The clock runs in the stream of the source device,
+    but the copy ends in the stream of the target device. So the stream of the source waits until the copy is
+    complete."""
     move(target, source, "staged")
     here, there = (torch.get_device_module(end).current_stream(end) for end in (source.device, target.device))
     here.wait_stream(there)

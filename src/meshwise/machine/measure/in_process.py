@@ -43,8 +43,8 @@ def measure_in_process(
 
 
 def _lanes_under_load(device: str) -> Lanes | None:
-    """Read the generation and lanes of a device's PCIe link during pinned copies. An idle link is slower and
-    narrower."""
+    """Read the generation and lanes of a device's PCIe link while it copies data. An idle link is not measured, because
+    it saves power by a lower generation or fewer lanes."""
     if not has_streams(device):
         return None
     source = torch.zeros(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -62,7 +62,8 @@ def _peers(source: str, target: str) -> bool:
 
 
 def _can(path: CopySpec) -> bool:
-    """Return whether a path can run on its devices. All paths except `pageable` need devices with streams."""
+    """Return whether the devices of a path support its copies. `pageable` copies work on every device. Other copies
+    need devices with streams, such as CUDA devices."""
     return path.path == "pageable" or all(end == "host" or has_streams(end) for leg in path.legs for end in leg)
 
 

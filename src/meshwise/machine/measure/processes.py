@@ -27,7 +27,7 @@ from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 WHAT = ("links", "collectives")
-"""What is measured by default. The word `direct` adds collectives composed of sends and receives, for gloo."""
+"""What is measured by default. The user can add `direct`: gloo's collectives, composed of sends and receives."""
 MORE = ("direct",)
 DIRECT = " direct"
 """Suffix of the backend's name (`gloo direct`) for collectives that are composed of sends and receives."""
@@ -37,7 +37,7 @@ _COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
     "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
     "all-to-all": (cases.all_to_all, lambda ranks: True),
 }
-"""For each collective, what makes its cases, and whether compat/collectives.py composes it for a number of ranks."""
+"""By collective: (function that returns its `Maker`, whether sends and receives can replace it on n ranks)."""
 
 
 def measure_processes(
@@ -97,13 +97,13 @@ def measure_ranks(
 def measure_hosts(
     sizes: Sequence[int], budget: float, what: Sequence[str] = WHAT, progress: Progress = SILENT
 ) -> list[PathResult]:
-    """Measure between hosts, using the rank with local rank 0 on each host. A launcher such as torchrun must have
-    started all ranks.
+    """Measure the links and collectives between hosts. On each host, the rank with local rank 0 takes part. All ranks
+    must make this call, and a launcher such as torchrun must have started them.
 
-    Returns the results on the ranks that measure, and an empty list on other ranks. Raises UsageError if there is no
-    such launcher, or only a single host.
+    Returns the results on the ranks that take part, and an empty list on the other ranks. Raises UsageError if only one
+    process was started, or if all ranks are on the same host.
 
-    progress: is called on rank 0 only.
+    progress: called on rank 0 only.
     """
     _check(sizes, what)
     world = join().world
@@ -129,7 +129,11 @@ def measure_hosts(
 
 
 def paths_between(names: Sequence[str], backend: str, what: Sequence[str]) -> list[RanksSpec]:
-    """Return the paths and collectives to measure between these ranks, in order."""
+    """Return the paths and collectives to measure between ranks, in order.
+
+    names: the name of each rank, such as `cpu:0` or `node0`.
+    what: the groups to measure, such as `links`, `collectives` or `direct`.
+    """
     ranks = len(names)
     paths: list[RanksSpec] = []
     if "links" in what:

@@ -21,11 +21,11 @@ def _ignore(event: object) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """Callbacks during a bench.
+    """Functions that are called during a bench.
 
     starts: called with a name before each measurement.
     done: called with each result of a path or a device.
-    found: called with all hosts before anything between hosts is measured.
+    found: called with the machines of all hosts, before links between hosts are measured.
     """
 
     starts: Callable[[str], object] = _ignore
@@ -37,8 +37,8 @@ SILENT = Progress()
 
 
 def sent_over(channel: WorkerChannel | None) -> Progress:
-    """Return callbacks for a worker. They send its progress to its launcher, which receives it with the functions of
-    `listeners`.
+    """Return callbacks with which a worker reports the progress of its measurement to its launcher. In the launcher,
+    the function `listeners` makes the object that receives these reports.
 
     channel: the connection to the launcher. If it is None, the callbacks do nothing.
     """

@@ -36,11 +36,11 @@ class PathSpec:
 
 @dataclass(frozen=True)
 class PathResult(PathSpec):
-    """The measurements of a path.
+    """What was measured of a path or a collective.
 
-    timings: the times of each size in bytes. For a path, the size counts one direction. For a collective, it is the
-        size of the full tensor.
-    wrong: where bytes differed, or None if all bytes were right.
+    timings: the measured times by message size in bytes. The size of a copy is the number of bytes in one direction.
+        The size of a collective is the number of bytes of the full tensor.
+    wrong: where received bytes were wrong, or None if all bytes were right.
     note: another remark, such as that the time was used up before the largest size.
     """
 
@@ -50,7 +50,11 @@ class PathResult(PathSpec):
 
 
 def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, note: str) -> PathResult:
-    """Build the result of a path from its samples by size."""
+    """Build the `PathResult` of a measured path or collective.
+
+    samples: the median and the percentiles of the measured times, by message size in bytes.
+    wrong: where received data was wrong, or None.
+    """
     columns = zip(*((sample.seconds, sample.p95, sample.p99) for sample in samples.values()), strict=True)
     timings = fitted(list(samples), *columns)
     return PathResult(spec.operation, spec.source, spec.target, spec.path, spec.ranks, timings, wrong, note)

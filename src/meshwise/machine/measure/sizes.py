@@ -40,10 +40,10 @@ def read_sizes(words: str) -> tuple[int, ...]:
 
 
 def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tuple[int, ...]:
-    """Return the sizes that fit in memory: `buffers` buffers of such a size must fit in a share of the `free` bytes.
-    The smallest size is returned in any case.
+    """Return the message sizes for which there is enough memory. Measuring a size takes `buffers` buffers of that size,
+    which may use at most SHARE_OF_MEMORY of the `free` bytes. The smallest size is always returned.
 
-    asked: whether the user chose the sizes. UsageError is then raised if a size does not fit.
+    asked: True if the user chose the sizes. UsageError is then raised if any size needs too much memory.
     """
     most = int(free * SHARE_OF_MEMORY) // buffers
     small = tuple(size for size in sizes if size <= most)

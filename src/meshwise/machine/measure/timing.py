@@ -96,7 +96,8 @@ def host_seconds(
 
 
 def stream_seconds(call: Callable[[], object], device: torch.device, batch: int) -> float:
-    """Return the seconds of one call by events in the device's stream, as the mean of `batch` calls in a row."""
+    """Return the mean time in seconds of `batch` calls in a row. The time is measured on the device, by two events in
+    its stream."""
     start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     start.record()
     for _ in range(batch):

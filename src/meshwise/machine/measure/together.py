@@ -35,11 +35,11 @@ _SMALL = 8  # bytes of a ping
 
 @dataclass(frozen=True)
 class RanksSpec(PathSpec):
-    """A path between ranks.
+    """A path or a collective between ranks that is to be measured.
 
-    make: makes the case of a rank.
-    answered: (source, target) for a plain copy, None for any other path. The target answers each copy, so that copies
-        do not queue. The clock of the source times the copy together with the answer.
+    make: the function that makes the `Case` that each rank runs for a message size.
+    answered: (source, target) if this is a single copy, else None. The target confirms each copy with a few bytes,
+        before the source begins the next copy. The measured time includes this answer.
     """
 
     make: Maker
@@ -96,8 +96,15 @@ def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str 
 
 
 def _repeat(case: Case, member: Member, share: float, latency: float, single: bool) -> tuple[Sample, float]:
-    """Time the calls of a case. All ranks must call it. Returns the percentiles of the times, and the seconds that were
-    spent on more repeats than the LEAST that every size gets."""
+    """Measure the time of a call. Collective. The call is repeated for about `share` seconds, but at least LEAST and at
+    most MOST times.
+
+    latency: the seconds that the receiver of a copy needs to confirm it. They are subtracted from each measured time,
+        up to half of that time.
+    single: whether to time single calls. Otherwise, several short calls are timed together.
+
+    Returns the percentiles of the times. Also returns the seconds that were spent after the first LEAST repeats.
+    """
     began = time.perf_counter()
     last = 0.0
     for number in range(WARM_UP):
@@ -118,8 +125,8 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
 
 
 def _timed(case: Case, member: Member, batch: int) -> float:
-    """Return the seconds of one call on this rank, as the mean of `batch` calls. They are measured by events on an
-    accelerator, else by the host's clock. The result is 0 if this rank's time does not count."""
+    """Return the mean duration of `batch` calls on this rank, in seconds. It is measured by events in the stream of an
+    accelerator, or by the host's clock on a CPU. Returns 0 on a rank whose time is not used."""
     if has_streams(member.device):
         seconds = stream_seconds(case.call, member.device, batch)
     else:

@@ -27,7 +27,7 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import Cell, table_lines
 
 MOST_ROWS = 16
-"""The largest number of copies that are shown with one row each. A larger number of copies is shown as a matrix."""
+"""The largest number of measured copies that are shown with one row each. More copies are shown as a matrix."""
 MIDDLE_SIZES = (64 << 10, 1 << 20)
 """The sizes at which collectives are shown, besides the largest size."""
 LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
@@ -103,8 +103,13 @@ def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: i
 
 
 def _both(back: PathResult, one_way: PathResult) -> str:
-    """Format the rate in one direction of a copy that runs in both directions at the same time. If possible, it is the
-    rate at the largest size of the one-way copy, so that both can be compared."""
+    """Return the rate of a copy that runs in both directions at the same time, as a text. The rate is that in one
+    direction. The message size is the largest size of the one-way copy, for comparison. If it was not measured, another
+    size is used and named.
+
+    back: the result of the copy in both directions.
+    one_way: the result of the one-way copy.
+    """
     size = one_way.timings.sizes[-1]
     if size in back.timings.sizes:
         return bandwidth_text(rate_at(back.timings, size))
@@ -112,7 +117,8 @@ def _both(back: PathResult, one_way: PathResult) -> str:
 
 
 def _slowest(timings: Timings) -> list[str]:
-    """Format the 95th and the 99th percentile of the seconds at the largest size. Each is "" if unknown."""
+    """Format the 95th and the 99th percentile of the seconds that were measured for the largest message. A percentile
+    that was not recorded becomes ""."""
     return [seconds_text(table[-1]) if table else "" for table in (timings.p95, timings.p99)]
 
 

@@ -21,7 +21,7 @@ MOST_ROWS = 40
 
 
 def changes_text(changes: Sequence[Change], width: int | None = None) -> RenderableType:
-    """Draw the changes for a terminal.
+    """Return the changes between two measurements of a machine, formatted for a terminal.
 
     width: the largest number of characters in a line. The default is the width of the console.
     """

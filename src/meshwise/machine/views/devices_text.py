@@ -23,12 +23,12 @@ from meshwise.terminal.screen import LABEL, Drawn, Screen, labelled, spaced
 from meshwise.terminal.table import table_lines
 
 MOST_SINGLE = 4
-"""The largest number of devices that are shown with one row each. If there are more, equal neighbors share a row."""
+"""The largest number of devices that have one row each. With more devices, equal devices in a sequence share a row."""
 MOST_NOTES = 6
 MOST_ROWS = 12
 LEAST_NAME = 16
 PEAKS = ("bf16", "fp16", "fp32")
-"""The dtypes whose peak may be shown. The first of them that a part has is shown."""
+"""The dtypes whose peak FLOP/s may be shown. Of these, the first with a known peak is shown for a device."""
 
 
 def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
@@ -111,7 +111,8 @@ def _table(machine: Machine, width: int) -> list[Text]:
 
 
 def _rows(machine: Machine) -> list[list[str]]:
-    """Return the cells of each row of devices. Hosts with equal devices share their rows."""
+    """Return the rows of the table of devices, each as a list of its cells. If several hosts have equal devices, the
+    table has one set of rows for these hosts together."""
     hosts_of: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for host in range(len(machine.hosts)):
         own = [device for device in machine.devices if device.host == host]
@@ -154,7 +155,8 @@ def _shown_dtype(devices: Sequence[Device]) -> str:
 
 
 def _reached_product(device: Device) -> str:
-    """Format the best measured rate of matrix products, for a part without a known peak."""
+    """Format the best measured rate of matrix products, or "unknown". It is shown instead of the peak FLOP/s if the
+    peak of a device is unknown."""
     best = max(device.matmuls, key=lambda product: product.rate, default=None)
     return "unknown" if best is None else f"reached {flops_text(best.rate)} {best.dtype}"
 

@@ -22,7 +22,7 @@ KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "netw
 UNKNOWN = "a link without known details"
 CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}
 MOST_MATRIX = 8
-"""The largest number of devices that are shown as a matrix. If there are more, the pairs of each kind are counted."""
+"""The largest number of devices for which a matrix of links is shown. More devices get a line per kind of link."""
 
 
 def links_text(machine: Machine, width: int) -> list[Text]:
@@ -50,8 +50,8 @@ def kind_text(link: Link) -> str:
 
 
 def _classes(machine: Machine) -> list[Text]:
-    """Return a line for a link that stands for all pairs of devices of a host. Only a machine that the user described
-    has such a link. A discovered machine has a link for each pair."""
+    """Return a line for each link that stands for all pairs of devices of a host. Only a machine that the user has
+    described has such a link. In a discovered machine, each pair of devices has a link of its own."""
     found = [link for link in machine.links if link.source == link.target == DEVICE]
     return [labelled("links", f"any two devices of a host: {_sentence(link)}") for link in found]
 
@@ -96,8 +96,11 @@ def _pairs(pairs: Mapping[tuple[str, str], Link], names: Sequence[str], width: i
 def _matrix(
     pairs: Mapping[tuple[str, str], Link], names: Sequence[str], labels: Mapping[str, str], width: int
 ) -> list[Text]:
-    """Draw the matrix of links. Its head has the names of devices, or only their numbers. Returns [] if both are too
-    wide."""
+    """Draw the links as a matrix with a row and a column for each device. The columns are headed by the device names,
+    or by their numbers if names are too wide. Returns [] if the matrix is too wide with numbers, too.
+
+    labels: the short text for a cell. The key is the sentence that describes the link.
+    """
     rows = [
         [one, *(labels[_sentence(pairs[one, other])] if (one, other) in pairs else "-" for other in names)]
         for one in names

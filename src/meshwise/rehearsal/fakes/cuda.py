@@ -28,7 +28,7 @@ from meshwise.compat.fake_values import value_of
 from meshwise.spec.user_code import OURS, is_users
 
 MEMORY = 80 * 2**30
-"""The bytes of GPU memory that a script is told when it asks."""
+"""The bytes of GPU memory that `torch.cuda.mem_get_info` reports to a script while it is traced without a GPU."""
 _TORCH = str(Path(torch.__file__).parent)
 _CUDA = torch.device("cuda", 0)
 _OF_GPU: dict[str, Callable[..., Any]] = {

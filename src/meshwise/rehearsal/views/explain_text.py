@@ -34,7 +34,7 @@ LIMITS = {
 OTHER_COLUMNS, LEAST_NAME = 72, 28
 """The total width of the columns beside an operator's name, and the minimum width of the name, in characters."""
 WORTH_SAYING = 0.005
-"""The smallest fraction of the step that a sentence mentions."""
+"""The explanation leaves out whatever takes less than this fraction of the step."""
 
 
 def explain_lines(found: Explanation, width: int) -> list[Text]:
@@ -70,8 +70,11 @@ def _phases(found: Explanation, width: int) -> list[Text]:
 
 
 def limit_sentences(found: Explanation) -> list[str]:
-    """Return sentences on what limits the step, what its time consists of, how much communication overlaps, and what
-    makes its interval wide."""
+    """Return sentences that explain the time of a step.
+
+    They say what limits the step, what its time consists of, how much communication overlaps with computing, and why
+    the step may take longer than estimated.
+    """
     whole, hidden = found.time.seconds, found.time.hidden
     first = next(iter(found.limits), IDLE)
     shares = [

@@ -64,10 +64,10 @@ def plan_page(plans: Any, first: Rehearsed) -> str:
 
 
 def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[str, Any]:
-    """Return a table's titles, its rows as texts, and the indices of left-aligned columns.
+    """Return a table as JSON data: its titles, its rows as texts, and the indices of the columns to align left.
 
     columns: the columns by title.
-    right: the titles of right-aligned columns.
+    right: the titles of the columns to align right.
     """
     titles = list(columns)
     rows = [[str(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
@@ -75,8 +75,8 @@ def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[s
 
 
 def _memory(first: Rehearsed) -> dict[str, Any]:
-    """Return the memory curve to draw. It shows a step after the first, on the rank that needs the most memory. Its x
-    axis is the time, if the time is known."""
+    """Return the data of the memory curve to draw. The curve shows a step after the first step, on the rank that needs
+    the most memory. The x axis is the time, or the number of operators and collectives if the time is unknown."""
     rank = first.estimate.memory.rank
     traced = next(each for each in first.traces if each.step.rank == rank)
     before, after = (with_inside(work, first.prices.inside) for work in (traced.first, traced.step))
@@ -100,8 +100,11 @@ def _memory(first: Rehearsed) -> dict[str, Any]:
 
 
 def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
-    """Return the x coordinate of each point of a curve: the time in ms at which the launch begins that the memory was
-    allocated for. If the step's time is unknown, return the index of that launch instead."""
+    """Return the x coordinate of each point of a memory curve, in ms since the beginning of the step.
+
+    Memory is allocated for an operator or collective. The coordinate is the time at which this operator or collective
+    begins. If the step's time is unknown, the coordinate is its index in the step instead.
+    """
     launched = np.cumsum([isinstance(event, Launch) for event in curve.work.events])
     number = np.where(curve.places < 0, 0, launched[np.maximum(curve.places, 0)])
     if step is None:

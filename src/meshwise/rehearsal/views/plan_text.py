@@ -23,7 +23,7 @@ from meshwise.spec.words import some
 from meshwise.terminal.table import NO_LIMIT, Cell, columns_lines
 
 LESS_NEEDED = ("samples/s", "most of it", "80 % of cases")
-"""Columns to leave out on a narrow screen, in this order."""
+"""Columns of the table of plans that are left out on a narrow screen, in this order."""
 MOST_ROWS, MOST_REASONS, MOST_EDITS, MOST_NAMED = 12, 6, 6, 5
 HOST_WORTH_SAYING = 1 << 20  # bytes
 
@@ -83,7 +83,9 @@ def _beats(one: Estimate, other: Estimate) -> bool:
 
 
 def plan_columns(plans: Any) -> dict[str, list[Cell]]:
-    """Return a table with a row for each plan worth showing, as a mapping from titles to columns."""
+    """Return the columns of the table of plans, by title. The table has a row for each plan that `worth_showing`
+    selects, or only for the best plan if `plans.one` is set.
+    """
     every = plans.found.estimates
     shown = every[:1] if plans.one else worth_showing(every)[:MOST_ROWS]
     room = {each.memory.capacity for each in shown if each.memory.capacity is not None}
@@ -107,7 +109,7 @@ def _cost(plans: Any, estimate: Estimate) -> str:
 
 
 def training_sentence(plans: Any) -> str:
-    """Return a sentence on how long the whole training takes with the first plan. Return an empty string if this is
+    """Return a sentence on how long the whole training takes with the best plan. Return an empty string if this is
     unknown."""
     first = plans.found.estimates[0]
     hours = plans.device_hours(first)
@@ -119,8 +121,8 @@ def training_sentence(plans: Any) -> str:
 
 
 def kept_sentence(plans: Any) -> str:
-    """Return a sentence on how much host memory `--redundancy 1` takes with the first plan. Return an empty string if
-    it is little."""
+    """Return a sentence on how much host memory the best plan needs with `--redundancy 1`, which keeps copies of the
+    state on the hosts. Return an empty string if it needs little."""
     first, machine = plans.found.estimates[0], plans.machine
     ranks = min(first.plan.devices, len(machine.devices) // max(1, len(machine.hosts)) or first.plan.devices)
     each, whole, room = first.memory.kept, first.memory.kept * ranks, machine.hosts[0].memory
@@ -151,8 +153,10 @@ def _below(plans: Any) -> list[Text]:
 
 
 def _not_shown(found: Any) -> Iterator[str]:
-    """Yield lines that say why plans of a search have no row in the table. They begin with the plans that were guessed
-    to be the best."""
+    """Yield lines that say which plans are not in the table, one line for each reason.
+
+    A line names several plans. Plans that were guessed to be good before the search are named first.
+    """
     guessed, shown = [plan for plan, _ in found.first], worth_showing(found.estimates)[:MOST_ROWS]
     reasons: dict[str, list[Plan]] = {}
     for each in found.estimates:
