@@ -65,8 +65,9 @@ class Commands(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        """Invoke a command as click does. Also report what click does not report: an interruption (Ctrl-C), and that a
-        called program has ended the process."""
+        """Invoke a command as click does. If the user presses Ctrl-C, or a program that the command runs calls
+        `sys.exit`, raise an error of meshwise. In a process that a launcher such as torchrun started, `sys.exit` is
+        left as it is."""
         try:
             return super().invoke(ctx)
         except Exception:
@@ -121,8 +122,12 @@ def main() -> None:
 
 
 def _end(call: str) -> None:
-    """End this process with an error, because the program that a command reads or calls has called the function `call`,
-    which ends a process at once."""
+    """Show an error, and end this process at once.
+
+    This is called if a program that the command runs, such as the user's script, ends the process by itself.
+
+    call: what the program called, such as `train.py:3: os._exit(0)`.
+    """
     error = UsageError(sudden_end.OF_COMMAND.format(call=call))
     _print_error(error)
     if os.isatty(2):

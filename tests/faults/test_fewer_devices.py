@@ -83,7 +83,7 @@ def test_the_plan_is_brought_to_the_devices_and_back(tmp_path: Path) -> None:
     assert restarts.fit(4) == 4 and restarts.plan == ""
     restarts.keep_plan()
     assert plan_from_toml((tmp_path / names.PLAN).read_text()) == Plan(data=2, tensor=2)
-    with pytest.raises(PlanError, match="needs at least 2 devices, but the run has 1 left"):
+    with pytest.raises(PlanError, match=r"needs at least 2 devices, but the run now has 1\."):
         restarts.fit(1)
 
 
@@ -122,5 +122,5 @@ def test_a_run_has_more_devices_again_when_they_come_back(plan: str, tmp_path: P
 def test_a_plan_that_needs_all_devices_ends_with_a_sentence(tmp_path: Path) -> None:
     run, folder = trained(tmp_path, "--set", "tensor=2", "--fault", "lost:rank=1,step=4")
     assert run.process.returncode == 85, run.output
-    assert "tensor=2 needs at least 2 devices, but the run has 1 left." in run.output
+    assert "tensor=2 needs at least 2 devices, but the run now has 1." in run.output
     assert names.read_run(folder)["status"] == "failed"

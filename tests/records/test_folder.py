@@ -42,7 +42,7 @@ def test_a_job_name_becomes_one_plain_folder_name(tmp_path: Path, job: str, endi
 @pytest.mark.parametrize("below", ["file", "file/deeper"])
 def test_a_file_in_the_way_is_told(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"--out .*no folder can be created in it.* Name another with --out DIR"):
+    with pytest.raises(UsageError, match=r"--out .*no folder can be made in it.* Name another folder with --out DIR"):
         create_run_folder(tmp_path / below, "mlp")
 
 

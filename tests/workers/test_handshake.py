@@ -118,7 +118,7 @@ def _pass_on(server: socket.socket, house: House, recorded: bytearray) -> None:
 
 @pytest.mark.parametrize(("secret", "purpose"), [(b"another", "house"), (SECRET, "garden")])
 def test_another_secret_or_purpose_is_refused_by_both_ends(secret: bytes, purpose: str, house: House) -> None:
-    with pytest.raises(Unproven, match="the process there does not know the secret"):
+    with pytest.raises(Unproven, match="the process at this address does not know the secret of this run"):
         house.enter(secret, purpose)
     limit = time.monotonic() + PATIENCE
     while house.door.stranger is None and time.monotonic() < limit:

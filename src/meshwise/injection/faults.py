@@ -37,7 +37,8 @@ class InjectedFault(RuntimeError):
 
 
 class ArmedFaults:
-    """The faults to inject in this rank, and a record of which have happened."""
+    """The faults that are still to be injected in this rank's process. Each fault that happens is recorded in the run
+    folder."""
 
     def __init__(self, faults: Sequence[Fault], folder: Path | None) -> None:
         self._left, self._folder = list(faults), folder
@@ -77,8 +78,8 @@ class ArmedFaults:
                 append_lines(self._folder / names.FAULTS, [fact])
 
     def _of_the_machine(self, fault: Fault) -> Callable[[], object] | None:
-        """Return a function that injects this fault of a disk or link. Return None if there is no file or link that
-        could fail."""
+        """Return a function that injects a fault of the disk or of a network link, such as `disk-full` or `drop-link`.
+        Return None if the fault has nothing to damage: no saved state yet, or no connection to another rank."""
         if fault.kind == "disk-full":
             return partial(self._fill, fault)
         if fault.kind.endswith("link"):
@@ -101,7 +102,7 @@ class ArmedFaults:
         elif kind == "raise":
             raise InjectedFault(f"raised by --fault {fault}")
         elif kind == "oom":
-            raise torch.OutOfMemoryError(f"out of memory, as --fault {fault} asked for")
+            raise torch.OutOfMemoryError(f"out of memory, simulated by --fault {fault}")
         elif kind == "hang":
             while True:
                 time.sleep(1.0)
@@ -119,13 +120,14 @@ class ArmedFaults:
 
 
 class FaultyRecorder(Recorder):
-    """A recorder that injects the armed faults when phases begin."""
+    """A recorder that also injects the faults of `--fault`. A fault happens when this rank enters the step and the
+    phase that the fault names, such as `backward`."""
 
     faults: ArmedFaults
 
     @property
     def phase(self) -> str:
-        """The current phase of this rank."""
+        """The current phase of the step on this rank, such as `data`, `forward` or `optimizer`."""
         return self._phase
 
     @phase.setter
@@ -134,12 +136,13 @@ class FaultyRecorder(Recorder):
         self.faults.phase_begins(phase, self.step + (phase == "data"))
 
     def arrive(self) -> int:
-        """Record that this rank enters a collective of all ranks."""
+        """Inject the faults that are due when a collective begins. Then return the number of the collective, as in
+        `Recorder`."""
         self.faults.phase_begins("communication", self.step)
         return super().arrive()
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """Record that this rank begins a collective that overlaps with computing."""
+        """Inject the faults that are due when a collective begins. Then begin the collective, as in `Recorder`."""
         self.faults.phase_begins("communication", self.step)
         return super().begin_collective(name)
 
@@ -148,9 +151,9 @@ _armed: ArmedFaults | None = None
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
-    """In this process, arm the faults whose rank is `rank`. Other faults are ignored.
+    """Choose the faults that will be injected in this process: the faults of rank `rank`.
 
-    folder: the run folder, in which each fault is recorded.
+    folder: the run folder, in which each injected fault is recorded.
     """
     global _armed
     mine = [fault for fault in faults if fault.rank == rank]
@@ -158,19 +161,23 @@ def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
 
 
 def hold(parameters: Callable[[], Iterable[Tensor]]) -> None:
-    """Set the function that returns this rank's parameters. Faults that change a parameter call it."""
+    """Set the function that returns this rank's parameters. The faults `nan` and `bitflip` use it to find a parameter
+    whose values they change. Do nothing if the run has no faults."""
     if _armed is not None:
         _armed.parameters = parameters
 
 
 def saves_into(folder: Path) -> None:
-    """Set the folder in which the state is saved. Faults of the disk need it."""
+    """Set the folder in which the run saves its state. The disk faults use it: `corrupt-checkpoint` and
+    `cut-checkpoint` damage the newest saved state in it, and `disk-full` makes writes into it fail. Do nothing if the
+    run has no faults."""
     if _armed is not None:
         _armed.states = folder
 
 
 def watch(recorder: Recorder) -> None:
-    """Inject the armed faults at the phases of `recorder`, by changing its class to FaultyRecorder."""
+    """Make `recorder` inject the faults that `arm` has chosen for this process. Its class becomes FaultyRecorder, which
+    injects faults when a phase of a step begins. Without faults, the recorder stays unchanged."""
     if _armed is not None:
         phase = recorder.__dict__.pop("phase")
         recorder.__class__ = FaultyRecorder

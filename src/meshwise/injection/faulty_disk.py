@@ -32,9 +32,10 @@ class _FullFile(io.FileIO):
 
 
 class FullDisk:
-    """Makes writes to files in these folders fail as on a full disk, until `end` is called.
+    """Simulates a full disk for some folders, from the creation of this object until `end` is called.
 
-    It replaces Python's `open`. Files that were opened before still work, and empty files can be created.
+    The object replaces Python's `open`, so that writes to files in `folders` fail. Files that were opened before can
+    still be written, and empty files can be created.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -44,7 +45,7 @@ class FullDisk:
 
     @property
     def refused(self) -> bool:
-        """Whether a write has failed since this object was created."""
+        """Whether a write to one of the folders has failed since this object was created."""
         return _FullFile.refused
 
     def end(self) -> None:

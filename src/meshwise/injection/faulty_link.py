@@ -50,7 +50,7 @@ def freeze(connections: Sequence[int]) -> None:
 
 
 def close(connections: Sequence[int]) -> None:
-    """Shut these connections down, so that both ends notice."""
+    """Shut down network connections of this process. The processes at both ends then get an error or an end of file."""
     for fd in connections:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
             each.shutdown(socket.SHUT_RDWR)

@@ -21,7 +21,8 @@ from meshwise.workers.halt import Halt
 
 @dataclass
 class Alone:
-    """Stands for the only machine of a run on a single machine. It has the same interface as `Several`.
+    """The machine of a run on a single machine. The launcher uses it in the same way as `Several`, which stands for
+    several machines.
 
     size: the number of workers.
     lock: the lock on the run's folder.
@@ -38,15 +39,16 @@ class Alone:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """An empty mapping, since no machine can join a run on a single machine while it is under way."""
+        """Facts that another machine has announced; see `Several`. They are empty, because there is no other
+        machine."""
         return {}
 
     def folder_told(self) -> Mapping[str, Any]:
-        """Return an empty mapping, since no other machine has announced a run folder."""
+        """Return an empty mapping, because there is no other machine that could announce a run folder."""
         return {}
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """Do nothing, since no other machine shares the folder."""
+        """Do nothing, because there is no other machine whose run folder could differ from `folder`."""
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
         """Do nothing, since there is no other machine to tell."""
@@ -74,4 +76,4 @@ class Alone:
         return error, restarts.next()
 
     def leave(self, code: int) -> None:
-        """Do nothing, since no other machine waits for this one."""
+        """Do nothing. In `Several`, this method tells the other machines that this machine leaves the run."""

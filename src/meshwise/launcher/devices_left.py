@@ -65,5 +65,6 @@ class DevicesLeft:
         return len(self._left)
 
     def use(self, count: int) -> None:
-        """Choose the first `count` devices that the last call of `left` found. The next attempt uses them."""
+        """Use the first `count` of the devices that `left` has counted in its last call. The next attempt runs on these
+        devices."""
         self._used = self._left[:count]

@@ -28,9 +28,9 @@ from meshwise.workers.join import rank_context
 
 @dataclass(frozen=True)
 class Joined:
-    """What each rank knows about a run whose processes were started by another launcher, such as torchrun.
+    """The state of a run whose processes were started by another launcher, such as torchrun. Every rank has one.
 
-    restarts: the attempts of the run, and the path of its folder.
+    restarts: the record of the run's attempts, with the run folder.
     slots: one worker slot per rank, each with one device.
     first: whether this process is rank 0.
     """
@@ -51,14 +51,18 @@ def joined_run(
     began: float,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[Joined]:
-    """Run the `with` block as this rank's program in a run that another launcher started. Collective.
+    """Run the `with` block as one rank of a run, in a process that another launcher, such as torchrun, has started.
+    Collective.
 
-    The run has the same records as a run that meshwise launches.
+    The run folder gets the same records as in a run that meshwise launches itself.
 
+    make: returns the program for a given world. It is called on one rank, which opens the run folder.
     began: when the user asked for the run, in seconds since 1970.
-    goes_on: called when a rank is lost. It returns whether another start would resume from a saved state.
+    goes_on: called when a rank is lost. It returns whether the run would resume from a saved state if it were started
+        again.
 
-    Raises the error of the block. If a rank is lost, raises WorkerFailed, with exit code 85 if the run can resume.
+    Raises the error of the block. If a rank is lost, raises WorkerFailed instead. Its exit code is 85 if the run can
+    resume, else 1.
     """
     refuse_restarts(options, "under torchrun, srun or mpirun")
     if (left := options.seconds_left(began)) is not None:

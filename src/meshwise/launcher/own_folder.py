@@ -27,13 +27,14 @@ ASKED = "asked"
 
 
 def continued(options: RunOptions) -> RunOptions:
-    """Return the options with which to start the run in the folder `options.folder`.
+    """Return the options with which to start or continue the run in the folder `options.folder`.
 
-    If the folder holds no run, these are the given options. Otherwise, they are the options that were recorded for the
-    run. An option that was changed since the first start of the run replaces the recorded option.
+    If the folder holds no run yet, these are the given options. Otherwise, they are the options that were recorded for
+    the run. If the user now gives an option another value than at the first start of the run, the new value replaces
+    the recorded value.
 
-    Raises UsageError if the run in the folder belongs to another job, or if the program has changed since the run was
-    submitted.
+    Raises UsageError if `options.resume` is set too, if the run in the folder belongs to another job, or if the program
+    has changed since the run was submitted.
     """
     assert options.folder is not None
     folder = Path(options.folder)
@@ -53,10 +54,11 @@ def continued(options: RunOptions) -> RunOptions:
 
 
 def refuse_running(options: RunOptions) -> None:
-    """Raise UsageError if a process of this machine has locked the folder of the run that is to be continued.
+    """Raise UsageError if a run is to be continued that is still running on this machine. A running run holds the lock
+    of its folder.
 
-    A start by a scheduler or on several machines is not checked here, since it may have locked the folder itself. It is
-    checked later, when it locks the folder.
+    Runs of a scheduler or on several machines are not checked here. Their processes start together, and one of them may
+    hold the lock already. Their lock is checked later, when it is taken.
     """
     given = options.folder if options.resume is None else options.resume
     several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
@@ -69,8 +71,9 @@ def run_in(folder: Path, program: object) -> dict[str, Any]:
 
     program: the job or script that is to continue the run.
 
-    Raises UsageError if the run was stopped by `meshwise stop`, belongs to another script, or has files that changed
-    since it was submitted. Raises WorkerFailed for a job that makes no progress.
+    Raises an error if the run cannot continue: UsageError if `meshwise stop` has stopped it, if it is a run of another
+    script, or if its files have changed since it was submitted. Raises WorkerFailed if its last starts made no
+    progress.
     """
     if not (folder / names.RUN).exists():
         return {}

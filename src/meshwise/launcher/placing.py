@@ -26,14 +26,14 @@ from meshwise.workers.rendezvous import meet
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Decide what this process does if another launcher, such as srun, started it: it may be a rank itself, or start
-    workers.
+    """Decide what this process does if another launcher, such as srun, has started it. It either is a rank of the run,
+    or it starts workers.
 
-    Returns the options for this process, and whether it is a rank. If it starts workers, the options are completed by
-    the number of machines, the index of this machine, and the address of the first machine. To learn this address, the
-    call may wait for the first machine.
+    Returns the options for this process, and True if it is a rank. For a process that starts workers on one of several
+    machines, the options also get the number of machines, its own number and the address of the first machine. The call
+    may wait until the first machine announces its address.
 
-    Raises UsageError for options that contradict the launcher.
+    Raises UsageError if the options contradict the launcher.
     """
     place = place_in(environment)
     if place.size == 1:
@@ -50,10 +50,11 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Choose the CPU as this rank's device if `--devices` asks for CPU workers. Call it before the rank takes its
-    device.
+    """Choose the CPU as this rank's device if the option `--devices` asks for CPU workers. Call this before the rank
+    takes its device.
 
-    Raises UsageError if `--devices` names accelerators other than the first ones of this machine.
+    The launcher has started n processes on this machine, which always use its devices 0 to n - 1. Raises UsageError if
+    `--devices` lists other numbers.
     """
     request = parse_devices(devices or "all")
     if request.indices not in (None, tuple(range(place.tasks_here))):
@@ -86,13 +87,13 @@ def _devices_here(options: RunOptions, place: Place) -> int:
 
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
-    """Raise UsageError if `--devices` asks for more or fewer devices than the launcher started processes on this
-    machine.
+    """Raise UsageError if the number of devices in `--devices` differs from the number of processes that the launcher
+    started on this machine.
 
-    Each process uses one device. `--devices` may also ask for one device, which then stands for the device of each
-    process.
+    Each process uses one device. A single device in `--devices` is accepted for any number of processes. It then means
+    one device for each process.
 
-    otherwise: a text for the error message on what else may be started.
+    otherwise: appended to the error message. It tells the user what to start instead.
     """
     request = parse_devices(devices or "all")
     count = len(request.indices) if request.indices else request.count or 1

@@ -64,9 +64,9 @@ class Restarts:
     asked: Plan | None = None
     """The plan with which the run was started. None if a script chooses its own plan."""
     states: Path | None = None
-    """The folder in which a script saves its state. None if that is the run's folder."""
+    """The folder in which a script saves its state. None if the script saves its state in the run's folder."""
     launched: Mapping[str, Any] = field(default_factory=dict)
-    """Facts about the launcher of this command, which are recorded for each attempt."""
+    """Facts about the launcher, such as srun, that started this command. Recorded for each attempt."""
     attempt: int = 1
     """The number of the current attempt within this command, from 1."""
     number: int = 1
@@ -138,8 +138,11 @@ class Restarts:
         return None
 
     def keep_left(self, error: WorkerFailed) -> str:
-        """Save the state that the workers of this attempt left in memory. Return a sentence on the error if that fails,
-        else ""."""
+        """Save the state that is left in memory after the workers of the current attempt have ended. If saving fails,
+        return a sentence for the user that says why. Otherwise, return "".
+
+        error: the error that ended the workers.
+        """
         return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
 
     def _is_asked_for(self, failure: Any) -> bool:
@@ -170,8 +173,11 @@ class Restarts:
         return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
-        """Record that the next attempt uses other devices, so that the sentence which `next` returns mentions them.
-        where: a text on these devices."""
+        """Record that the next attempt runs on other devices. `next` then names these devices in the sentence that it
+        returns for the user.
+
+        where: the new devices in words, such as "2 devices".
+        """
         under = "" if self.plan_now is None else f" under {self.plan_now}"
         self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
 
@@ -186,9 +192,10 @@ class Restarts:
         return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
 
     def keep_plan(self) -> None:
-        """Write the plan of the next attempt to the run folder.
+        """Write the plan of the next attempt to the plan file in the run folder.
 
-        After running out of memory, record the plan in run.json, too, so that resumed runs begin with it.
+        If the plan was made smaller because memory ran out, it is also written to run.json. A resumed run then begins
+        with it.
         """
         path = self.folder / names.PLAN
         there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -206,8 +213,11 @@ class Restarts:
         return told | {"states": None if self.states is None else str(self.states)}
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """Define the next attempt by the values that the launcher of the leading machine sent. told: the result of its
-        `told`."""
+        """Set up the next attempt of the run as the leading machine has decided. Only the launchers of the other
+        machines call this.
+
+        told: the values that `Restarts.told` returned on the leading machine.
+        """
         for name in _TOLD:
             setattr(self, name, told[name])
         self._last = None if told["_last"] is None else tuple(told["_last"])
@@ -285,10 +295,10 @@ class Restarts:
 
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raise WorkerFailed for a submitted run if its last three starts began at the step at which this start would
-    begin.
+    """Raise WorkerFailed if a submitted run makes no progress: each of its last three starts began at the step from
+    which it would begin again now.
 
-    Such a run makes no progress. Only starts since the run was submitted count.
+    Starts before the submission do not count. A run that was not submitted is not checked.
     """
     submission, sessions = facts.get("submission"), facts.get("sessions", [])
     if not isinstance(submission, Mapping):

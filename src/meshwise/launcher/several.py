@@ -29,17 +29,17 @@ from meshwise.workers.machines import Look, Machines
 from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
 
 JOINED = -1
-"""The exit code, used only between launchers, of an attempt that was stopped so that a machine can join the run."""
+"""The code of an attempt that was stopped so that a machine can join the run. Launchers send it to each other."""
 MINORITY_WAIT = 10.0  # seconds in which the larger half of a cut network claims the next attempt first
 Reports = dict[Member, dict[str, Any]]
 
 
 @dataclass
 class Several:
-    """The machines of a run on several machines. One of them, the leader, decides how the run continues.
+    """The machines of a run on several machines. The leader is the machine that decides how the run continues.
 
-    shares: whether this machine shares the run's folder with machine 0.
-    lock: the lock on the folder, if this machine writes the run's record.
+    shares: whether this machine sees the same run folder as the machine that announced it.
+    lock: the lock on the run folder. It is None if another machine writes the run's record.
     """
 
     machines: Machines
@@ -75,8 +75,8 @@ class Several:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """The facts that the leader announced with the current attempt. They are empty in the first attempt of a
-        run."""
+        """The facts about the run that the leader announced when the current attempt began. They are empty in the first
+        attempt."""
         return self.nodes.begins.facts
 
     def folder_told(self) -> Mapping[str, Any]:
@@ -111,12 +111,13 @@ class Several:
         return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Agree with the other machines on the next attempt of the run.
+        """Agree with the other machines on the next attempt of the run, after the workers of an attempt have ended.
 
-        size: the number of workers that this machine can run.
+        error: why the workers of this machine ended.
+        size: the number of workers that this machine can run now.
 
-        Returns the error of the previous attempt, and a sentence on the step from which the run continues. If the run
-        ends, raises the same error on all machines.
+        Returns the error that ended the attempt, and a sentence that says from which step the run continues. Raises
+        WorkerFailed if the run does not continue.
         """
         before, look = self.nodes, partial(_look, halt)
         self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
@@ -191,7 +192,7 @@ class Several:
                 look()
                 time.sleep(0.1)
         if not names.claim_session(restarts.folder, restarts.number + 1):
-            raise _NotHere(f"The run goes on without this machine: other machines began attempt {restarts.number + 1}.")
+            raise _NotHere(f"Other machines continued this run without this machine, as attempt {restarts.number + 1}.")
 
     def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member]) -> Nodes:
         """Begin the attempt that this machine has claimed, and announce it to the other machines."""

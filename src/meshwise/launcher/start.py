@@ -53,10 +53,10 @@ class LaunchedProgram:
     plan: None if a script chooses its own plan.
     call: the function that each worker calls with the run folder.
     record: facts for run.json.
-    sees_all: whether each worker sees the accelerators of all workers of its host, as under torchrun.
-    again: the function that each worker calls after a restart. Its arguments are `plan` (TOML, "" for the first plan)
-        and `resumes` (True if it continues from a saved state). If it is None, `call` is called again, and the program
-        restores its state itself.
+    sees_all: whether a worker sees all accelerators of its host, as under torchrun, and not only its own.
+    again: the function that each worker calls after a restart: `again(folder, plan=..., resumes=...)`. `plan` is the
+        new plan in TOML, or "" if it has not changed. `resumes` is True if there is a saved state to continue from.
+        None if each worker calls `call` again and the program restores its state itself.
     """
 
     name: str
@@ -71,8 +71,9 @@ class LaunchedProgram:
 class Started:
     """A program with its run folder, and the workers and machines on which it runs.
 
-    before: the contents of a resumed run's files before this start. They are restored if the start is refused.
-    restarts: the attempts of the run.
+    before: the files that this start has changed in the folder of a resumed run, with their previous text. The previous
+        text is restored if a usage error stops this start.
+    restarts: counts the attempts of the run, and decides about further attempts.
     hang_limit: the number of seconds without progress after which a rank ends the run.
     """
 
@@ -138,15 +139,16 @@ def worker_slots(options: RunOptions) -> list[WorkerSlot]:
 
 
 def refuse_restarts(options: RunOptions, where: str) -> None:
-    """Raise UsageError if an option about restarts is given in a start in which meshwise cannot restart the run.
+    """Raise UsageError if the user gave an option about restarts, such as `--restarts`. Call it if another launcher
+    started the processes, so that meshwise cannot restart them.
 
-    where: a text for the message, such as "under torchrun, srun or mpirun".
+    where: words for the error message that say how the run was started, such as "under torchrun, srun or mpirun".
     """
     for name in ("restarts", "restart_on", "on_failure"):
         if getattr(options, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there. Remove this option, and "
-                "start the command again with --resume RUN if its exit code is 85."
+                "start the command again with --resume RUN if the command exits with code 85."
             )
 
 
@@ -228,8 +230,9 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
 
 
 def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
-    """Return whether the run's last attempt belongs to an earlier start of this scheduler job. If so, a process of that
-    start may still have the lock on the folder, on a machine that was cut off. The caller then takes the lock over."""
+    """Return whether the scheduler has started this job again, and the run's last attempt was made by an earlier start.
+    A process of the earlier start may then hold the folder's lock on a machine that was cut off, so the caller takes
+    over the lock."""
     here = place_in(os.environ).record()
     sessions = run.get("sessions") if here else None
     last = sessions[-1] if sessions else {}
@@ -289,7 +292,8 @@ def in_attempt(
 ) -> Any:
     """Run `call(folder)` in a worker, as attempt `number` of the run, with the injected faults of this attempt.
 
-    kept: for each rank of this machine, the path of the memory that outlives the rank's process.
+    kept: one path for each rank of this machine. The rank keeps its state in this file in memory, which remains when
+        the process ends.
     """
     os.environ[ATTEMPT] = str(number)
     if kept:

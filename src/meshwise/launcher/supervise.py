@@ -49,7 +49,7 @@ WITHOUT_RECORDS = (
     "the run would have written there are lost."
 )
 STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
-"""Signals that stop all ranks after the same step."""
+"""Signals to the launcher that end the run. All ranks stop after the same step."""
 
 
 class Viewer:
@@ -65,14 +65,16 @@ class Viewer:
         halt: Halt | StepGate,
         machines: Alone | Several | None,
     ) -> None:
-        """halt: the request to stop the run, which has the signal that stopped it.
+        """Prepare to show a run.
+
+        halt: the request to stop the run. It also holds the signal that asked for the stop.
         machines: the machines of the run. None if this process does not write the run's record.
         """
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._machines = restarts, machines
         self.stopped = ""
         self.steps = self.joins = False
-        """Whether the attempt's workers make steps. `joins`: whether they have stopped to let a machine join."""
+        """`steps`: whether workers run training steps. `joins`: whether workers stopped to let a machine join."""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
@@ -236,7 +238,8 @@ def supervise(
 
 
 def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
-    """Return the run folder if it still exists and this machine writes the run's record there, else None."""
+    """Return the run folder if this machine has to write the run's record. Return None if another machine writes the
+    record, if the folder is lost, or if a newer attempt has begun."""
     if not machines.keeps or is_lost(restarts.folder) or is_over(restarts.folder, restarts.number):
         return None
     return restarts.folder
@@ -278,11 +281,12 @@ def _answer(
 
 @contextlib.contextmanager
 def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
-    """Inside the `with` block, let each signal of STOPS stop all ranks after the same step. A second Ctrl-C ends them
-    at once.
+    """Inside the `with` block, stop all ranks after the same step when this process gets a signal of STOPS. A second
+    Ctrl-C ends the ranks at once.
 
-    A signal that a rank has passed on does not count as the first Ctrl-C, since `scancel -s INT` sends the signal to
-    the ranks, too. Outside the main thread, no signal is handled.
+    `scancel -s INT` sends the signal to the ranks as well as to this process. A rank that gets a signal reports it to
+    this process. Such a report does not count as a Ctrl-C, so a single `scancel` does not end the ranks at once. If the
+    block runs outside the main thread, signals are not handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

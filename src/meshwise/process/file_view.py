@@ -37,10 +37,11 @@ def free_folders() -> list[str]:
 
 
 class FileView:
-    """A view of the file system in which the user's files are never changed in place. Changed files are kept in
-    `folder`, where each hides the real file of the same path.
+    """A view of the file system for a program that must not change the user's files. A file that the program changes is
+    stored in `folder`, but the program still finds the file at its usual path.
 
-    A path outside `folder`, with symbolic links followed, is called a logical path.
+    This usual path is called the logical path. It is an absolute path outside of `folder`, with symbolic links
+    followed.
     """
 
     def __init__(self, folder: str) -> None:
@@ -51,9 +52,13 @@ class FileView:
         self._free = (*(each + os.sep for each in free_folders()), folder + os.sep)
 
     def logical(self, path: Any, follow: bool = True, at: int | None = None) -> str | None:
-        """Return the logical path of `path`. Return None if the program is to use `path` unchanged.
+        """Return the logical path of the file that a program means by `path` (see `FileView`). Symbolic links are
+        followed, also links that the program has made.
 
-        follow: whether to follow a link at the end of the path.
+        Returns None if the program may use `path` as it is. This holds for system folders and caches, for names that
+        are no files (such as sqlite's ":memory:"), and for file descriptors.
+
+        follow: whether to follow a link if the last component of `path` is one.
         at: the file descriptor of the folder to which `path` is relative. None for the current folder.
         """
         if not isinstance(path, str | bytes | os.PathLike) or os.fsdecode(path) in IN_MEMORY:
@@ -76,19 +81,26 @@ class FileView:
         return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
 
     def is_real(self, path: str) -> bool:
-        """Return whether a real file exists at a logical path, and the view does not hide it."""
+        """Return whether the user has a file at this logical path that the program has not removed. A removed file
+        still exists outside of this view, which only hides it from the program."""
         return os.path.lexists(path) and not (
             os.listdir(self._gone) and any(os.path.lexists(self._mark(each)) for each in _parents(path))
         )
 
     def place(self, path: str) -> str:
-        """Return the path at which the file of a logical path is stored: the real path, or a path inside the view's
-        folder. If there is no such file, return the path inside the view's folder."""
+        """Return where the file at the logical path `path` is stored now. If the program has written the file, this is
+        a path in this view's folder. Otherwise it is `path` itself, the user's file. If there is no file, return the
+        path at which it would be written."""
         mine = self.files + path
         return path if not os.path.lexists(mine) and self.is_real(path) else mine
 
     def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Return the path from which to read the file that a program names `path`. follow, at: as in `logical`."""
+        """Return the path that a program has to open to read `path`. If the program has changed the file, this is the
+        path of the changed copy. Otherwise, it is the path of the user's file.
+
+        follow: whether to follow a link if the last component of `path` is one.
+        at: the file descriptor of the folder to which `path` is relative. None for the current folder.
+        """
         logical = self.logical(path, follow, at)
         if logical is None or not (os.path.lexists(self.files + logical) or os.path.lexists(logical)):
             return path  # the error names the path that was asked for
@@ -96,10 +108,13 @@ class FileView:
         return path if at is None and place == os.path.abspath(os.fsdecode(path)) else place
 
     def written(self, path: Any, follow: bool = True, at: int | None = None, *, keep: bool = False) -> Any:
-        """Return the path at which to write the file that a program names `path`.
+        """Return the path that a program has to open to write `path`. It lies in this view's folder, so that the user's
+        file is not changed. Paths that need no redirection (see `logical`) are returned unchanged.
 
-        keep: whether to copy the file there first, with its contents.
-        follow, at: as in `logical`.
+        follow: whether to follow `path` itself if it is a link.
+        at: the file descriptor of the folder to which `path` is relative. None for the current folder.
+        keep: whether the program keeps some of the old contents, as in appending. If so, the user's file is copied
+            first.
         """
         logical = self.logical(path, follow, at)
         if logical is None:
@@ -115,16 +130,20 @@ class FileView:
         return mine
 
     def changed(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Return the path at which to change a part of the file that a program names `path`. The file is copied there
-        first."""
+        """Copy the user's file at `path`, if it is not copied yet, and return the path of the copy. The program may
+        change the copy in place.
+
+        follow: whether to follow a link if the last component of `path` is one.
+        at: the file descriptor of the folder to which `path` is relative. None for the current folder.
+        """
         return self.written(path, follow, at, keep=True)
 
     def copy(self, path: str, *, inside: bool = False) -> None:
-        """Copy a real file into the view's folder.
+        """Copy a file or folder of the user into the folder with the program's files, unless it is there already.
 
-        path: the logical path.
-        inside: whether to copy a folder with everything that the view shows in it. If not, only an empty folder is
-        made.
+        path: the logical path (see `FileView`).
+        inside: whether to copy all contents of a folder, with the program's changes. Otherwise only an empty folder is
+            made.
         """
         mine = self.files + path
         if os.path.isdir(self.place(path)) and not os.path.islink(self.place(path)):
@@ -145,7 +164,11 @@ class FileView:
             )
 
     def names(self, path: str) -> list[str]:
-        """Return the names that the view shows in a folder. path: the folder's logical path."""
+        """Return the names that the program sees in a folder. These are the names of files that the program has written
+        there, and of the user's files. Files that the program has removed are left out.
+
+        path: the logical path of the folder.
+        """
         mine = self.files + path
         names = os.listdir(mine) if os.path.isdir(mine) else []
         if self.is_real(path) and os.path.isdir(path):
@@ -154,8 +177,11 @@ class FileView:
         return names
 
     def differs(self, path: str) -> bool:
-        """Return whether the view may show other names in a folder than the real folder has. path: the folder's logical
-        path."""
+        """Return whether a folder may have other contents for the program than on the disk, because the program has
+        written or removed files. The answer may be True although the contents are the same.
+
+        path: the logical path of the folder (see `FileView`).
+        """
         return os.path.isdir(self.place(path)) and (os.path.isdir(self.files + path) or bool(os.listdir(self._gone)))
 
     def hide(self, path: str, is_real: bool) -> None:

@@ -20,7 +20,7 @@ _VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _NO_NEW_PRIVS = 38  # linux/prctl.h
 _RIGHTS = sum(1 << bit for bit in (1, 4, 5, 7, 8, 10, 12, 13, 14))
-"""The actions that are restricted: write or truncate files; make, remove or move files, folders and links."""
+"""Landlock's bits of the restricted rights: write or truncate files; make, remove or move files, folders and links."""
 _OLDEST = 3  # the version that knows all of them, Linux 6.2
 
 

@@ -19,14 +19,15 @@ from meshwise.workers.join import rank_context
 
 
 def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
-    """Return the plan of this script. It is chosen at the first call of mw.distribute.
+    """Return the plan that a script's call of mw.distribute uses. Later calls get the same plan, until the program has
+    deleted all models that it passed to mw.distribute.
 
-    After all models of earlier calls were deleted, the next call chooses a plan again.
+    given: the `plan` argument of the call. If it is None, the plan of the run is used. If the run has no plan, every
+        device gets a replica.
 
-    given: the `plan` argument of the call.
-
-    Raises UsageError if `given` contradicts an earlier call or the plan of the run. Raises PlanError if a user's own
-    training loop cannot have this plan.
+    Raises UsageError if `given` differs from the plan of an earlier call or from the plan of the run. Raises PlanError
+    if the plan does not fit the devices or is not possible in a user's own training loop. Also raises PlanError if the
+    plan changes which samples a rank gets, because this had to be known when the program began.
     """
     world, program = rank_context().world, engine.program
     asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
@@ -50,8 +51,8 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
     if plan.within_samples * engine.world.size != world.size or plan.shares != engine.world.shares:
         sizes = " ".join(f"--set {setting}" for setting in setting_texts(plan))
         raise PlanError(
-            f"mw.distribute was passed {plan}, which decides the samples of each rank. This must be known when the "
-            f"program begins. Start the run with {sizes}, or with {PLAN_FILE}=plan.toml in the environment."
+            f"mw.distribute was passed {plan}. It decides the samples of each rank, so the plan must be known when "
+            f"the program begins. Start the run with {sizes}, or with {PLAN_FILE}=plan.toml in the environment."
         )
     program.plan = plan
     return plan

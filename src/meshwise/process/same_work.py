@@ -19,10 +19,11 @@ from meshwise.workers.join import made_process_group
 
 
 def refuse_same_work(script: str, world: World) -> None:
-    """Make a script raise UsageError at its first optimizer step with gradients, if all workers would do the same work.
+    """Stop a script whose workers would all train the same model on the same samples. UsageError is raised at the first
+    optimizer step with gradients. With one worker, nothing is checked.
 
-    That is so if several workers run the script, and the script has neither passed a model to mw.distribute nor made a
-    process group itself (as with DDP, accelerate or Trainer).
+    A script is not stopped if it has passed a model to mw.distribute. It is not stopped either if it has made a process
+    group, as DDP, accelerate and Trainer do.
     """
     if world.size == 1:
         return

@@ -61,14 +61,15 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
 )
 LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
 CLASSES = {owner for owner in (*LISTS, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
-"""Classes with methods to replace. An entry of OTHERS: owner, name, index of the path argument, method of FileView."""
+"""Classes whose functions are replaced. OTHERS has (owner, function, index of its path argument, FileView method)."""
 PATHS = ("f", "filename", "path", "database")  # names of that argument
 
 
 @contextlib.contextmanager
 def scratch_files(folder: Path) -> Iterator[None]:
-    """Inside the `with` block, redirect the files that this process writes to `folder`. All ranks of a check share this
-    folder."""
+    """Let this process write files without changing the user's files, until the `with` block ends. Written files are
+    stored in `folder`. If the process opens a path that it wrote to, it gets the stored file. Caches and system folders
+    are written directly. All ranks of a check use the same `folder`."""
     view = FileView(os.path.realpath(folder))
     functions = _Functions(view)
     pairs = [(original, functions.guarded(original, call)) for original, call in functions.all()]
@@ -106,13 +107,11 @@ class _Functions:
     def __init__(self, view: FileView) -> None:
         self._view, self._inside = view, threading.local()
         self.ended = False
-        """Whether the redirection has ended. A replacement that is still in use then calls the original function."""
+        """Whether `scratch_files` has ended. A replacement that is still called then runs the original function."""
 
     def all(self) -> Iterator[tuple[Function, Function]]:
-        """Yield (function, replacement) for each function that accesses files.
-
-        A replacement is called with the original function, followed by the arguments of the call.
-        """
+        """Yield (function, replacement) for each function to replace, such as os.open. A call os.open(path, flags)
+        becomes the call replacement(os.open, path, flags)."""
         yield io.open, self._open
         yield os.open, self._os_open
         read, changed = ([vars(os)[name] for name in names if hasattr(os, name)] for names in LINUX)
@@ -130,8 +129,12 @@ class _Functions:
             yield vars(owner)[name], functools.partial(self._other, position, getattr(self._view, use))
 
     def guarded(self, original: Function, instead: Function) -> Function:
-        """Return a function that calls `instead`. If it is called from inside another replacement, it calls the
-        original function."""
+        """Return a replacement for the file function `original`. It calls `instead(original, ...)` with the arguments
+        of the call.
+
+        The replacement calls `original` directly in two cases: after `scratch_files` has ended, and if another
+        replacement calls it in the same thread. In the second case, the path was redirected already.
+        """
 
         @functools.wraps(original, updated=())
         def call(*arguments: Any, **named: Any) -> Any:
@@ -253,8 +256,8 @@ class _Functions:
 
 
 class _Entry:
-    """Like an `os.DirEntry`, for a file that may be stored in the view's folder. Its path is in the folder that the
-    program named."""
+    """An entry of a folder's listing, as `os.scandir` returns it. Its `path` lies in the folder that the program
+    listed, even if the file is stored elsewhere (see `FileView`)."""
 
     def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
         self._entry = entry
@@ -287,7 +290,7 @@ class _Entries:
         self.close()
 
     def close(self) -> None:
-        """Do nothing, since no folder is open."""
+        """Do nothing. This method exists because the result of os.scandir has it."""
 
 
 def _without_fd(named: dict[str, Any]) -> dict[str, Any]:

@@ -83,10 +83,11 @@ def saves() -> bool:
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Limit the effect of `mw.distribute` to the `with` block: its plan, its guards and its gradient hooks.
+    """Limit the effect of `mw.distribute` to the `with` block: its plan, its checks and its gradient hooks. Use it for
+    a sweep in one process, where each run may have a different plan.
 
-    Use it for a sweep in one process, where each run may have a different plan. Without a session, the effect lasts
-    until the process ends. In both cases, models are held by weak references.
+    Without a session, the effect lasts until the process ends. With or without a session, meshwise holds models by weak
+    references, so that the program can free them.
     """
     outer, divided = default_engine(), collectives.dividing()
     collectives.divide_among(None)
@@ -139,7 +140,8 @@ def _failed() -> bool:
 
 
 def end_sessions() -> None:
-    """Close the engines of the process and of all sessions. A later call of `mw.distribute` makes a new engine."""
+    """Close the engine of the process and the engine of each open `session`. A later call of `mw.distribute` makes a
+    new engine."""
     while engines:
         engines.pop().close()
     collectives.divide_among(None)
@@ -147,8 +149,8 @@ def end_sessions() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[Engine]:
-    """Yield a new default engine for a rehearsed program. The engines of this process are restored at the end of the
-    block."""
+    """Yield a new engine, with which a program is rehearsed in this process: it runs with simulated devices. At the end
+    of the `with` block, that engine is closed, and the engines that this process had before are restored."""
     before, divided = engines[:], collectives.dividing()
     engines.clear()
     collectives.divide_among(None)

@@ -37,8 +37,10 @@ WAIT, ROUND = 5.0, 0.1  # seconds in which the others come to their ends, and be
 
 
 class JoinedRun:
-    """Records a run that another launcher than meshwise's has started, on one of its ranks. attempt: the number of the
-    run's attempt, from 1."""
+    """One rank's part in the record of a run that was started by srun, torchrun or mpirun.
+
+    attempt: the number of the start of this run, counted from 1.
+    """
 
     def __init__(self, folder: Path, attempt: int, store: Any) -> None:
         self.folder, self.attempt, self._store, self._over = folder, attempt, store, False
@@ -105,11 +107,11 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """Return the failure that ended the run. Called if the process group's store is gone, because rank 0, which
-        hosts it, has ended.
+        """Return the failure that ended the run, if rank 0 has ended, so that no rank can read the reports of the
+        others.
 
-        Returns a failure that says that rank 0 disappeared, if rank 0 has recorded no end of the run and this rank
-        failed only because it lost a connection. Otherwise returns `mine`.
+        This is usually `mine`, the failure of this rank. If this rank has failed only because it lost a connection, and
+        the run's record does not say how the run ended, the result says that rank 0 disappeared.
         """
         with contextlib.suppress(UsageError):  # a folder that this machine does not share
             last = names.read_run(self.folder)["sessions"][-1]

@@ -42,12 +42,12 @@ from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
 MOST_ACCUMULATED = 64
-"""After so many backwards without an optimizer step, each batch counts as a step; without a loader, each backward."""
+"""If this many backwards run without an optimizer, each batch counts as a step. Without batches, each backward does."""
 UNSEEN = 1.0
 """Child processes are reported if they have used at least this many seconds of CPU time."""
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
-"""The watched program of this process. The list is empty once the program calls meshwise itself."""
+"""Holds the `PlainProgram` that watches this process. Empty once the program calls a function of meshwise itself."""
 
 
 def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = None) -> None:
@@ -64,7 +64,8 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
 
 
 def end() -> Recording | None:
-    """Stop watching, because the program calls meshwise itself. Returns its `Recording`, or None if none has begun."""
+    """Stop watching the program's calls to torch, because the program calls meshwise itself from now on. Returns the
+    `Recording` of the program so far. Returns None if no recording has begun."""
     return _programs.pop().close() if _programs else None
 
 
@@ -92,13 +93,13 @@ def tell_what_is_missing(script: str) -> None:
 
 
 class PlainProgram:
-    """A process that trains without calling meshwise: the watched calls to torch, and the state of its training
-    loop."""
+    """Watches how a program trains without meshwise, and records it. What the program does is seen from its calls to
+    torch: reading a batch, a backward, an optimizer step, a collective. These calls are called watched calls."""
 
     def __init__(self, world: World, own_group: Callable[[], None] | None, say: Callable[[str], None]) -> None:
         self.world, self._own_group, self.say = world, own_group, say
         self.exchanges = world.size == 1
-        """Whether ranks have exchanged values, as far as the watched calls show. True for a single rank."""
+        """Whether the ranks have, or may have, exchanged values. True for a single rank, which needs no exchange."""
         self._by_reducer: list[str] = []
         self._everyone = f"{','.join(map(str, range(world.size)))}/{heartbeat.PLAIN}"
         self._recorder = Recorder(world.device, on=False)
@@ -109,7 +110,7 @@ class PlainProgram:
         self._inside = False
         self._asked: Mark = 0
         self._since: Mark | None = None
-        """The time at which the last watched call ended. None while a watched call runs."""
+        """When the last watched call (see the class) ended. None before the first, and while a batch is read."""
         self._read = self._trained = self._stepped = self._evaluates = False
         """_read: a batch was read. _trained: a backward ran since that batch, or since model.eval(). _stepped: a step
             has ended, and the next has not begun. _evaluates: model.eval() was called."""
@@ -127,7 +128,8 @@ class PlainProgram:
         ]
 
     def close(self) -> Recording | None:
-        """Stop watching. Returns the `Recording`, which continues, or None if no recording has begun."""
+        """Stop watching the program's calls to torch. Returns the `Recording`, which continues until the process ends.
+        Returns None if no recording has begun."""
         while self._ends:
             self._ends.pop()()
         if self.recording is None and current() is self._recorder:
@@ -219,7 +221,8 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _train(self) -> Iterator[None]:
-        """Record that an evaluation has ended, if this is the first `module.train()` after a `module.eval()`."""
+        """Record that an evaluation has ended. Only the first `module.train()` after a `module.eval()` ends an
+        evaluation."""
         if not self._is_inside():
             self._ends.pop()()
             recorder = self._recorder
@@ -240,8 +243,9 @@ class PlainProgram:
             raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
 
     def _is_inside(self) -> bool:
-        """Return whether the current call runs inside another watched call, or in another thread than the training
-        loop."""
+        """Return whether the current call to torch is not a call of the training loop itself, and must be ignored. True
+        for a call that torch makes inside another watched call, such as a backward, and for a call in another
+        thread."""
         return self._inside or threading.get_ident() != self._thread
 
     @contextlib.contextmanager
@@ -255,10 +259,8 @@ class PlainProgram:
     # The records.
 
     def _begin(self) -> None:
-        """Begin the `Recording`, if it has not begun, and add the span of the batch that was read before.
-
-        Called at each backward, and at each optimizer step with gradients.
-        """
+        """Begin the `Recording` if it has not begun yet. Called at each backward, and at each optimizer step with
+        gradients. If the first batch was read before, add the time of reading it to the recording."""
         if self.recording is not None:
             return
         self.recording = record_script(
@@ -274,7 +276,8 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """Watch the collectives of the process group that is made in the block, unless meshwise makes it."""
+        """Watch collectives from now on, if the program makes the default process group in the `with` block. A group
+        that meshwise has made is not watched."""
         was = dist.is_initialized()
         yield
         if was or made_process_group() or not dist.is_initialized() or self._clocks is not None:
@@ -315,8 +318,12 @@ class PlainProgram:
         return ended
 
     def _waits(self) -> Ended | None:
-        """Record the time since the last watched call as computation, because a wait for an asynchronous collective
-        begins. The wait itself is not part of it."""
+        """Record the time since the last watched call: as an evaluation after `model.eval()`, otherwise as a forward.
+        Called when the program begins to wait for a collective that runs in the background.
+
+        Returns a function to call when the wait is over, so that the wait does not count as forward or evaluation.
+        Returns None if nothing was recorded, for example inside another watched call.
+        """
         recorder, since = self._recorder, self._since
         if since is None or self._is_inside():
             return None

@@ -86,10 +86,14 @@ class Recording:
         recorder: Recorder | None = None,
         clocks: Clocks | None = None,
     ) -> None:
-        """Start to record into the run folder `folder`; None records nothing.
+        """Begin to record into the run folder `folder`. If it is None, nothing is recorded.
 
-        recorder, clocks: passed only for a program that does not call meshwise. For other programs both are made here,
-            which is collective if there are several ranks and a folder.
+        say: prints a line for the user.
+        clock: returns the time in nanoseconds.
+        recorder: a recorder that runs already. A program that does not call meshwise has one. By default, a new
+            recorder is made.
+        clocks: compares this rank's clock with the clock of rank 0. Give it only together with `recorder`. With a new
+            recorder, new clocks are made, which is collective if there are several ranks and a folder.
         """
         self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
         faults.watch(self.recorder)
@@ -118,8 +122,8 @@ class Recording:
         self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
 
     def close(self, status: str = "finished") -> None:
-        """Write the remaining records, and close the log. Then make the recorder current again that was current before
-        this recording."""
+        """Write the remaining records, and close the log. Then make the recorder that was current before this recording
+        current again."""
         if self._log is not None:
             self._log.close(status)
             self._log = None
@@ -140,11 +144,17 @@ def record_script(
     recorder: Recorder | None = None,
     clocks: Clocks | None = None,
 ) -> Recording | None:
-    """Record a script that has its own training loop, until its process ends. Returns None if nothing is recorded.
+    """Record a script that has its own training loop, until its process ends. The environment variable MESHWISE_RUN
+    names the run folder. Without the variable, nothing is recorded, and None is returned.
 
-    The environment variable MESHWISE_RUN names the run folder. Without it, nothing is recorded. The meshwise launcher
-    sets this variable. Under another launcher (`foreign`) the user may set it, and rank 0 then writes run.json.
-    recorder, clocks: see `Recording`.
+    The launcher of meshwise sets the variable. Under another launcher, the user may set it, and rank 0 then writes
+    run.json.
+
+    foreign: whether this process was started by srun, torchrun or another launcher, but not by meshwise.
+    say: prints a line for the user.
+    recorder: a recorder that has run before this call. By default, a new recorder is made.
+    clocks: compares this rank's clock with the clock of rank 0. Give it only together with `recorder`. With a new
+        recorder, new clocks are made, which is collective if there are several ranks.
     """
     named = os.environ.get(RUN_FOLDER)
     if named is None:

@@ -16,7 +16,7 @@ from meshwise.spec.units import plural, seconds_text
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run's workers. None means unknown.
+    """One start of a run's workers. A field is None if its value is unknown.
 
     reason: why the attempt ended, or "" if it finished.
     step: the step at which the attempt failed, on the rank that caused the failure.
@@ -24,7 +24,7 @@ class Attempt:
     from_step: the last step that was finished before the attempt began.
     steps_lost: the number of steps that this attempt had to repeat.
     seconds_to_step: the time from the report of the previous failure to the first step that this attempt finished.
-    told: messages of the attempt for the user.
+    told: messages for the user about this attempt.
     """
 
     number: int
@@ -75,8 +75,11 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Return how many seconds the job waited in the queue before the scheduler started it. Returns None if this is
-    unknown, or if `session` is not the first attempt after the scheduler started the job.
+    """Return how many seconds the scheduler kept the job in the queue before this attempt of the run. Returns None if
+    this is unknown, or if the job was running already in the previous attempt.
+
+    facts: the facts of the run, from run.json.
+    before, session: the facts of the previous attempt, and of this attempt.
     """
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):

@@ -18,9 +18,8 @@ def volume(box: Box) -> int:
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Return the boxes that remain if each box that overlaps a larger one is left out. Boxes are considered from the
-    largest to the smallest, and the result is in this order.
-    """
+    """Choose boxes that do not overlap. The boxes are considered from the largest to the smallest, and the result is in
+    this order. A box that overlaps a box that was chosen before is left out."""
     chosen: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-volume(box), box)):
         if volume(box) and not any(_overlap(box, other) for other in chosen):

@@ -105,10 +105,12 @@ def name_of(step: int, attempt: int) -> str:
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run, the oldest first. A checkpoint is complete when its folder gets its final name.
+    """Return the complete checkpoints in a folder, the oldest first. A checkpoint is complete once its folder has its
+    final name.
 
-    A checkpoint of an earlier attempt only counts if it existed when the next attempt was claimed, because a machine
-    that was cut off from the others may save later.
+    A late checkpoint is left out. An attempt (one start of a run) has written it after a newer attempt had begun, for
+    example on a machine that the network had cut off. To make this visible, each attempt begins with a file, the claim
+    (records/claims.py), that lists the checkpoints of that time.
     """
     found = []
     claims = claims_of(claims_folder(folder))
@@ -122,19 +124,21 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def claims_folder(folder: Path) -> Path:
-    """Return the folder that holds the claims for a folder of checkpoints.
+    """Return the folder whose subfolder `attempts` has the claims (records/claims.py). A claim says which machine
+    begins an attempt of a run.
 
-    For checkpoints of `mw.checkpoint`, this is the folder itself. For checkpoints of a run, it is the folder of the
-    run.
+    For checkpoints of `mw.checkpoint`, this is `folder` itself. For checkpoints of a run, it is the run folder, which
+    is the parent of `folder`.
+
+    folder: a folder of checkpoints.
     """
     return folder if (folder / CLAIMS).is_dir() else folder.parent
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, str | None]:
-    """Split the path to resume into the folder of the run and the name of the checkpoint.
-
-    The name is None if `path` is not a checkpoint.
-    """
+    """Return the run folder that `path` names, and the name of the checkpoint in it. Example:
+    `runs/a/checkpoint/step-00000040.1` -> (`runs/a`, "step-00000040.1"). If `path` is not a checkpoint, return `path`
+    and None."""
     if _NAME.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return path.parent.parent, path.name
     return path, None
@@ -170,7 +174,7 @@ def _write_all(file: BinaryIO, chunk: memoryview) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json. Its first line has the hash of the manifest."""
+    """Write manifest.json: a line with the hash of the manifest's text, and then this text."""
     text = json.dumps({"format": FORMAT, **asdict(manifest)}, separators=(",", ":"))
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(f"{_HEAD}{xxhash.xxh3_128_hexdigest(text.encode())}{_MIDDLE}{text}{_TAIL}")
@@ -183,12 +187,12 @@ def read_manifest(saved: Checkpoint) -> Manifest:
     path = saved.path / MANIFEST
     try:
         if path.exists() and not path.is_file():  # a pipe would be read for ever
-            raise ValueError("it is not a regular file")
+            raise ValueError("the path is not a regular file")
         written = path.read_text(encoding="utf-8")
         hashed, middle, text = written.removeprefix(_HEAD).partition(_MIDDLE)
         text = text.removesuffix(_TAIL)
         if written != f"{_HEAD}{hashed}{middle}{text}{_TAIL}" or xxhash.xxh3_128_hexdigest(text.encode()) != hashed:
-            raise ValueError("its hash differs from the recorded one")
+            raise ValueError("the contents do not match the recorded hash")
         facts = json.loads(text)
         if facts["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {facts['format']}, but this meshwise reads only {FORMAT}.")
@@ -258,9 +262,15 @@ def remove_leftovers(folder: Path, attempt: int) -> None:
 
 
 def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
-    """Make the checkpoint in the folder `part` final by giving the folder its final name. Returns the renamed folder.
+    """Write the manifest of an unfinished checkpoint, and make the checkpoint complete by giving its folder the final
+    name. Returns the renamed folder.
 
-    room: as in `prune`.
+    If there is an older checkpoint with the same final name, it is deleted. Raises OSError, and keeps the older
+    checkpoint, if a later attempt of the run has removed `room`.
+
+    part: the folder, with a name that ends in `.part`.
+    room: the directory of this attempt (see records/claims.py), to which the older checkpoint is moved before it is
+        deleted. By default, the folder that contains `part`.
     """
     write_manifest(part, manifest)
     sync_folder(part)
@@ -277,14 +287,14 @@ def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
 def prune(
     folder: Path, *, keep: int, limit: int | None, abandoned: Iterable[Path] = (), room: Path | None = None
 ) -> list[Path]:
-    """Remove checkpoints until at most `keep` are left, with at most `limit` bytes. The newest is never removed.
-
-    Returns the folders that were removed.
+    """Remove checkpoints until at most `keep` are left and they have at most `limit` bytes together. The newest is
+    never removed. Returns the folders that were removed.
 
     abandoned: checkpoints that the run no longer continues, because it resumed from an earlier one. They are removed
-    first, then the oldest.
-    room: the directory of the attempt (records/claims.py). It disappears once a later attempt is claimed, so that this
-    attempt cannot remove anything any more.
+        first, then the oldest.
+    room: the directory of this attempt (see records/claims.py), to which a checkpoint is moved before it is deleted. If
+        another machine begins a later attempt, it removes `room`, and so this process can no longer remove checkpoints.
+        By default, `folder`.
     """
     found, left = [saved.path for saved in checkpoints_in(folder)], set(abandoned)
     queue = sorted(found[:-1], key=lambda path: path not in left)

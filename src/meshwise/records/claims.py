@@ -55,9 +55,11 @@ def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
 
 
 def room_of(folder: Path, number: int) -> Path | None:
-    """Return the room of attempt `number`, the directory described at the top of this file.
+    """Return the directory in which attempt `number` of a run prepares files, and to which it moves files that it
+    removes. It is called the room of the attempt.
 
-    Returns None if there are no claims, or if a later attempt is claimed.
+    Returns None if no attempt of the run is claimed. Also returns None once a machine has claimed a later attempt,
+    because a claim removes the rooms of earlier attempts.
     """
     room = folder / CLAIMS / str(number)
     return room if room.is_dir() else None
@@ -82,12 +84,14 @@ def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], 
 
 
 def newest(folder: Path) -> int:
-    """Return the number of the newest claimed attempt, or 0 if there are no claims."""
+    """Return the number of the newest attempt that a machine has claimed, which means that its launcher has begun the
+    attempt. Return 0 if no attempt is claimed."""
     return max(_numbers(folder, _CLAIM), default=0)
 
 
 def is_over(folder: Path, number: int) -> bool:
-    """Return whether an attempt later than `number` has been claimed."""
+    """Return whether attempt `number` of a run no longer counts, because a machine has claimed a later attempt. What
+    the earlier attempt still writes is ignored."""
     return newest(folder) > number
 
 
@@ -106,7 +110,8 @@ def newest_record(folder: Path, until: int | None = None) -> Path | None:
 
 
 def claims_of(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the contents of each claim by the number of its attempt. The contents of an unreadable claim are {}."""
+    """Return the contents of all claims of a run, by the number of the attempt. A claim is a JSON file, written by the
+    machine that begins the attempt. The contents are {} for a file that cannot be read."""
     found: dict[int, Mapping[str, Any]] = {}
     for number in sorted(_numbers(folder, _CLAIM)):
         facts: Any = None

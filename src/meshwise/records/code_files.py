@@ -36,15 +36,19 @@ def code_files(word: str) -> dict[str, str]:
 
 
 def write_code(folder: Path, word: str) -> None:
-    """Record the hashes of a program's files in its run folder."""
+    """Record the hashes of a program's Python files (see `code_files`) in its run folder.
+
+    word: the program, such as `train.py` or `train.py:job`.
+    """
     write_text(folder / CODE, "{}")  # first: it tells a run folder from those of the program
     write_text(folder / CODE, json.dumps(code_files(word), indent=1) + "\n")
 
 
 def changed_code(folder: Path, word: str) -> list[str]:
-    """Return the files that were changed, removed or added since `write_code`.
+    """Return the program's files that were changed, removed or added after `write_code` recorded their hashes in a run
+    folder. Returns [] if no hashes were recorded.
 
-    Returns [] if no hashes were recorded.
+    word: the program, such as `train.py` or `train.py:job`.
     """
     try:
         kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
@@ -55,7 +59,11 @@ def changed_code(folder: Path, word: str) -> list[str]:
 
 
 def refuse_changed_code(folder: Path, word: str) -> None:
-    """Raise UsageError if the program's files have changed since `write_code`."""
+    """Raise UsageError if a program's Python files have changed since `meshwise submit` recorded their hashes in the
+    run folder.
+
+    word: the program, such as `train.py` or `train.py:job`.
+    """
     if changed := changed_code(folder, word):
         raise UsageError(
             f"{some(changed)} changed after meshwise submit checked this run. Submit it again: meshwise submit {folder}"

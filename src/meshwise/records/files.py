@@ -16,14 +16,12 @@ from typing import Any, BinaryIO
 
 Record = dict[str, Any]
 _places: dict[Path, int] = {}
-"""Folders that this process must not create again, each with its inode."""
+"""Folders that were passed to `stay_in`, and their inodes. `make_folder` never makes such a folder, even a lost one."""
 
 
 def stay_in(folder: Path) -> None:
-    """Do not create this folder again in this process.
-
-    If it is removed or moved, writing into it raises OSError instead.
-    """
+    """Forbid this module to create the folder `folder` from now on. If somebody removes or moves the folder, functions
+    that write files into it raise OSError instead of making a new one."""
     _places[folder.absolute()] = folder.stat().st_ino if folder.exists() else 0
 
 

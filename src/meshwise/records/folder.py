@@ -55,11 +55,11 @@ _TYPES: Mapping[str, type] = {
 RUNNING, QUEUED = "running", "queued"
 KILLED = "all its processes ended without a recorded reason: they were killed, or the machine went down"
 MOST_RANKS, LATEST = 1_000_000, 4e9
-"""The largest accepted number of ranks, and the largest accepted time in seconds since 1970."""
+"""Larger numbers in run.json, and later times in seconds since 1970, show that the file is damaged."""
 SPANS, TENSORBOARD, BEST = "spans", "tensorboard", "best.safetensors"
 FAULTS, LEFT_OUT = "faults.jsonl", "left-out.jsonl"
 _own: dict[Path, int] = {}
-"""Maps a run folder to the number of the attempt that this process claimed. Later attempts' records are not changed."""
+"""Maps a run folder to the attempt (a number) that this process claimed. Records of later attempts are not read."""
 _unwritten: dict[Path, dict[str, Any]] = {}
 """Contents of run.json that could not be written yet because the disk is full."""
 STOP = "stop"
@@ -78,10 +78,10 @@ def create_run_folder(parent: Path, job: str) -> Path:
             continue
         except OSError as error:
             raise UsageError(
-                f"--out {parent}: no folder can be created in it ({error.strerror}). Name another with --out DIR."
+                f"--out {parent}: no folder can be made in it ({error.strerror}). Name another folder with --out DIR."
             ) from None
         return folder
-    raise UsageError(f"--out {parent}: no folder can be created in it. Name another with --out DIR.")
+    raise UsageError(f"--out {parent}: no folder can be made in it. Name another folder with --out DIR.")
 
 
 def own_run_folder(folder: Path) -> Path:
@@ -110,9 +110,11 @@ def span_log(folder: Path, rank: int, attempt: int = 1) -> Path:
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Write these facts to run.json, and to the attempt's own record if attempts are claimed.
+    """Write the facts of a run to run.json. If this fails, e.g. because the disk is full, the run continues, and the
+    facts are written later. OSError is raised only if there is no run.json yet.
 
-    If the disk is full, the run continues, and the facts are written together with the next ones.
+    If machines claim the attempts of this run (records/claims.py), the facts are also written to a file of their newest
+    attempt, such as `attempts/2.run.json`. run.json stays unchanged if a machine has claimed a later attempt.
     """
     text, number = json.dumps(facts, indent=2) + "\n", len(facts.get("sessions") or ())
     try:
@@ -147,7 +149,8 @@ def newest_run(parent: Path, *, queued: bool = False) -> Path:
 def since(folder: Path, *, queued: bool = True) -> str:
     """Return when a run began, as ISO text. Returns "" if its record is damaged.
 
-    queued: for a run that has not begun, return when it was submitted.
+    queued: whether to return the time of submission if the run has not begun yet. Otherwise the result is "" for such a
+        run.
     """
     try:
         facts = read_run(folder)
@@ -158,10 +161,8 @@ def since(folder: Path, *, queued: bool = True) -> str:
 
 
 def claim_session(folder: Path, number: int) -> bool:
-    """Claim attempt `number` of a run on several machines, before the run's record mentions it.
-
-    Returns False if another machine has already claimed it.
-    """
+    """Claim attempt `number` of a run, so that no other machine can begin this attempt. Do so before run.json mentions
+    the attempt. Returns False if another machine has already claimed it."""
     saved, metrics = [each.path.name for each in checkpoints_in(folder / CHECKPOINTS)], folder / METRICS
     lines = metrics.read_bytes() if metrics.is_file() else b""
     counts = {"checkpoints": saved, "metrics": len(lines)}
@@ -174,8 +175,11 @@ def claim_session(folder: Path, number: int) -> bool:
 
 
 def keep_metrics(folder: Path, number: int, wanted: Callable[[Record], bool] = lambda record: True) -> None:
-    """Remove the lines for which `wanted` is False from metrics.jsonl. Does nothing if a later attempt than `number` is
-    claimed."""
+    """Remove the lines for which `wanted` returns False from metrics.jsonl.
+
+    number: the attempt of the run for which this process works. If a machine has begun a later attempt
+        (records/claims.py), the file stays unchanged.
+    """
     path = folder / METRICS
     if path.exists():
         write_of(folder, number, path, lambda file: file.write(kept_lines(path, wanted)))
@@ -277,11 +281,11 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
     If the run is marked as running but its launcher is gone, its status is failed. Raises UsageError if `folder` is not
     a run folder or its record is damaged.
 
-    until: the number of the last attempt whose record may be read. By default, the newest record is read.
+    until: the number of an attempt. Records of later attempts are ignored. By default, the newest record is read.
     """
     try:
         if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
-            raise ValueError("it is not a regular file")
+            raise ValueError("the path is not a regular file")
         path = newest_record(folder, until) or folder / RUN  # what an attempt that is over has written is not read
         facts = _cleaned(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

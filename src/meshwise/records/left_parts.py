@@ -35,9 +35,12 @@ PLACE = struct.Struct("<8q")
 
 @dataclass(frozen=True)
 class LeftPart:
-    """The part of the state after a step that one rank has left in its memory.
+    """One rank's part of the state after one step, as the rank left it in a memory-mapped file. The file outlives the
+    process of the rank.
 
-    layout, facts, tensors: the contents of the memory, as described at the top of this file.
+    layout: describes where tensors lie in `tensors`, and has the plain values.
+    facts: the facts of the step, and the plain values that change from step to step.
+    tensors: the bytes of a safetensors file.
     """
 
     rank: int
@@ -49,7 +52,8 @@ class LeftPart:
 
     @property
     def values(self) -> Any:
-        """The plain values of the state, including the values that change from step to step."""
+        """The rank's part of the state without the contents of tensors: numbers, texts, lists and dicts. A tensor is
+        replaced by its name."""
         changed = self.facts["values"]
         if "all" in changed:
             return changed["all"]
@@ -60,8 +64,8 @@ class LeftPart:
 
 
 def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
-    """Yield the states that a rank has left in its memory, at most two. Yields nothing if the rank never wrote a
-    state."""
+    """Yield the parts of the state that a rank has left in the memory-mapped file at `path`. There are up to two parts,
+    from the last two steps that the rank saved. Yields nothing if the rank never saved a step."""
     with path.open("rb") as file:
         if file.seek(0, 2) < HEAD:
             return
@@ -76,9 +80,9 @@ def read_parts(path: Path, rank: int) -> Iterator[LeftPart]:
 
 
 def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
-    """Return the newest complete state that an attempt has left, as the list of its parts. A state is complete if the
-    parts cover all of it. Returns [] if there is no complete state.
-    """
+    """Return the parts of the newest complete state of an attempt, ordered by rank. A state is complete if its parts
+    contain every element of every tensor. If one part has the whole state, only this part is returned. Returns [] if no
+    state is complete."""
     steps: dict[int, dict[int, LeftPart]] = {}
     for part in parts:
         if part.attempt == attempt:
@@ -94,10 +98,9 @@ def newest_whole(parts: Iterable[LeftPart], attempt: int) -> Sequence[LeftPart]:
 
 
 def _pieces(parts: Sequence[LeftPart]) -> dict[str, StoredTensor] | None:
-    """Return where each tensor lies in the files of the parts, so that every element is covered once.
-
-    Returns None if elements are missing.
-    """
+    """Return the pieces of each tensor of a state, by the name of the tensor. A piece says where a part of the tensor
+    lies in the ranks' files. No two pieces of a tensor overlap. Returns None if elements of a tensor are missing in
+    `parts`."""
     places: dict[str, dict[tuple[tuple[int, int], ...], tuple[str, int]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part in parts:

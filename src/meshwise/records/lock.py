@@ -35,7 +35,7 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Work:
-    """The work for which a lock is held.
+    """The work of a process that holds or wants a `FolderLock`.
 
     job: a name that is the same for every attempt at this work, such as a run folder or a scheduler's job. "" if
         unknown.
@@ -47,11 +47,16 @@ class Work:
 
 
 class FolderLock:
-    """Locks a folder until `close`. Raises UsageError if another process holds the lock, and names this process.
+    """A lock on a folder, held until `close` or the end of the process. On Windows, and on a file system without locks,
+    nothing is locked.
 
-    work: the work for which the folder is locked. A lock that an earlier attempt of the same job holds is taken over,
-    because that attempt may hang or be cut off from the network.
-    claimed: whether this machine has claimed the newest attempt (records/claims.py). If so, it takes over any lock.
+    The constructor raises UsageError if another process holds the lock, and names that process. There are two
+    exceptions, in which the lock is taken from the other process.
+
+    work: the work for which the folder is locked. The lock is taken from an earlier attempt of the same job, because
+        that attempt may hang or be cut off from the network.
+    claimed: whether this machine has claimed the newest attempt of the run (records/claims.py). If True, the lock is
+        taken from any other process.
     """
 
     def __init__(self, folder: Path, name: str = LOCK, *, work: Work | None = None, claimed: bool = False) -> None:

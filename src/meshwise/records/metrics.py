@@ -53,18 +53,17 @@ class Metrics:
             self._forget(0)
 
     def by_name(self) -> dict[str, list[float]]:
-        """Return a dict from the name of each metric to its values, in the order in which the values were recorded.
+        """Return a dict from the name of each metric to its values, in the order in which they were recorded.
 
-        The first metric in the dict represents the run in lists of runs. It is a metric of an evaluation, or else a
-        validation metric or an accuracy that was passed to `mw.log`, or else the loss.
+        The first metric in the dict is the one to show in lists of runs. Metrics of evaluations come first. Metrics of
+        steps follow, in this order: names with "val", "test" or "eval", names with "acc", names with "loss", and all
+        others.
         """
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
 
     def _take(self, line: bytes) -> bool:
-        """Add the values of a line.
-
-        Returns whether the line is complete. The last line may not be completely written yet.
-        """
+        """Add the values in one line of metrics.jsonl to the metrics. Returns whether the line is complete. The run may
+        still be writing the last line."""
         try:
             record = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError):
@@ -83,16 +82,16 @@ class Metrics:
 
 
 def metrics_of(folder: Path) -> dict[str, list[float]]:
-    """Return the values of each metric of a run, in the order that `Metrics.by_name` describes."""
+    """Return a dict from the name of each metric of a run to its values. The first metric is the one to show in lists
+    of runs (see `Metrics.by_name`)."""
     metrics = Metrics(folder)
     metrics.read_on()
     return metrics.by_name()
 
 
 def _place(name: str) -> int:
-    """Return the place of a metric, by its name, in the order of preference for the one metric that represents a run in
-    lists. A lower number is preferred.
-    """
+    """Return how well a metric represents its run in a list of runs, judged by the metric's name: 1 for a validation
+    metric, 2 for an accuracy, 3 for a loss, 4 for any other metric. The metric with the smallest number is shown."""
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
 

@@ -62,7 +62,7 @@ class RunEntry:
     """The number of the run's newest job in a cluster's queue, or "" if it was not submitted."""
     partition: str = ""
     queue: str = ""
-    """The job's state in the queue, such as `pending (Priority)`. `partition` is the queue's name, such as `gpu`."""
+    """The job's state in the scheduler's queue `partition`, such as `pending (Priority)`."""
 
     @property
     def name(self) -> str:
@@ -175,17 +175,17 @@ def jobs_of(facts: Mapping[str, Any]) -> list[str]:
 
 
 def array_of(folder: Path) -> tuple[Path, str]:
-    """Return the submitted folder and the number of the task in its array, such as `gpt` and `3` for the run `gpt-3`.
-
-    For a run that is not a task of an array, return `folder` and "".
-    """
+    """Split the folder of a task of a job array, such as `gpt-3`, into the folder that was submitted, `gpt`, and the
+    number of the task, "3". A job array is one submission that starts several runs. For any other run, return `folder`
+    and ""."""
     name, _, task = folder.name.rpartition("-")
     sent = folder.with_name(name)
     return (sent, task) if task.isdigit() and name and (sent / SCRIPT).is_file() else (folder, "")
 
 
 def tasks_of(folder: Path) -> list[Path]:
-    """Return the folders of those tasks of an array that have begun. folder: the folder that was submitted."""
+    """Return the run folders of an array of tasks, such as `gpt-1` and `gpt-2` for the submitted folder `gpt`. A task
+    that has not begun has no run folder yet."""
     found = [path.parent for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/{names.RUN}")]
     return [path for path in found if array_of(path)[0] == folder]
 

@@ -14,11 +14,10 @@ from meshwise.transfer import collectives
 
 
 class SaveClock:
-    """Decides after which steps the state is saved.
+    """Decides after which steps the state is saved: every n steps, or when a given time has passed since the last save.
 
-    A save is due after a number of steps or after an interval of time. The clock of rank 0 decides when an interval is
-    over. Asking rank 0 is a collective call. The ranks therefore make it only a few times between two saves: each time
-    when half of the steps until the expected save are done.
+    The time is measured by the clock of rank 0. Asking rank 0 is a collective call, so it is made rarely: after each
+    answer, the ranks estimate how many steps remain until the next save, and ask again after half of them.
     """
 
     def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:

@@ -29,9 +29,11 @@ class _Shape:
 
 
 def collected(thing: Any) -> Any:
-    """Gather `thing`, a state_dict or a tree of state_dicts, on rank 0, where all tensors are unsharded CPU tensors.
-    Other ranks get None. Collective. Every rank passes a tree of the same form. Only the states of optimizers may lack
-    entries on some ranks.
+    """Gather `thing` on rank 0: a state_dict, or dicts and lists of state_dicts. Collective.
+
+    Rank 0 gets the same structure with whole tensors on the CPU in place of sharded tensors. Other ranks get None.
+    Every rank must pass the same structure. Only the state_dict of an optimizer may lack entries, because each rank may
+    hold the state of some parameters only.
     """
     first, tree = collectives.get_rank(collectives.everyone()) == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
     parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # tied tensors stay tied
@@ -51,10 +53,10 @@ def held_of(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state_dict. The first pipeline stage receives the entries that it lacks from other stages.
+    """Return the model's state_dict. Collective.
 
-    The values are the parameters themselves, not detached tensors. If several stages hold an entry, the first of them
-    sends it. Collective.
+    With pipeline stages, only rank 0 gets the values that other stages hold. If several stages hold an entry, the first
+    of them sends it. The entries that this rank holds are the parameters themselves, not detached copies.
     """
     state, pipe = model.state_dict(keep_vars=True), stages.pipe()
     if pipe is None or pipe.size == 1:
@@ -83,7 +85,11 @@ def _is_state_of_optimizer(thing: Any) -> bool:
 
 
 def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Complete an optimizer's state_dict on rank 0 with entries from other pipeline stages, and then from all ranks."""
+    """Return an optimizer's state_dict that is complete on rank 0. Collective.
+
+    Rank 0 may lack entries that other ranks hold. First, the first stage of each pipeline receives the entries of the
+    later stages. Then rank 0 receives the entries of all ranks.
+    """
     pipe = stages.pipe()
     return _joined_over(_joined_over(optimizer, pipe.group) if pipe is not None else optimizer)
 

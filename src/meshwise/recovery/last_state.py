@@ -44,11 +44,12 @@ PAGE, ROOM = 4096, 1 << 16  # bytes: what begins at a multiple of it; of the fac
 
 @dataclass(frozen=True)
 class Among:
-    """Which ranks hold the same part of the state as this rank, so that they can share the work of writing it.
+    """Tells how many ranks hold the same parameters as this rank, so that these ranks can share the work of writing.
 
-    same: the number of ranks that hold the same parameters as this rank. This rank is number `own` of them.
-    divided: whether the optimizer state is sharded over these ranks, although they hold the same parameters.
-    whole: whether each rank holds the whole state, so that a single rank can write all of it.
+    own: the number of this rank among them, from 0.
+    same: how many ranks hold the same parameters, including this rank.
+    divided: whether the optimizer state is sharded over these ranks.
+    whole: whether every rank holds the whole state. A single rank can then write all of it.
     """
 
     world: int
@@ -61,14 +62,18 @@ class Among:
 
 @dataclass
 class _Laid:
-    """How this rank's part of the state is laid out in the file that outlives the process.
+    """The layout of this rank's part of the state in the memory-mapped file, and the dicts of the program with the
+    tensors.
 
-    key: text that is equal for equal layouts.
-    found: the dict and key under which each tensor is found again after a step. [] if this is unknown.
-    divided: whether some tensors are DTensors, so that this rank holds only a shard of them.
-    changing: the numbers of the tensors that a forward pass changes.
-    copies: copies of the `changing` tensors.
-    kept: what this rank writes, as (number of a tensor, box). The box is None if this rank holds only one part of it.
+    key: a text that differs if the layout differs.
+    found: for each tensor, the dict in which the program holds it, and its key there, e.g. (the parameters of a module,
+        "weight"). A later step may put a new tensor there. Empty if any tensor is in no known dict.
+    divided: whether some tensors are DTensors, of which this rank holds a shard.
+    shapes: the shape of this rank's part of each tensor.
+    changing: the indices of the model's buffers among the tensors. A forward pass may change buffers.
+    copies: for each index in `changing`, memory for a copy of the buffer.
+    kept: what this rank writes, as (index of a tensor, box). A box is a range of indices in each dimension. The box
+        None stands for all that this rank holds of the tensor.
     """
 
     key: str
@@ -81,7 +86,8 @@ class _Laid:
 
 
 class LastState:
-    """This rank's part of the state after the last step."""
+    """Keeps track of this rank's part of the training state after the newest step, and writes it to a memory-mapped
+    file. The file outlives the process, so a run can resume from it after a crash."""
 
     def __init__(self, path: Path, state: RunState, among: Among, facts: Mapping[str, Any]) -> None:
         """path: the file that is mapped into memory. facts: facts about the run for the manifest of a checkpoint."""
@@ -98,7 +104,7 @@ class LastState:
         self._where: dict[str, int] = {}
         self._of_optimizer = (0, 0)
         self.noted = -1
-        """The step after which `note` was called last, or -1."""
+        """The number of the step after which `note` was called last. It is -1 before the first call."""
 
     @property
     def size(self) -> int:
@@ -107,7 +113,8 @@ class LastState:
 
     @property
     def found_again(self) -> bool:
-        """Whether all tensors can be looked up in known dicts, so that `note` is cheap."""
+        """Whether the state's tensors can be looked up after each step in dicts of the model and the optimizer, which
+        is fast. If False, the whole state is collected again after each step."""
         return self._laid is not None and bool(self._laid.found)
 
     @torch.no_grad()
@@ -124,9 +131,10 @@ class LastState:
         self.noted = self._state.step
 
     def is_whole(self) -> bool:
-        """Return whether the state is still the state after the noted step.
+        """Return whether the state after the last complete step can still be written.
 
-        Tensors that `note` copied may have changed.
+        The result is False while a step changes the state, and after a tensor of the state was overwritten. Buffers of
+        the model may change, because `note` has copied them.
         """
         changing = set() if self._laid is None else set(self._laid.changing)
         now = enumerate(zip(versions(self._locals), self._versions, strict=True))
@@ -135,10 +143,8 @@ class LastState:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the noted state into the memory that outlives the process, unless the state is there already.
-
-        Raises OSError if there is no space for it.
-        """
+        """Write the state as it was in the last call of `note` to the memory-mapped file. Does nothing if the file has
+        this state already. Raises OSError if there is no space for it."""
         laid = self._laid
         if laid is None or self._memory.step == self.noted:
             return
@@ -149,9 +155,11 @@ class LastState:
         self._memory.write(self.noted, json.dumps(facts, separators=(",", ":")).encode(), sources)
 
     def leave(self) -> bool:
-        """Write the noted state after a step has failed, if it is unchanged. Returns whether it was written.
+        """After a failed step, write the state from before this step to the memory-mapped file. Return whether this
+        succeeded.
 
-        If the state changes while it is written, the memory is marked as invalid, and the result is False.
+        If the failed step has begun to change the state, nothing is written. If the state changes during the write, the
+        written state is marked as invalid. The result is False in these cases.
         """
         if not self.is_whole():
             return False
@@ -169,7 +177,9 @@ class LastState:
     # Laying out.
 
     def _lay_out(self) -> _Laid:
-        """Collect the state, and compute a new layout if the shapes or places of the tensors have changed."""
+        """Collect the current state, and return the layout of its tensors in the memory-mapped file. The previous
+        layout is kept if it still fits. Raises UsageError if a DTensor has a Partial placement.
+        """
         values, tensors = encoded(tree_of(self._state))
         partial = [
             name
@@ -209,9 +219,8 @@ class LastState:
         )
 
     def _dealt(self, shapes: Mapping[str, Held]) -> list[WriteItem]:
-        """Return what this rank writes.
-
-        Tensors that several ranks hold are divided among these ranks, about equally by bytes.
+        """Return the boxes of tensors that this rank writes. A tensor that several ranks hold is written by a single
+        rank. These ranks write about equally many bytes.
         """
         same, loads, mine = self._among.same, [0] * self._among.same, list[WriteItem]()
         every = [(name, box) for name, each in shapes.items() for box in each.boxes if volume(box)]
@@ -226,9 +235,10 @@ class LastState:
         return mine
 
     def _find(self, values: Any, objects: Sequence[Tensor]) -> list[tuple[dict[Any, Any], Any]]:
-        """Return the (dict, key) under which each tensor is found again after a step.
+        """Return, for each tensor of the state, the dict in which the program holds it, and its key there, e.g. (the
+        parameters of a module, "weight"). After a later step, the caller finds the current tensors in these dicts.
 
-        Returns [] if this is unknown for one tensor, or if other values of the state may change from step to step.
+        Returns an empty list if any part of the state cannot be looked up in this way.
         """
         optimizer, places = self._state.optimizer, dict[int, tuple[dict[Any, Any], Any]]()
         for module in self._modules:
@@ -251,7 +261,8 @@ class LastState:
     # Noting.
 
     def _look(self, laid: _Laid) -> bool:
-        """Look up the tensors in their dicts. Returns False if the tensors no longer fit the layout."""
+        """Take the current tensors of the state from the dicts in `laid.found`, because a step may have replaced
+        tensors. Return False if `laid` does not fit anymore, e.g. because a tensor is missing or has another shape."""
         held = self._state.optimizer.state
         if self._of_optimizer != (len(held), sum(map(len, held.values()))):
             return False
@@ -268,9 +279,8 @@ class LastState:
         return True
 
     def _take(self, found: list[Tensor], laid: _Laid) -> bool:
-        """Use the tensors in `found` from now on, in place of the tensors that had these names before. Returns False,
-        and changes nothing, if a shape has changed.
-        """
+        """Replace the tensors of the state by `found`, in the same order. Returns False, and changes nothing, if a
+        tensor is missing or a shape differs from `laid.shapes`."""
         if any(tensor is None for tensor in found) or [t.shape for t in locals_of(found)] != laid.shapes:
             return False
         self._objects = found
@@ -281,7 +291,7 @@ class LastState:
         return len(state), sum(map(len, state.values()))
 
     def _changed(self) -> dict[str, Any]:
-        """Return the plain values of the state that change with each step."""
+        """Return the values of the state that are not tensors and may change in a step, such as learning rates."""
         state, groups = self._state, list[dict[str, Any]]()
         for group in state.optimizer.param_groups:
             groups.append(group.copy())
@@ -298,7 +308,8 @@ class LastState:
 
 
 def _entries(values: Mapping[str, Any]) -> list[Any]:
-    """Return the values of a dict that `encoded` has converted."""
+    """Return the values of an encoded dict. `encoded` leaves a dict with text keys as it is, and turns other dicts into
+    one entry such as `{"$dict": [[key, value], ...]}`."""
     word = next(iter(values), "")
     return [value for _, value in values[word]] if word.startswith("$") else list(values.values())
 

@@ -47,10 +47,10 @@ class Held:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """A piece of the tensor `name` that a rank writes.
+    """A part of the tensor `name` that a rank writes to a file. A box is (begin, end) of the indices in each dimension.
 
     held: a box that the rank holds.
-    box: the part of this box to write.
+    box: the part of `held` that the rank writes.
     """
 
     name: str
@@ -65,8 +65,11 @@ def itemsize(dtype: str) -> int:
 
 
 def plainly_held(tensor: Tensor) -> Tensor:
-    """Return `tensor`. A DTensor with a placement such as Partial is replaced by its full tensor, which is
-    collective."""
+    """Return a tensor whose local values the ranks can save.
+
+    A DTensor with unreduced values, such as partial sums, is replaced by its full tensor, which is collective. Any
+    other tensor is returned unchanged.
+    """
     if isinstance(tensor, DTensor) and any(division(p) is None and not p.is_replicate() for p in tensor.placements):
         return full_tensor(tensor)
     return tensor
@@ -85,7 +88,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def views(tensor: Tensor) -> dict[Box, Tensor]:
-    """Return, for each box of `tensor` that this rank holds, a view of the memory with the box's elements."""
+    """Return the values of `tensor` that this rank holds, as views by box. A box is (begin, end) of the values' indices
+    in each dimension of the whole tensor.
+    """
     boxes, dim = local_boxes(tensor)
     local, at, found = local_of(tensor).detach(), 0, {}
     for box in boxes:
@@ -153,9 +158,11 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
 
 
 def _divided(box: Box, count: int) -> list[Box]:
-    """Divide a box into at most `count` about equal parts.
+    """Divide a box into at most `count` boxes of about equal size. A box is (begin, end) of the indices in each
+    dimension.
 
-    It is divided along the first dim of at least `count` entries, or if there is none, along the longest dim.
+    The box is cut along the first dimension with at least `count` indices. If no dimension is that long, it is cut
+    along the longest dimension.
     """
     lengths = [end - begin for begin, end in box]
     dim = next((dim for dim, length in enumerate(lengths) if length >= count), lengths.index(max(lengths)))
@@ -176,10 +183,10 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def rows(box: Box, outer: Box) -> tuple[int, int]:
-    """Return the position of the first element of `box` in a file that holds `outer` in row-major order, and a count.
+    """Return which elements of a file to read to get `box`: (index of the first element, number of elements).
 
-    The count is the number of elements in the file from this first element up to and including the last element of
-    `box`.
+    The file holds the elements of `outer` in row-major order. The range ends with the last element of `box`. In
+    between, it may contain elements outside of `box`.
     """
     strides, step = list[int](), 1
     for begin, end in reversed(outer):
@@ -191,16 +198,20 @@ def rows(box: Box, outer: Box) -> tuple[int, int]:
 
 
 def described(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> list[tuple[WriteItem, int]]:
-    """Return the parts in the order in which a file holds them, each with its size in bytes.
+    """Return the parts in the order of the file, each with its size in bytes.
 
-    Parts with wide elements come first, so that all parts are aligned.
+    Parts whose dtype has the most bytes come first. Every part then begins at a multiple of its element size.
     """
     order = sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype))
     return [(part, volume(part.box) * itemsize(shapes[part.name].dtype)) for part in order]
 
 
 def key_of(part: WriteItem, shape: Sequence[int]) -> str:
-    """Return the name of a part in its file: the name of the tensor, and its box if it is not the whole tensor."""
+    """Return the name under which a file stores a part of a tensor, such as `weight[0:3,0:5]`.
+
+    It is the tensor's name, followed by the range of the part in each dimension. For a whole tensor, it is the name
+    alone.
+    """
     whole = all(bounds == (0, length) for bounds, length in zip(part.box, shape, strict=True))
     place: Any = [f"{begin}:{end}" for begin, end in part.box]
     return part.name if whole else f"{part.name}[{','.join(place)}]"

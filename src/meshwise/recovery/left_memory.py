@@ -31,7 +31,10 @@ class LeftMemory:
     first write."""
 
     def __init__(self, path: Path, attempt: int, side: SideCopies | None) -> None:
-        """side: copies tensors from an accelerator. None on a CPU."""
+        """path: an existing file, which is mapped into memory.
+        attempt: the number of the attempt. It is written with every state.
+        side: copies the tensors from an accelerator to the file. It is None on a CPU, where torch copies them directly.
+        """
         self._path, self._attempt, self._side = path, attempt, side
         self._memory: mmap.mmap | None = None
         self._text = self._beginning = b""
@@ -40,7 +43,7 @@ class LeftMemory:
         self._into: list[list[Tensor]] = []
         self._place = 0
         self.size = 0
-        """The number of bytes of the tensors in each of the two places."""
+        """The bytes of all tensors in one state. The file has room for the tensors of two states."""
         self.step = -1
         """The step of the newest state that was written, or -1 if there is no valid state."""
 
@@ -66,8 +69,12 @@ class LeftMemory:
         return list(places)
 
     def _map(self) -> mmap.mmap:
-        """Map the file into memory. The file holds the layout once, and two places for the facts and tensors of a
-        step."""
+        """Map the file into memory, and return the memory.
+
+        The file has room for the states after two steps, so that one state stays complete while the other is
+        overwritten. A state consists of its facts (JSON) and its tensors. The layout, which says where a tensor lies,
+        is stored once.
+        """
         self._starts = starts = [HEAD]
         for size in (len(self._text), ROOM, ROOM, self.size, self.size):
             starts.append(-(-(starts[-1] + size) // PAGE) * PAGE)
@@ -85,9 +92,15 @@ class LeftMemory:
         return memory
 
     def write(self, step: int, facts: bytes, sources: Sequence[Tensor]) -> None:
-        """Write the state after a step over the older of the two states. Raises OSError if there is no space for it."""
+        """Write the state after a step to the file. The file holds two states, and the older of them is overwritten.
+
+        Raises OSError if the memory has no space, or if the facts take more than ROOM bytes.
+
+        facts: the values of the state that are not tensors, as JSON.
+        sources: the tensors of the state, in the order that `lay_out` returned.
+        """
         if len(facts) > ROOM:
-            raise OSError(f"the values of a step take {len(facts)} bytes, but there is room for only {ROOM}")
+            raise OSError(f"the values beside tensors take {len(facts)} bytes as JSON, but at most {ROOM} bytes fit")
         memory = self._memory = self._memory or self._map()
         place = 1 - self._place
         at, words = self._starts[1 + place], (self._attempt, HEAD, len(self._text))
@@ -102,15 +115,18 @@ class LeftMemory:
         self._place, self.step = place, step
 
     def withdraw(self) -> None:
-        """Mark the newest state in the memory as invalid."""
+        """Make the newest state in the file invalid, so that no reader of the file uses it."""
         if self._side is not None:
             self._side.finish()
         self._publish(self._place, 0)
         self.step = -1
 
     def _publish(self, place: int, number: int) -> None:
-        """Write into the file which step one of its two places holds. number: the step plus 1, or 0 for no valid
-        state."""
+        """Write a step's number into the head of the file. By this number, readers see whether a state is valid.
+
+        place: which of the file's two states the number belongs to, 0 or 1.
+        number: the step plus 1, or 0 if this state is not valid.
+        """
         if self._memory is not None:
             self._memory[place * PLACE.size : place * PLACE.size + 8] = number.to_bytes(8, "little")
 

@@ -49,7 +49,7 @@ class Stored:
 
     @property
     def held(self) -> Held:
-        """A `Held` that describes a rank with the whole tensor."""
+        """The dtype and shape of the tensor, as the `Held` of a rank that holds the whole tensor."""
         stored = self.files.tensors[self.name]
         return Held(stored.dtype, stored.shape, (tuple((0, length) for length in stored.shape),))
 
@@ -58,9 +58,9 @@ class Stored:
         return self.files.read(self.name)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Read the tensor, sharded as `tensor` is.
+        """Read the stored tensor, sharded over the ranks in the same way as `tensor`.
 
-        If both have the same shape, only this rank's part is read from the files.
+        If the stored tensor has the shape of `tensor`, only this rank's part is read from the files.
         """
         if not isinstance(tensor, DTensor):
             return self.whole()
@@ -149,7 +149,9 @@ def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
 
 def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
     """Return the saved state. If not all ranks see the files (`shared` is False), rank 0 reads the state and broadcasts
-    it, which is collective.
+    it. This is collective.
+
+    first: whether this rank is rank 0.
     """
     if not shared:
         tree = whole(_stored(saved, manifest)) if first else None
@@ -166,7 +168,13 @@ def _stored(saved: Checkpoint, manifest: Manifest) -> Any:
 
 
 def open_newest(folder: Path, say: Callable[[str], None] = lambda text: None, only: str | None = None) -> Loaded:
-    """Load the newest undamaged checkpoint in this process alone. Otherwise the same as `load`."""
+    """Load the newest undamaged checkpoint in `folder` in this process alone, without calling other ranks.
+
+    Raises CheckpointError if there is no undamaged checkpoint.
+
+    say: called with a line of text about each damaged checkpoint.
+    only: the name of the only checkpoint to consider.
+    """
     wrong = []
     for saved in _candidates(folder, only):
         told = files.verified(saved)
@@ -193,8 +201,8 @@ def _load_old(folder: Path, shared: bool, first: bool) -> Loaded:
 
 
 def _verified_old(folder: Path) -> tuple[Path, int]:
-    """Return the file of the newest state and its size. Raises CheckpointError if there is no file, or if its SHA-256
-    is wrong."""
+    """Return the newest state's file and the size of this file in bytes, for a folder of an older version. Raises
+    CheckpointError if there is no such file, or if its SHA-256 is wrong."""
     try:
         facts = json.loads((folder / LATEST).read_text())
         path, expected = folder / facts["file"], facts["sha256"]

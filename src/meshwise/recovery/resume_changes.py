@@ -17,7 +17,7 @@ from meshwise.spec.errors import UsageError
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
 _OF_TORCH = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
-"""Entries of a parameter group that are not compared, as they are no settings or do not affect the results."""
+"""Settings of parameter groups that a resumed run does not compare with the saved settings."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -50,12 +50,17 @@ def honour_loop(
     index: int,
     scheduled: bool,
 ) -> None:
-    """Apply the settings of a user's training loop that have changed since the state was saved.
+    """Apply the program's present settings to the restored optimizers of a user's training loop, and report each
+    change.
 
-    This is the counterpart of `honour`, which does the same for a job.
+    Raises UsageError for a changed setting that cannot be applied.
 
+    before: the settings with which the state was saved (see `loop_made_with`).
+    now: the present settings.
+    say: called with a line of text about each change.
     index: how many samples of the epoch are already trained on.
-    scheduled: whether a learning rate scheduler was restored, too.
+    scheduled: whether a learning rate scheduler was restored. The settings that it controls, such as `lr`, must not
+        change.
     """
     _honour_data(before, now, index, say)
     for name, optimizer in optimizers.items():
@@ -63,12 +68,13 @@ def honour_loop(
 
 
 def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[str], object]) -> None:
-    """Apply the program's present settings `now` to the restored `state`, and report each change.
+    """Apply the program's present settings `now` to the restored `state` of a job, and report each change.
 
     Raises UsageError for a changed setting that cannot be applied.
 
-    before: the settings with which the state was saved. None for a checkpoint of an older version, which has no
-        settings. Nothing happens then.
+    before: the settings with which the state was saved. It is None for a checkpoint of an older version of meshwise.
+        Then nothing is compared or changed.
+    say: called with a line of text about each change.
     """
     if not isinstance(before, Mapping):
         return
@@ -82,10 +88,12 @@ def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[
 
 
 def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:
-    """Compare the batch size and the number of samples, for which None means unknown.
+    """Report if the batch size or the number of samples has changed since the state was saved.
 
-    index: how many samples of the epoch are already trained on. If there are any, the number of samples must be
-    unchanged.
+    A value of None is unknown, and is not compared. Raises UsageError if the number of samples has changed in the
+    middle of an epoch.
+
+    index: how many samples of the epoch are already trained on.
     """
     had, has = before["samples"], now["samples"]
     if None not in (had, has) and had != has:
@@ -103,7 +111,15 @@ def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, 
 def _honour_groups(
     optimizer: Optimizer, before: Any, now: Any, say: Callable[[str], object], *, scheduled: bool
 ) -> None:
-    """Apply the optimizer settings that differ between `before` and `now`."""
+    """Apply the optimizer settings that the program has changed since the state was saved, and report each change.
+
+    Raises UsageError if `lr`, `momentum` or `betas` has changed and a learning rate scheduler was restored. The
+    scheduler would override the new value.
+
+    before, now: the settings of each parameter group in the saved state, and in the program. Nothing is done if their
+        numbers of groups differ.
+    scheduled: whether a learning rate scheduler was restored.
+    """
     if len(before) != len(now) or len(now) != len(optimizer.param_groups):
         return  # other groups are told where the state is loaded
     for number, (old, new) in enumerate(zip(before, now, strict=True)):

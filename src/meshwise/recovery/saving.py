@@ -42,7 +42,7 @@ from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
 Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
-"""(name of a tensor, a box of it on this rank, slices of this box or None for all of it, the buffer to copy into)."""
+"""A copy to make: (tensor's name, region of it on this rank, slices of the region or None for all, target buffer)."""
 OVER = (
     "a later attempt of this run began while this attempt was frozen or cut off from the network. This attempt ends "
     "now. Nothing that it has written since then is used."
@@ -66,7 +66,8 @@ class Saver:
         """say: called with a line of text for the user.
         saves: how many checkpoints to keep.
         resumed: the checkpoint from which the run was resumed.
-        number: the number of the attempt, if it was claimed in `folder` itself (records/claims.py)."""
+        number: the number of the attempt, if the caller has reserved it in `folder` by `claim` (records/claims.py).
+        """
         self._folder, self._world, self._say = folder, world, say
         self._saves, self._resumed, self._claimed = saves, resumed, number
         self._gate, self._asked = rank_context().gate, 0.0
@@ -122,7 +123,12 @@ class Saver:
         return True
 
     def _begin(self) -> tuple[str, int, bool]:
-        """Return (prefix of this session's messages, number of the attempt, whether all ranks see the folder)."""
+        """Prepare the folder before the first save. The first call is collective. Return (prefix, attempt, shared),
+        which are the same on every rank and in each later call.
+
+        The ranks exchange messages about a save under keys that begin with `prefix`. `attempt` is the number of the
+        attempt. `shared` tells whether all ranks see the files that rank 0 writes into the folder.
+        """
         if self._begun is None:
             self._board = StoreBoard() if self._world.size > 1 else OwnBoard()
             key = secrets.token_hex(8)
@@ -138,9 +144,10 @@ class Saver:
         return self._begun
 
     def _numbered(self) -> int:
-        """Return the number of the attempt, which is part of the names of checkpoints.
+        """Return the number of this attempt, which becomes part of the names of its checkpoints.
 
-        If attempts are claimed, existing files do not affect it, because a later attempt may have written them.
+        If attempts of the run are reserved by `claim` (records/claims.py), the reserved number is returned. Otherwise
+        the number is larger than the number of any attempt that has left a checkpoint in the folder.
         """
         if self._claimed is not None:
             return self._claimed
@@ -161,9 +168,12 @@ class Saver:
         return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
-        """Return the values of all ranks merged.
+        """Merge the values of all ranks that are not tensors into one tree, and return it. Collective.
 
-        If a rank holds other parts than before, decide again what each rank writes.
+        Also decide which rank writes which tensors. The previous decision is kept if no rank's `shapes` have changed.
+
+        shapes: the tensors of which this rank holds a part.
+        digests: for each rank, (a hash of its `shapes`, a digest of its `values`).
         """
         everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
@@ -206,7 +216,10 @@ class Saver:
         self._thread.start()
 
     def _written(self, writing: Writing) -> None:
-        """Write the save, report errors, and on rank 0 remove old checkpoints. Runs in the thread."""
+        """Write a checkpoint, and report an error to the user. On rank 0, also remove old checkpoints.
+
+        Runs in the background thread.
+        """
         writing.run()
         if not writing.said:
             self._gate.longest_save = max(self._gate.longest_save, time.monotonic() - self._asked)
@@ -225,9 +238,9 @@ class Saver:
             files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left, room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
-        """Wait for the running save.
+        """Wait for the save that is being written. If it has ended, record its result in `saved` and `wrong`.
 
-        patience: wait at most until so many seconds after the save began. None waits until it is done.
+        patience: stop waiting when the save has taken this many seconds since it began. None waits until the save ends.
         """
         if self._thread is None or self._writing is None:
             return
@@ -239,12 +252,18 @@ class Saver:
             self._writing = self._thread = None
 
     def settle(self) -> None:
-        """Wait until the running save is written. Afterwards, `saved` and `wrong` are the same on every rank."""
+        """Wait until the last save has been written or has failed, and record its result in `saved` and `wrong`.
+
+        Afterwards, `saved` and `wrong` are the same on every rank.
+        """
         with current().span("checkpoint"):
             self._settle(None)
 
     def close(self) -> None:
-        """Wait a few seconds for the running save when the run has failed. Not collective."""
+        """Stop saving, because the run has failed. A save that is being written gets at most LAST seconds to end.
+
+        Not collective. After a run without an error, call `settle` instead.
+        """
         if self._writing is not None and self._thread is not None:
             self._writing.closing.set()
             self._thread.join(LAST)

@@ -25,7 +25,9 @@ class SideCopies:
         self._pinned: Tensor | None = None
 
     def pin(self, memory: Tensor) -> None:
-        """Pin host memory, so that copies into it run asynchronously. Memory that was pinned before is unpinned."""
+        """Pin host memory, so that copies into it run asynchronously. The memory from the previous call of `pin` is
+        unpinned.
+        """
         self.finish()
         if self._pinned is not None:
             driver.unpin(self._pinned)
@@ -48,7 +50,10 @@ class SideCopies:
         then()
 
     def hold_back(self) -> None:
-        """Make the current stream wait for the copies, so that work that is queued later may change the sources."""
+        """Make the current stream wait until the copies that `copy` has begun are done.
+
+        Work that the program queues afterwards may change the tensors that are being copied.
+        """
         if self._waiting is not None:
             self._current().wait_event(self._done)
 
@@ -57,7 +62,9 @@ class SideCopies:
         return stream
 
     def finish(self) -> None:
-        """Wait until everything is copied."""
+        """Wait until the last call of `copy` is complete: its tensors are on the host, and its argument `then` was
+        called.
+        """
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.result()

@@ -49,7 +49,7 @@ class RunState:
     whole: bool = True
     """Whether this is the state after a complete step. False while a step changes it."""
     before_change: Callable[[], None] = lambda: None
-    """Called before the state is changed. `whole` is then False until the change is complete."""
+    """A function that a step calls just before it changes the state and sets `whole` to False."""
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
@@ -80,10 +80,10 @@ def pack(state: RunState) -> dict[str, Any] | None:
 
 
 def unpack(state: RunState, saved: dict[str, Any]) -> None:
-    """Load a saved state into `state` in place. Tensors are sharded as in `state`.
+    """Load a saved state into `state`, in place. The tensors in `state` keep their sharding.
 
-    Of a `Stored` tensor, only this rank's part is read. Raises CheckpointError if the saved state belongs to another
-    model or optimizer.
+    A `Stored` tensor is still in a file, from which each rank reads only the part that it needs. Raises CheckpointError
+    if the saved state belongs to another model or optimizer.
     """
     own_kind, other = type(state.optimizer).__name__, saved.get("optimizer_kind")
     compare_states(state.model.state_dict(), saved["model"])
@@ -123,9 +123,11 @@ def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Call `optimizer.load_state_dict` with values that may be `Stored` tensors.
+    """Call `optimizer.load_state_dict(saved)`, where `saved` may contain `Stored` tensors that are still in the
+    checkpoint.
 
-    These are only read after the hooks of the parallel techniques have removed the entries of other ranks.
+    Such tensors are read as late as possible. Hooks on the optimizer first remove the entries of parameters that other
+    ranks hold, so each rank reads only what it needs.
     """
     if not takes_hooks(optimizer):
         optimizer.load_state_dict(stored_whole(saved))

@@ -61,7 +61,7 @@ class StoreBoard:
 
 
 class OwnBoard:
-    """Messages within one process, for a run with one rank."""
+    """A key-value store like `StoreBoard`, but in a dict of this process. It is used if the run has only one rank."""
 
     def __init__(self) -> None:
         self._words: dict[str, str] = {}
@@ -75,9 +75,13 @@ class OwnBoard:
 
 @dataclass(frozen=True)
 class Deal:
-    """What each rank writes.
+    """Says which rank writes which parts of the tensors into a checkpoint. All ranks have the same `Deal`.
 
-    It is the same on every rank, and for every save as long as the ranks hold the same parts.
+    The next save uses the same `Deal`, unless a rank then holds other tensors or other parts of them.
+
+    digests: for each rank, a hash of the tensors and parts that it held when the `Deal` was made.
+    shapes: the dtype and shape of each tensor, by name.
+    parts: for each rank, the parts that it writes.
     """
 
     digests: tuple[int, ...]
@@ -105,7 +109,7 @@ class Writing:
     closing: threading.Event = field(default_factory=threading.Event)
     said: str = ""
     room: Path | None = None
-    """The directory of the attempt (records/claims.py), if the attempt was claimed."""
+    """The directory of this attempt of the run (`room_of` in records/claims.py). None if there is no such directory."""
 
     @property
     def bytes(self) -> int:
@@ -113,7 +117,11 @@ class Writing:
         return sum(held.size for held in self.deal.shapes.values())
 
     def run(self) -> None:
-        """Write this rank's file, agree with the other ranks, and set `said`. Runs in the thread."""
+        """Write this rank's file, and wait until rank 0 has committed or removed the checkpoint.
+
+        Runs in the background thread. Afterwards, `said` has the error of the save, which is the same on every rank. It
+        is "" if the save succeeded.
+        """
         with contextlib.suppress(OSError, AttributeError):  # Linux knows a priority of each thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:

@@ -49,7 +49,10 @@ class BatchJob:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Parse a number of nodes such as `4` or `2-8`. Return the smallest and the largest number. Raises UsageError."""
+    """Parse a number of nodes such as `4` or `2-8`. Return the smallest and the largest number.
+
+    Raises UsageError for another form, or if the first number is larger than the second.
+    """
     if not _NODES.fullmatch(text):
         raise UsageError(f"--nodes must be a number such as 4, or a range such as 2-8, but it is {text}.")
     low, _, high = text.partition("-")
@@ -91,8 +94,10 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
 
 
 def _setup(site: Site) -> list[str]:
-    """Return the site's setup lines. The first line that fails ends the job with a message, except inside a sourced
-    file."""
+    """Return the lines of a batch script that run the site's setup commands.
+
+    If a command fails, the job ends with a message. Single commands inside a sourced file are allowed to fail.
+    """
     return [_SETUP_FAILED, *site.setup, "trap - ERR"] if site.setup else []
 
 

@@ -89,8 +89,10 @@ def _is_of(row: str, job: str) -> bool:
 
 
 def queued(job: str) -> Queued | None:
-    """Return the queue entry of a job. None if the job is not in the queue. For a job array, the entry is of one
-    task."""
+    """Return the queue entry of a job. Return None if the job is not in the queue.
+
+    A job array may have several entries. The entry of a running task is returned, or else an entry of waiting tasks.
+    """
     return queue([job]).get(job)
 
 

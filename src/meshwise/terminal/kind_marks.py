@@ -48,21 +48,24 @@ ASCII = str.maketrans({"µ": "u", "·": "|", "±": "~", "…": ".", "×": "x", "
 
 
 def mark_of(kind: str, ascii_only: bool) -> str:
-    """Return the character that stands for a kind of time."""
+    """Return the character with which a text view draws a kind of time, such as `forward`."""
     return MARKS[kind].plain if ascii_only else MARKS[kind].mark
 
 
 def style_of(kind: str, filled: bool = True) -> str:
-    """Return the style in which rich draws the mark of a kind: normally, black text on the kind's colour.
+    """Return the style in which rich draws the character of a kind of time, such as `forward`: black on the kind's
+    color.
 
-    For waiting and idle time, and for thin rows (`filled` is False), only the text has the colour.
+    If `filled` is False, and for the kinds `waiting` and `idle`, the character has the color and no background.
     """
     colour = MARKS[kind].colour
     return f"black on {colour}" if filled and kind not in NOT_FILLED else colour
 
 
 def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
-    """Return a legend of these kinds, in lines of at most `width` characters. The kinds are in the order of MARKS."""
+    """Return a legend for a chart of these kinds of time, such as `forward`. It has lines of at most `width`
+    characters, and the kinds in the order of MARKS.
+    """
     present = set(kinds)
     lines = [Text(no_wrap=True)]
     for kind, mark in MARKS.items():

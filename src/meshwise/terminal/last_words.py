@@ -20,10 +20,11 @@ _watched: list[_Watched] = []
 
 
 class _Watched:
-    """A text file that remembers whether its last line has ended.
+    """Replaces the `write` and `flush` of a text file, such as stdout, and remembers whether the file's last line has
+    ended.
 
-    lost: the class of the errors that are raised if nobody reads the file any more, such as BrokenPipeError. The
-        command does not fail by such an error. It sets `over`, and nothing more is written.
+    lost: the class of the errors that are raised if nobody reads the file any more, such as BrokenPipeError. After such
+        an error, `over` is True, and further text is dropped. The command does not fail.
     """
 
     def __init__(self, file: Any, lost: type[OSError]) -> None:
@@ -49,12 +50,13 @@ class _Watched:
 
 
 def watch(out: Any, beside: Any) -> None:
-    """Keep track of what is written to stdout (`out`) and stderr (`beside`), so that `say_last` can end their lines."""
+    """Watch what is written to stdout (`out`) and stderr (`beside`). `say_last` can then end unfinished lines there
+    before it prints the last output of the command."""
     _watched[:] = _Watched(out, BrokenPipeError), _Watched(beside, OSError)
 
 
 def end_lines() -> None:
-    """End the lines that the program has begun on stdout and stderr. Nothing more is written there afterwards."""
+    """End the unfinished lines of the program on stdout and stderr. Text that is written there later is dropped."""
     with _lock:
         for each in _watched:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the program has closed it

@@ -18,7 +18,7 @@ from rich.text import Text
 
 NO_LIMIT = 10_000
 LEAST_ROOM = 24
-"""The smallest width of a cell, in characters, if each row becomes a block of lines. It holds on any screen."""
+"""On a screen that is too narrow for a table, cells are wrapped to lines of at least this many characters."""
 Cell = str | Text
 
 

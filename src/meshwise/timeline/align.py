@@ -22,8 +22,8 @@ from meshwise.timeline.timeline import Clock
 
 Times = NDArray[np.int64]
 CLEAR = 3.0
-"""A burst counts as congested if its shortest round trip takes this many times as long as the shortest of all bursts.
-The line is first fitted without congested bursts, since congestion delays one direction, which looks like drift."""
+"""A burst of clock round trips is congested if even its shortest trip takes this many times as long as the shortest
+trip of all bursts. `fit_clock` first leaves out such bursts: congestion in one direction looks like clock drift."""
 DRIFT = 1e-4
 """Assumed upper bound of the drift between two clocks: 100 µs per second. A bad quartz oscillator drifts that much."""
 BURST = 1_000_000_000  # ns: samples closer than this belong to one burst
@@ -75,8 +75,9 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
 
 
 def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Select the shortest round trip of each burst. Return the middle of this round trip on the rank's clock, the clock
-    offset, and half of its duration, which is the error of the offset. All are in ns."""
+    """Select the shortest clock round trip of each burst, which is the most exact one. Return three arrays in ns: the
+    middle of the trip on the rank's clock, the clock offset, and the error of the offset, which is half of the trip's
+    duration."""
     sent, theirs, received = samples[np.argsort(samples[:, 0], kind="stable")].T
     burst = np.concatenate([[0], np.cumsum(np.diff(sent) > BURST)])
     order = np.lexsort((received - sent, burst))
@@ -87,10 +88,11 @@ def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np.float64]) -> tuple[float, float]:
-    """Fit a line to the offsets, each weighted by 1 / `half`, where `half` is the error of the offset.
+    """Fit a line to the clock offset over time. Returns the slope, and the offset on the line at `at[0]`.
 
-    Returns the slope, and the offset on the line at `at[0]`. The slope is 0 if there is only one burst, or if there are
-    two bursts and their offsets differ by no more than the sum of their errors.
+    The slope is 0 if there is only one offset, or if there are two that differ by no more than the sum of their errors.
+    at, offset, half: for each burst of round trips, the time, the measured offset and its error. Offsets are weighted
+        by 1 / `half`.
     """
     if len(at) < 2 or (len(at) == 2 and abs(offset[1] - offset[0]) <= half.sum()):
         return 0.0, float(offset[np.argmin(half)])
@@ -99,12 +101,13 @@ def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np
 
 
 def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
-    """Return how to shift the clocks so that no collective ends before its last rank has arrived.
+    """Return how to shift the ranks' clocks so that no collective ends before its last rank has arrived.
 
-    arrivals, ends: times in ns, shape (collectives, ranks). They are already aligned by clock round trips.
+    The result has the shift of each rank in ns, relative to rank 0. Shifts are as small as possible. Returns None if no
+    constant shifts are enough, so that the recorded times must be wrong in another way.
 
-    Returns the smallest such shift for each rank in ns, relative to rank 0. Returns None if no constant shifts achieve
-    this. Wrong clock offsets are then not the cause.
+    arrivals, ends: when each rank arrived at and left each collective, in ns, shape (collectives, ranks). These times
+        are on the clocks as aligned by clock round trips.
     """
     ranks = arrivals.shape[1]
     if not len(arrivals):

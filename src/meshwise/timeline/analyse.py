@@ -186,7 +186,9 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
 
 
 def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the peak of each memory counter of a rank in bytes, and the peak at the end of each kind of phase."""
+    """Return two dicts for a rank: the largest value in bytes of each memory counter, and the largest values by phase.
+    The second dict has, for each counter, the largest value that was measured at the end of a `forward`, of a
+    `backward` and so on."""
     counters = [c for c in timeline.counters if c.rank == rank and c.name not in NOT_MEMORY]
     peaks = {c.name: float(c.value.max()) for c in counters}
     by_phase = {

@@ -33,15 +33,14 @@ class Arrivals:
     number, step, bytes, name: shape (collectives,). A collective has the same number on every rank.
     arrival, end: shape (collectives, ranks).
     overlapped: whether the collective overlaps with computing. Ranks then go on computing and wait for it only later.
-    together: whether every rank has a record of the collective and no rank could leave before the last rank arrived.
+    complete: whether every rank has a record of the collective.
+    together: whether the collective is complete, and is of a kind that no rank can leave before all have arrived.
     last_rank: the column of the rank for which the other ranks wait. This is the source of a broadcast. For any other
         collective, it is the rank that arrived last.
-    complete: whether every rank has a record of the collective.
     last: when the rank in `last_rank` arrived, so that communication could begin. ABSENT if any rank has no record.
-    until: the time until which each rank waits for the last rank, shape (collectives, ranks). It is `last`, less the
-        time by which the last rank left the previous collective later than this rank. That time is due to a slow link
-        and counts as communication. ABSENT where `last` is ABSENT.
-    of_stages: for each receive of a pipeline, identified by rank and start, when it stops waiting for another stage.
+    until: when each rank stops waiting for the last rank, shape (collectives, ranks). This is `last`, minus the time by
+        which a slow link kept the last rank longer in the collective before. ABSENT where `last` is ABSENT.
+    of_stages: until when a receive of a pipeline waits for another stage. The key is (rank, start of the receive).
     """
 
     ranks: Table
@@ -60,8 +59,11 @@ class Arrivals:
     of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Table, numbers: Table) -> Table:
-        """Return the value of `until` for each pair of a rank and a collective's number. It is ABSENT for unknown
-        pairs."""
+        """Look up until when ranks wait in collectives, in the table `until`.
+
+        ranks, numbers: the rank and the number of the collective, for each value to return. A value is ABSENT if the
+            table does not have the rank or the collective.
+        """
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
@@ -82,13 +84,18 @@ class Arrivals:
 
 
 def is_collective(spans: Spans) -> NDArray[np.bool_]:
-    """Return a mask of the spans that are collectives of all ranks. Such spans have a collective number."""
+    """Return a mask of the spans that are collectives of all ranks. Other communication, such as a message between two
+    ranks, has NO_COLLECTIVE instead of a collective's number."""
     found: NDArray[np.bool_] = (spans["kind"] == KIND["communication"]) & (spans["collective"] != NO_COLLECTIVE)
     return found
 
 
 def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
-    """Build the table of arrivals from the collectives among a timeline's spans."""
+    """Build the `Arrivals` of a run: when each rank arrived at and left each collective.
+
+    spans: the spans of all ranks.
+    names: the names of the spans. The field `name` of a span is an index in this list.
+    """
     found = spans[is_collective(spans)]
     number, first, row = np.unique(found["collective"], return_index=True, return_inverse=True)
     ranks, column = np.unique(found["rank"], return_inverse=True)
@@ -121,10 +128,10 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
-    """Compare when the last rank and each other rank left the previous collective.
+    """Return how long after each rank the last rank left the previous collective, in ns, shape (collectives, ranks).
 
-    Returns by how many ns the last rank left it later, of shape (collectives, ranks). The value is 0 if the last rank
-    left it earlier, or if the times are unknown.
+    The last rank is the rank for which the collective waits (`last_rank`). The result is 0 where the last rank left
+    earlier, and where the times are unknown.
     """
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)

@@ -30,7 +30,7 @@ from meshwise.timeline.timeline import PER_SESSION, RunSession, Spans
 
 Whole = NDArray[np.int64]
 OUTSIDE = len(KINDS)
-"""Code of one more kind of time: the time between two sessions of a run, in which no span was recorded."""
+"""A kind of time that is not in KINDS: the time between two sessions of a run, in which no span was recorded."""
 
 
 class Owner(IntEnum):
@@ -56,12 +56,12 @@ class Owner(IntEnum):
 
 
 COMPUTING = range(Owner.FORWARD, Owner.TRANSFER + 1)
-"""Owners that count as computing. Communication that overlaps with one of them is hidden."""
+"""The members of `Owner` that count as computing. Communication during computing is hidden: it costs no time."""
 OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
 COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
 KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
 OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
-"""The `Owner` of each kind of span. `_claims` divides spans of communication and backward among several owners."""
+"""The `Owner` to which the time of a span belongs, by the span's kind. `_claims` treats communication and backward."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,13 @@ class Attribution:
     hidden: NDArray[np.bool_]
 
     def sums(self, bins: Whole) -> NDArray[np.float64]:
-        """Sum the attributed time by bin and by kind.
+        """Sum the time of each kind, separately for each bin. Time before the first bin is left out.
 
         bins: the start of each bin in ns, ascending. A bin ends where the next bin begins, and the last bin has no end.
-            No attributed interval may cross the beginning of a bin. Time before the first bin is left out.
+            The intervals must not cross the beginning of a bin.
 
-        Returns seconds, of shape (bins, kinds + 2). The columns are the kinds, then OUTSIDE, then hidden communication.
+        Returns seconds, of shape (bins, len(KINDS) + 2). The columns are the kinds in KINDS, then OUTSIDE, then the
+        time in which computing hid communication. The time in the last column is also counted in other columns.
         """
         at = np.searchsorted(bins, self.start, side="right") - 1
         inside = at >= 0
@@ -110,12 +111,14 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Split overlapping intervals into disjoint intervals. Where intervals overlap, the owner of highest priority wins.
+    """Turn overlapping intervals into disjoint intervals. Where intervals overlap, the `Owner` that comes first in the
+    enum gets the time.
 
-    owner: the `Owner` of each interval.
+    start, end, owner: the given intervals, and the `Owner` to which each of them is attributed.
 
-    Returns the edges of the disjoint intervals (one more than there are intervals), the owner of each disjoint
-    interval, and a mask of the disjoint intervals in which an overlapped collective is hidden by computing.
+    Returns three arrays. The first has the edges of the disjoint intervals, one more than there are intervals. The
+    second has the `Owner` of each disjoint interval. The third is a mask of the disjoint intervals in which the rank
+    computes while a collective is running.
     """
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
@@ -134,8 +137,11 @@ def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray
 
 
 def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
-    """Convert the spans of a rank to intervals, each with one `Owner`. Returns the start, the end and the owner of each
-    interval. The intervals may overlap."""
+    """Return the start and the end of each interval that a rank's spans cover, and the `Owner` to which it belongs.
+
+    Intervals may overlap. A collective is divided into waiting and communication. A backward pass is divided at the
+    moment at which its last collective begins.
+    """
     spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
     kind, start, end = spans["kind"], spans["start"], spans["end"]
     communication, backward = kind == KIND["communication"], kind == KIND["backward"]
@@ -189,13 +195,12 @@ def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
 
 
 def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> tuple[Whole, Whole]:
-    """Return when each step of a rank begins, and a number for each step.
+    """Return when each step of a rank begins, and a number that identifies this step on all ranks.
+
+    The number is session * PER_SESSION + step, so numbers ascend. The time before the first step of a session counts as
+    step 0 of that session. A step that was done in two sessions is returned twice, with a number for each session.
 
     spans: the spans of one rank, sorted by start.
-
-    The number is session * PER_SESSION + step. Numbers ascend, and are the same on all ranks. The time before the first
-    step of a session is step 0 of that session. A step that was done in two sessions is returned twice, once for each
-    session.
     """
     number = np.maximum.accumulate(session_of(spans["start"], sessions) * PER_SESSION + spans["step"])
     first = np.flatnonzero(np.diff(number, prepend=-1))

@@ -30,11 +30,11 @@ from meshwise.timeline.step_table import OF_STEP, StepTable
 SEED = 20260101
 RESAMPLES = 1000
 STRETCHES = 16
-"""The bootstrap divides a run into at least this many blocks of neighboring steps."""
+"""A resample of the bootstrap has at least this many random blocks of neighboring steps, if a run has enough steps."""
 FEWEST = 5
-"""With fewer steps than this, the variation by chance cannot be estimated."""
+"""A run with fewer steps is too short to estimate how much its median step time varies by chance."""
 MOST_STEPS = 4000
-"""The bootstrap uses at most this many steps, evenly spaced. Leaving out steps makes its intervals wider."""
+"""Confidence intervals are computed from at most this many steps of a run, evenly spaced."""
 CLOCK = 1e-9
 """Resolution of the recorded times in seconds. Smaller differences do not count."""
 MOST_NAMED = 3
@@ -65,9 +65,10 @@ class TimeDifference:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure that describes a whole run, for each of the two runs. A value is None if unknown.
+    """A number that describes a whole run, such as its throughput, for the first and the second run of a comparison.
 
     unit: share, samples/s, bytes, seconds, or metric. A metric is a number without a unit.
+    first, second: the value of each run. None if it is unknown.
     """
 
     name: str
@@ -82,7 +83,8 @@ class RunComparison:
 
     first, second: the names of the runs.
     ranks, steps: the number of ranks and of steps in each run.
-    step: the times of a whole step, or None if a run has no steps. `kinds` is then [].
+    step: how the time of a whole step differs. None if a run has no steps.
+    kinds: how each kind of time in a step differs, such as forward. Empty if a run has no steps.
     notes: sentences on what makes the runs hard to compare.
     differs: the settings that differ, such as `shard 1 → 2`.
     """
@@ -121,8 +123,8 @@ def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Repor
 
 
 def is_slower(comparison: RunComparison, share: float) -> bool:
-    """Return True if a step of the second run takes longer by more than the fraction `share`, and this is too clear to
-    be chance. Raises UsageError if the runs have no steps to compare."""
+    """Return True if steps of the second run take longer by more than the fraction `share`, and chance does not explain
+    the difference (`TimeDifference.clear`). Raises UsageError if the runs have no steps to compare."""
     step = comparison.step
     if step is None or step.ratio is None:
         raise UsageError("--fail-above: these runs have no steps to compare. Use runs that trained.")
@@ -169,7 +171,8 @@ def _names(first: Report, second: Report) -> tuple[str, str]:
 
 
 def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
-    """Compare the time of a whole step, then each kind of time in a step that at least one run has."""
+    """Compare the steps of two runs. The first result is for the time of a whole step, and the others are for the kinds
+    of time, such as forward. Kinds that neither run has are left out."""
     tables = [_table(first), _table(second)]
     there = np.flatnonzero(tables[0].any(axis=0) | tables[1].any(axis=0))
     medians = [np.median(table, axis=0).tolist() for table in tables]
@@ -182,7 +185,9 @@ def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
 
 
 def _table(table: StepTable) -> Seconds:
-    """Return the seconds of each steady step, of shape (steps, 1 + kinds). The first column is the whole step."""
+    """Return the seconds of each step that counts for medians (`StepTable.steady`), of shape (steps, 1 + kinds). The
+    first column is the whole step.
+    """
     of_step, of_kind = table.step_seconds()[table.steady], table.kind_seconds()[table.steady]
     columns: Seconds = np.concatenate([of_step[:, None], of_kind[:, OF_STEP]], axis=1)
     return columns

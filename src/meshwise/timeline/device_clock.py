@@ -36,8 +36,7 @@ def is_captured() -> bool:
 
 
 class DeviceClock:
-    """Marks moments in the current stream of a device, and returns the host's time of each mark once the device has
-    reached it."""
+    """Tells when a device reaches points in its current stream, in ns of the host's clock. `mark` sets such a point."""
 
     def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any]) -> None:
         """Create the clock.

@@ -27,14 +27,14 @@ LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
 SLOWER, SLOWER_MEASURED = 0.9, 0.95
-"""One device is reported as faster if its estimated or measured step takes at most this share of the run's step."""
+"""One device counts as faster if its step takes at most SLOWER (estimated) or SLOWER_MEASURED of the run's step."""
 FEWEST = 10
 """A run with fewer steps is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
 """Unequal shares of a batch are suggested if the fastest rank computes this many times as fast as the slowest."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
-"""Memory is reported as growing if its median grows by more than this share from each third of a run to the next,
-without the first quarter, in which allocators warm up. The rest must have this many steps and samples."""
+"""Memory grows if the median rises by more than GROWTH from the first to the second and to the last third of the
+samples. The first quarter of a run does not count. GROWTH_STEPS steps and GROWTH_SAMPLES samples are needed."""
 
 LATENCY_BOUND = 16 * 1024
 """A collective of at most this many bytes takes about as long as one of 1 byte, on links of 1 GB/s and 10 µs."""
@@ -42,9 +42,9 @@ LATENCY_BOUND = 16 * 1024
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that its times do not tell.
+    """Facts about a run that its spans do not show.
 
-    program: the kind of program for which advice is given (see `advice.WORDS`).
+    program: what the run's program is, such as `job` or `script` (a key of `advice.WORDS`). The advice depends on it.
     links: whether the ranks communicate over links. CPU workers of one machine do not.
     alone: how long a step of the same program took on one device, if an earlier run measured it.
     pipeline: the report on the run's pipeline stages, if it has any.
@@ -63,8 +63,9 @@ UNKNOWN = RunFacts()
 
 @dataclass(frozen=True)
 class _Shares:
-    """The mean time of a step, over all ranks and over the `steps` steady steps (see `StepTable.steady`). `seconds` is
-    the time by kind, and `step` is the whole time."""
+    """How the time of a step divides into kinds of time, such as forward, as the mean over ranks and over `steps`
+    steady steps (see `StepTable.steady`). `seconds` has the time of each kind in a step, and `step` is the time of the
+    whole step."""
 
     steps: int
     seconds: dict[str, float]
@@ -75,7 +76,8 @@ class _Shares:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
 
     def bound(self, title: str, share: float) -> str:
-        """Append `-bound` to `title` if `share` is the largest part of a step."""
+        """Append `-bound` to `title`, as in `Input-bound`, if no kind of time takes more of a step than the fraction
+        `share`. The compared kinds are computing, communication, waiting and input."""
         computing = self.share(*COMPUTING)
         most = max(computing, self.share("communication"), self.share("waiting"), self.share("data", "transfer"))
         return f"{title}-bound" if share >= most else title
@@ -98,8 +100,8 @@ def findings_of(
     counters: Sequence[Counter],
     facts: RunFacts = UNKNOWN,
 ) -> list[Finding]:
-    """Return the findings of a run. The findings on what limits a step come first, sorted by their share of the step.
-    They are followed by the time of computing, ranks that are often late, and growing memory."""
+    """Return the findings of a run. If one device would be faster, this comes first. Next are the limits of a step, by
+    their share of the step. Last are the time of computing, ranks that are often late, and growing memory."""
     steady = table.steady
     if not steady.any():
         return []
@@ -138,9 +140,9 @@ def _balanced(table: StepTable, taken: Sequence[float]) -> str:
 
 
 def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
-    """Find the stragglers, and ranks that are often late.
+    """Report each rank that delays the other ranks. It is a straggler, or only often late (see `_mostly`).
 
-    less: a text to append to the advice if the rank is slow in its forward or backward passes.
+    less: a suggestion that is appended to the advice if the rank is slow in its forward or backward passes.
     """
     points = table.sync_points
     steady = np.isin(points.step, table.step[table.steady])
@@ -167,8 +169,8 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
 
 
 def _mostly(often: float, ranks: int) -> bool:
-    """Return True if a rank is clearly last more often than the other ranks. It must be last in 1.5 / ranks of the
-    steps, or in 2/3 of the steps if that is less.
+    """Return whether a rank is last in so many steps that it is a straggler. By chance, each rank would be last in 1 /
+    ranks of the steps. A straggler is last in 1.5 / ranks of the steps or more, or in 2/3 of them.
 
     often: the fraction of the steps in which the rank is last.
     """
@@ -178,8 +180,8 @@ def _mostly(often: float, ranks: int) -> bool:
 def _slower_than_one(
     table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
 ) -> Iterator[Finding]:
-    """Report that one device would be faster than all ranks. Its step must be clearly shorter than the run's step. The
-    time of its step is taken from an earlier run if there is one. Otherwise, it is the upper one of two estimates."""
+    """Report that one device would be faster than all ranks, if a step takes clearly less time on one device. That time
+    was measured in an earlier run (`alone`), or is the upper estimate of `one_device_seconds`."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
@@ -232,7 +234,7 @@ def _communication(
 
 
 def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
-    """Describe the most expensive collectives: `8 of 9 collectives a step are of batch norm, of at most 64 B`."""
+    """Describe in a sentence the collectives that take the most time: their number a step, kind, size and time."""
     if not collectives:
         return ""
     first = collectives[0]
@@ -261,8 +263,8 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
 
 
 def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
-    """Report the pipeline bubble. The sentence gives the bubble as a share of the time from the first forward to the
-    last backward. The finding's field `share` is something else: the part of a step that is spent waiting."""
+    """Report the pipeline bubble. The text of the finding gives the bubble as a percentage of the time from the first
+    forward to the last backward. The field `share` is the waiting time as a fraction of the whole step."""
     share = shares.share("waiting")
     if share < LEAST["imbalance"]:
         return
@@ -287,8 +289,8 @@ def _idle(shares: _Shares) -> Iterator[Finding]:
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:
-    """Report stalls. A stall is a step that takes more than STALL times the median. Stalls are reported if their time
-    beyond the median is a large share of the time of all steps."""
+    """Report stalls, which are steps that take more than STALL times the median. The time of a stall beyond the median
+    is lost. Stalls are reported if LEAST["stalls"] of the time of all steps is lost."""
     seconds, steps = table.step_seconds()[table.steady], table.step[table.steady]
     usual = float(np.median(seconds))
     beyond = np.where(seconds > STALL * usual, seconds - usual, 0.0)

@@ -59,10 +59,11 @@ def _parts(seconds: dict[str, float], wall: float) -> list[GoodputPart]:
 
 
 def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, float]:
-    """Return the seconds before and after the steps, and the seconds that were lost in repeated steps and at the end of
-    failed sessions. Both are means over the ranks.
+    """Return the seconds of two parts of the wall time, (starting, lost), each as the mean over the ranks.
 
-    wall: the total seconds of all sessions. If nothing was recorded, they all count as time before the steps.
+    Starting is the time before and after the steps. Lost is the time of steps that were repeated in a later session,
+    and the time after the last span of a failed session.
+    wall: the total seconds of all sessions. If no rank has recorded anything, all of this time counts as starting.
     """
     starting = float(table.seconds[(table.step == 0) & ~table.lost][:, :, :OUTSIDE].sum())
     lost = float(table.seconds[table.lost][:, :, :OUTSIDE].sum())

@@ -32,13 +32,13 @@ from meshwise.timeline.timeline import Timeline
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
 """The kinds of time that grow with the number of samples that a rank works on."""
 DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
-"""Fields of a plan that say how the work is divided over devices. A run on one device may differ in these fields."""
+"""Fields of the plan that say how work is divided over devices. Plans that differ only in these do the same work."""
 FEWEST = 10
 """A run with fewer steps is too short to tell how long a step takes."""
 MOST_READ, BLOCKS = 5, 40
-"""At most this many earlier runs are read, and of each only the last blocks of spans. One block is about a second."""
+"""How many earlier runs are read at most, and how many blocks at the end of a log. A block covers about a second."""
 SAME_BATCH = 0.1
-"""Batch sizes count as equal if the mean samples a step differ by at most this share. A log may end inside a step."""
+"""Mean numbers of samples a step count as equal up to this relative difference. A log may end within a step."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
-    """Return the hosts of a run and its mean number of samples a step. Returns None if samples were not counted, as in
-    a program without calls of meshwise."""
+    """Return the hosts of a run, and the mean number of samples in its steps. Returns None if the run did not count
+    samples, such as a program without calls of meshwise."""
     counter = timeline.newest_session().counter("samples")
     if counter is None or not counter.step[-1] or timeline.facts.get("program") == "plain":
         return None

@@ -33,8 +33,8 @@ def as_rows(flat: Sequence[int]) -> Rows:
 
 
 def pack(rows: Rows) -> str:
-    """Compress rows of spans to text. `unpack` restores the columns, with times rounded down to multiples of
-    QUANTUM."""
+    """Compress spans to text. Each row of `rows` is a span. `unpack` restores the columns of `rows`, with times rounded
+    down to multiples of QUANTUM."""
     code, start, end, step, size, collective = rows.T
     start, end = start // QUANTUM, end // QUANTUM
     # A span begins about where the one before it ended; the others hardly change from span to span.

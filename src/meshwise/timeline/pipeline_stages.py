@@ -45,7 +45,7 @@ class Actions:
     seconds: NDArray[np.float64]
 
     def place(self, at: int) -> Place:
-        """Return the key of the action at this index."""
+        """Return (is it a forward?, stage, microbatch) of the action with the index `at`."""
         return bool(self.forward[at]), int(self.stage[at]), int(self.microbatch[at])
 
 
@@ -77,11 +77,10 @@ def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
 
 
 def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
-    """Return when each receive stops waiting for the computation of another stage. The key is the rank and the start of
-    the receive.
+    """Return when each receive of a pipeline stops waiting for another stage. The key is (rank, start of the receive).
 
-    A receive brings the input of the rank's next action. This input is computed by the neighboring stage for the same
-    microbatch. The receive waits until that computation has ended.
+    The receive waits until the neighboring stage has computed the input of the rank's next action, for the same
+    microbatch.
     """
     actions = actions_of(spans, names)
     if actions is None:
@@ -130,10 +129,11 @@ def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> Pipelin
 
 
 def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], float]) -> float | None:
-    """Simulate one step of a pipeline and return its bubble.
+    """Simulate one step of a pipeline, and return its bubble: the fraction of the step that a rank spends waiting, as
+    the mean over the ranks.
 
-    Each rank runs its actions in the given order, each as soon as its input is ready. Sending takes no time. Returns
-    None if the log lacks an action for which another action waits.
+    Each rank runs its actions in the given order. An action begins when its input has been computed, since sending
+    takes no time. Returns None if there are no actions, or if the input of an action is never computed.
 
     orders: for each rank, its actions in order.
     seconds: returns the duration of an action.
@@ -182,8 +182,8 @@ def _stage(actions: Actions, chosen: NDArray[np.bool_]) -> StageReport:
 
 
 def _pipes(rank: Table, stage: Table) -> Table:
-    """Return for each action the number of the pipeline to which its rank belongs. Several ranks may have the same
-    stages, as with data parallelism. The first of them is in pipeline 0, the second in pipeline 1, and so on."""
+    """Return for each action the number of its pipeline. With data parallelism, several ranks run the same stages: the
+    lowest of these ranks is in pipeline 0, the next rank in pipeline 1, and so on."""
     stages = {one: frozenset(stage[rank == one].tolist()) for one in np.unique(rank).tolist()}
     alike: dict[frozenset[int], list[int]] = {}
     for one, own in stages.items():

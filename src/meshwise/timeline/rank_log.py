@@ -21,7 +21,7 @@ from meshwise.timeline.pack import VERSION, Column, unpack
 MOST = 1 << 60
 """The largest number of ns, steps or bytes that is accepted in a log, so that sums fit in 64 bits."""
 MOST_PACKED = 200
-"""Upper bound on the number of spans per character of packed text. zlib cannot compress better than this."""
+"""A log with more spans per character of its compressed text is damaged, because zlib cannot compress better."""
 Kind = tuple[str, str, str]
 """The kind, lane and name of a span."""
 
@@ -42,7 +42,7 @@ class RankLog:
     """When the log began, in seconds since 1970."""
     clock: int
     program: str = ""
-    """`plain`: recorded from outside, without calls of meshwise. `trainer`, `lightning`: run inside such a Trainer."""
+    """`plain`: the program never calls meshwise. `trainer`, `lightning`: it uses that Trainer. Empty: none of them."""
     session: int = 0
     attempt: int = 0
     """Number of the attempt of the run that wrote this log, from 1. It is 0 if the log does not say."""
@@ -63,8 +63,11 @@ class RankLog:
         return sum(count for count, _ in self.packed)
 
     def blocks(self) -> Iterator[tuple[Column, ...]]:
-        """Yield the columns of the log's spans (see `pack.unpack`), one block at a time. Each block is removed from
-        `packed`, so the blocks can be read only once."""
+        """Yield the spans of the log, in the blocks in which they were written. Each block is a tuple of columns: code,
+        start, end, step, bytes and collective. A damaged block is left out and counted in `damaged`.
+
+        The blocks can be read only once, because each block is removed from `packed`.
+        """
         while self.packed:
             count, text = self.packed.pop(0)
             try:
@@ -78,7 +81,8 @@ class RankLog:
                 self.damaged += 1
 
     def last_known(self) -> int:
-        """Return the latest time in the log, in ns of the rank's clock. The spans are not considered."""
+        """Return the latest time that is known without unpacking the spans, in ns of the rank's clock. It is the time
+        of the log's beginning, of its newest counter value, or of its end."""
         return max([self.clock, *(counter[0] for counter in self.counters[-1:]), *([self.end] if self.end else [])])
 
 
@@ -101,7 +105,7 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
                 other = "1"
             elif logs and not other:
                 if headless or logs[-1].end is not None:
-                    raise ValueError("the line has spans, but its session has ended or was not read")
+                    raise ValueError("a line has spans, but no open session to which they belong")
                 _take(logs[-1], line)
         except (TypeError, ValueError, LookupError, OverflowError, AttributeError):
             if logs:

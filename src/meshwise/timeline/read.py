@@ -32,7 +32,7 @@ from meshwise.timeline.spans import KIND, LANE, SPAN
 from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline, of_rank
 
 SILENT = 60.0
-"""A run that is `running` according to run.json was probably killed if nothing was recorded for this many seconds."""
+"""A run was probably killed if run.json says `running`, but nothing was recorded for this many seconds."""
 SILENT_RANK = 10_000_000_000
 """In a running run, a rank counts as cut off if its last record is this many ns older than another rank's."""
 CLOCKS_DIFFER = 1_000_000_000
@@ -43,10 +43,10 @@ Row = tuple[int, int, int, float]
 
 @dataclass(frozen=True)
 class _Aligned:
-    """The log of a rank, with the conversion of its times to the clock of the timeline.
+    """The log of a rank, with the conversion of its times to the time of the timeline.
 
-    fit: the conversion to the clock of rank 0.
-    origin: the time on rank 0's clock at which the timeline begins (ns).
+    fit: converts the rank's clock to the clock of rank 0.
+    origin: what the clock of rank 0 shows at time 0 of the timeline (ns).
     """
 
     log: RankLog
@@ -63,7 +63,8 @@ class _Aligned:
 def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metrics | None = None) -> Timeline:
     """Read the timeline of the run in `folder`. Raises UsageError if `folder` does not contain a run.
 
-    last_blocks: read only this many of the newest blocks of spans of each rank, to follow a run while it is running.
+    last_blocks: read only this many blocks from the end of each rank's newest log, to follow a run while it is running.
+        A rank writes a block of spans about once a second.
     metrics: the metrics that were read before. Only later ones are read from the files.
     """
     facts, metrics = names.read_run(folder), metrics or Metrics(folder)
@@ -111,11 +112,13 @@ def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:
 
 
 def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, list[str]]:
-    """Return the spans of all ranks on one clock, and the texts that the column `name` of the spans refers to. The
-    spans are sorted by rank, then by start.
+    """Return the spans of all ranks, with their times on the timeline's clock, and the list of the spans' names. The
+    field `name` of a span is an index in this list. The spans are sorted by rank, then by start.
 
-    If a machine was cut off, its ranks may go on while the next attempt runs. What they record after the next attempt
-    has begun is left out.
+    A machine that has lost its connection may still record spans after the next session of the run has begun. These
+    spans are left out.
+
+    began: when each session began, in ns on the timeline's clock.
     """
     found: dict[str, int] = {"": 0}
     spans = np.empty(sum(a.log.spans for a in aligned), SPAN)
@@ -183,7 +186,7 @@ def _ranks(aligned: Sequence[_Aligned], spans: Spans) -> list[Rank]:
 def _sessions(
     facts: dict[str, Any], entries: Sequence[dict[str, Any]], ranks: Sequence[Rank], spans: Spans
 ) -> list[RunSession]:
-    """Return the sessions that run.json lists, with times on the timeline's clock."""
+    """Return the sessions of a run, as run.json lists them. Their times are in ns since the first session began."""
     run = float(entries[0]["began"])
     starts = [round((float(entry["began"]) - run) * 1e9) for entry in entries]
     sessions = []
@@ -266,8 +269,11 @@ def _counter(rank: int, name: str, rows: list[Row]) -> Counter:
 
 
 def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
-    """Return the losses of a job as a counter of the lowest rank that has spans. The time of each loss is the end of
-    the optimizer phase of its step."""
+    """Return the losses of a job as a list with one `Counter`. The list is empty if there are no losses or no spans.
+
+    The time of each loss is the end of the optimizer phase of its step, on the lowest rank that has spans.
+    losses: the loss by step.
+    """
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]

@@ -21,16 +21,17 @@ from meshwise.timeline.spans import KINDS
 from meshwise.timeline.step_table import StepTable
 
 WORTH_SAYING = 0.01
-"""A kind of time is left out if it takes less than this share of a step, both as predicted and as measured."""
+"""A kind of time is shown if it takes more than this share of a step, either as predicted or as measured."""
 
 
 def reconciled(
     facts: Mapping[str, Any], table: StepTable, ranks: Sequence[RankReport]
 ) -> tuple[Reconciled | None, list[str]]:
-    """Compare a run with the prediction in its record.
+    """Compare the time and the memory of a run's steps with the prediction of `meshwise plan`.
 
-    Returns the comparison, and sentences that say why a prediction cannot be compared. The comparison is None if it
-    cannot be made, if the record has no prediction, or if the run did no steps.
+    Returns (comparison, sentences). The comparison is None if there is no readable prediction, or if the run has done
+    no step. If the prediction could not be made or read, the one sentence says why.
+    facts: the record of the run, which contains the prediction.
     """
     given = facts.get(PREDICTED)
     if given is None or not table.steady.any():
@@ -62,8 +63,8 @@ def _kinds(prediction: Prediction, table: StepTable, step: float) -> list[TimeBe
 
 
 def _memory(prediction: Prediction, ranks: Sequence[RankReport]) -> list[MemoryBeside]:
-    """Compare the predicted memory with the memory counters of the same names. CPU workers do not have these
-    counters."""
+    """Compare the predicted bytes with the largest value on any rank, for each memory counter in the prediction, such
+    as `allocated`. The measured value is None if no rank has this counter, as with CPU workers."""
     rows = []
     for name, value in prediction.memory.items():
         found = [rank.memory[name] for rank in ranks if name in rank.memory]

@@ -34,7 +34,7 @@ class Pulse(Protocol):
     """Reports the progress of a worker to its launcher. The recorder calls it whenever the rank enters a phase or a
     step (see workers/heartbeat.py).
 
-    words: shared memory with the number of beats, the phase, and more.
+    words: memory shared with the launcher. `words[BEATS]` counts the reports, and `words[PHASE]` stands for the phase.
     """
 
     words: memoryview
@@ -57,9 +57,9 @@ class Recorder:
         self.phase = "idle"
         self.clock = clock
         self.names: list[tuple[str, str, str]] = []
-        """The kind, lane and name of each kind of span. The index in this list is the span's code."""
+        """The (kind, lane, name) of each code. A recorded span has only a code, which is an index in this list."""
         self.dtypes: dict[tuple[int, int], Any] = {}
-        """The dtype of the data that a collective sent, if known, by the collective's span code and bytes."""
+        """The dtype of the data that a collective sent, if known. The key is (code of the span, number of bytes)."""
         self.dropped = 0
         self.program = ""
         """The kind of program for which advice is given, if known (see `advice.WORDS`)."""
@@ -69,7 +69,7 @@ class Recorder:
         self.memory: Callable[[], Mapping[str, float]] | None = None
         """Returns the bytes in use, by name. Called at the end of each phase of the step after `request_memory`."""
         self.held: Callable[[], Mapping[str, float]] = dict
-        """Returns the bytes that the program itself holds, by purpose. It is called together with `memory`."""
+        """Returns the bytes that parameters, gradients and so on take, by name. Called whenever `memory` is called."""
         self._codes: dict[tuple[str, str, str], int] = {}
         self._rows: list[Any] = []
         self._counters: list[Count] = []
@@ -80,7 +80,8 @@ class Recorder:
         self._memory_wanted, self.takes_memory = True, False  # of the first step: a short run has no other
 
     def begin_step(self, step: int) -> None:
-        """Assign later records to this step. If too many spans are waiting to be drained, the oldest are dropped."""
+        """Record the following spans under this step number. If more than CAPACITY spans wait for `drain`, drop the
+        oldest."""
         self.step = step
         if self.pulse is not None:
             self.pulse.step(step)
@@ -132,10 +133,10 @@ class Recorder:
     def ended(
         self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True, code: int | None = None
     ) -> None:
-        """Record a span that began at `start` and ends now. Measure memory, if `request_memory` asked for it in this
-        step.
+        """Record a span that began at `start` and ends now. If `request_memory` was called for this step, measure the
+        memory too.
 
-        code: the code of the span. It is needed if the span has a name.
+        code: the code of a span with a name, as the method `code` returns it. None for a span without a name.
         """
         device = self.device if on_device and self.on else None
         end = self.clock() if device is None else device.mark()
@@ -186,10 +187,10 @@ class Recorder:
         return self._collectives - 1
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        """Begin a collective that overlaps with other work. Returns the span code and the number of the collective, and
-        the present moment. `end_collective` needs these three.
+        """Begin a collective that overlaps with other work. Return what `end_collective` needs: the code of its span,
+        the number of the collective, and the start.
 
-        Everything is in one function for speed, since each gradient bucket of each step calls it.
+        This runs for each gradient bucket of each step. For speed, it calls few functions.
         """
         key = ("communication", "communication", name)
         code = self._codes.get(key)
@@ -223,7 +224,7 @@ class Recorder:
 
     @property
     def host_lane(self) -> str:
-        """The lane for work of the host. This is `host`, or `main` if the host itself does the computing."""
+        """The row of the timeline for work of the host: `host`, or `main` if the host itself does the computing."""
         return "main" if self.device is None else "host"
 
     @property
@@ -237,7 +238,8 @@ class Recorder:
     ) -> _Blocking:
         """Return a context manager that records its `with` block as a collective for which this rank waits.
 
-        numbered: whether all ranks take part.
+        numbered: whether to give the collective a number, by which the same collective is found on other ranks. It must
+            be False if only some ranks take part.
         dtype: the dtype of the data, if known.
         """
         code = self.code("communication", name, lane)
@@ -246,10 +248,11 @@ class Recorder:
         return _Blocking(self, code, bytes, numbered)
 
     def drain(self) -> tuple[list[int], list[Count]]:
-        """Remove and return the records so far: the spans as a flat list with WIDTH numbers per span, and the counters.
+        """Remove all records and return them as (spans, counters). The spans are a flat list with WIDTH numbers per
+        span.
 
-        Another thread may call this, since a slice and a deletion are each atomic. Spans of device work that is still
-        running are kept for the next call.
+        Spans of device work that is still running stay for the next call. Another thread may call this during
+        recording, because each copy or deletion of a part of a list is atomic in Python.
         """
         end, count = len(self._rows), len(self._counters)
         rows, counters = self._rows[:end], self._counters[:count]

@@ -39,11 +39,10 @@ Drift = Annotated[float, lambda drift: f"{drift * 1e6:.2f} ppm"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a reader of the report should know. `headline` has at most ten words. `share` is a share of a
-    step's time, and `seconds` are per step. For checkpoint and evaluation, `share` is a share of the run's time, and
-    `seconds` are in total. `rank` and `phase` are set if the finding names a rank or a phase. `kind` is one of
-    straggler, late, input, communication, imbalance, bubble, idle, stalls, compute, checkpoint, evaluation, memory,
-    slower."""
+    """One thing that a reader of the report should know, such as a slow rank. `headline` has at most ten words. `share`
+    is a share of a step's time, and `seconds` are per step. For the kinds checkpoint and evaluation, the two numbers
+    are for the whole run. Other kinds are straggler, late, input, communication, imbalance, bubble, idle, stalls,
+    compute, memory and slower."""
 
     kind: str
     headline: str
@@ -57,14 +56,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank and its device. `seconds` has the rank's seconds in all steps by kind, with evaluation and saving.
-    `step_shares` has the share of each kind in the time of steps, without evaluation and saving. It is empty if there
-    was no such time. `hidden_seconds` is communication that overlaps with computing, which `seconds` does not include.
-    `step_seconds` is the median time of a step. The ranks waited for each other at `sync_points` points of the run, and
-    this rank was last at `last_arrivals` of these points. In `last_steps` steps, it was last at the most expensive
-    point of the step. Its delays cost the run `straggler_seconds` in total. `peak_memory` is for the device, or for the
-    process if only that is known. `memory` has the peak bytes by counter name, and `memory_by_phase` the peak bytes at
-    the end of each kind of phase."""
+    """The times and the memory of one rank.
+
+    seconds: the seconds in all steps, by kind. Communication that overlaps with computing is only in `hidden_seconds`.
+    step_shares: the share of each kind, without evaluation and saving. Empty if there was no such time.
+    step_seconds: the median time of a step.
+    last_arrivals: at how many of the run's `sync_points`, where ranks wait for each other, this rank delayed the other
+        ranks.
+    last_steps: in how many steps this rank caused the most expensive delay.
+    straggler_seconds: the seconds that this rank's delays cost the run.
+    peak_memory: the peak memory of the device. If this is unknown, the peak memory of the process.
+    memory, memory_by_phase: the peak of each counter, and its value at the end of phases such as `forward`.
+    """
 
     rank: int
     device: str
@@ -109,12 +112,14 @@ class GoodputPart:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """The collectives of one name and size. `of` is what they send, such as `gradients`, or "" if the log does not say.
-    `seconds` is the median time from the arrival of the last rank until the collective has ended on all ranks, which is
-    pure communication. `skew_seconds` is the median time between the arrivals of the first and the last rank, for which
-    the first rank waits. `share` is the share of the time of all collectives. `bus_bandwidth` is in bytes per second as
-    nccl-tests define it, or None if they do not define it for this collective. `dtype` is the dtype of the data, or ""
-    if unknown."""
+    """The collectives of one name and size. `of` is what they send, such as `gradients`. If unknown, `of` and `dtype`
+    are "".
+
+    seconds: the median time of pure communication, from the arrival of the last rank to the end on all ranks.
+    skew_seconds: the median time from the arrival of the first rank to the arrival of the last rank.
+    share: the time of these collectives, as a share of the time of all collectives of the run.
+    bus_bandwidth: in bytes per second as nccl-tests define it. None if they do not define it for this collective.
+    """
 
     name: str
     of: str
@@ -140,11 +145,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The pipeline of a run. `microbatches` is the number per step. `bubble` is the share of time in which a rank runs
-    neither a forward nor a backward pass, between the first forward pass and the last backward pass of a step. It is
-    the mean over ranks and the median over steps. `bubble_of_schedule` is the bubble of a simulated step in which all
-    stages take equally long and sending takes no time. `bubble_of_stages` is the bubble of such a step in which each
-    stage takes as long as was measured."""
+    """The pipeline of a run. A bubble is the share of time in which a rank runs neither a forward nor a backward pass,
+    between the first forward pass and the last backward pass of a step. `bubble` is measured: the mean over ranks and
+    the median over steps. The other bubbles are simulated without time for sending. `bubble_of_schedule` has stages of
+    equal length, and `bubble_of_stages` has stages of the measured lengths."""
 
     stages: list[StageReport]
     microbatches: Count
@@ -157,8 +161,8 @@ class PipelineReport:
 class Series:
     """How the loss and the time of a step developed during a run, as at most a few hundred points. Each point stands
     for several steps in a row. `step` and `time` say where the point begins, with `time` in seconds since the run
-    began. `seconds` is the time of a step as the mean over these steps and over ranks, and `kinds` is this time by
-    kind. `loss` is the last known loss of these steps, or NaN."""
+    began. `seconds` is the time of a step as the mean over these steps and over ranks. `kinds` divides this time into
+    forward, backward and so on. `loss` is the last known loss of these steps, or NaN."""
 
     step: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
@@ -179,9 +183,9 @@ class CounterSeries:
 
 @dataclass(frozen=True)
 class Bar:
-    """An interval of one rank's time. `start` is in seconds since the window began. `text` gives the duration, the
-    start, and the number of bytes sent. `found` is True if the interval is not a span of the log but was computed from
-    the log: waiting for another rank, or an interval attributed to one kind of time."""
+    """An interval of one rank's time, drawn as a bar. `start` is in seconds since the `StepWindow` began. `text`
+    gives the duration, the start, and the number of bytes sent. `found` is True if the interval was computed, such as
+    the wait for another rank. It is False if the interval is a recorded span."""
 
     rank: int
     lane: str
@@ -198,8 +202,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of a window, from its first start to its last end on any rank. `start` is in seconds since the window
-    began."""
+    """The time of one step, from the first rank's start to the last rank's end. `start` is in seconds since the
+    `StepWindow` began."""
 
     step: int
     start: float
@@ -208,11 +212,11 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """A few steps in detail. `name` is all, typical, slowest, first, last or chosen. `start` is in seconds since the
-    run began. `bars` has the spans of the log. A collective in which a rank waits for another rank has two bars, one
-    for the waiting and one for the communication. `attributed` has bars that divide each rank's time into kinds of time
-    without overlap (see `attribution`). Idle time has no bar. `usual_step` is the step to show first, whose time is
-    nearest to the usual time of a step."""
+    """A few steps of a run in detail. `name` says how they were chosen: all, typical, slowest, first, last or chosen
+    (by the user). `start` is in seconds since the run began. `bars` has the recorded spans. A collective with a wait
+    has a bar for the wait and a bar for the communication. `attributed` has bars that do not overlap: each moment of a
+    rank counts as one kind of time. Idle time has no bar. `usual_step` is the step to show first. Its time is nearest
+    to the usual time of a step."""
 
     name: str
     first_step: Count
@@ -225,14 +229,14 @@ class StepWindow:
     usual_step: int = 0
 
     def step(self, number: int) -> StepTimes | None:
-        """Return the times of one step, or None if the step is not in the window."""
+        """Return the times of the step with this number, or None if this step is not in `steps`."""
         return next((times for times in self.steps if times.step == number), None)
 
 
 @dataclass(frozen=True)
 class TimeBeside:
-    """The predicted and the measured time of one kind in a step. `measured` is the mean over ranks, then the median
-    over steps."""
+    """How many seconds of a step one kind of time takes, such as forward, as predicted and as measured. `measured` is
+    the mean over ranks, then the median over steps."""
 
     name: str
     predicted: Seconds
@@ -252,8 +256,9 @@ class MemoryBeside:
 @dataclass(frozen=True)
 class Reconciled:
     """The comparison of a run with its prediction. The prediction is for the machine `machine`, and `origin` says where
-    its prices of operations come from. `seconds` is the predicted time of a step, with its 80 % interval from `low` to
-    `high`. These three are None if only memory was predicted. `measured` is the median time of a step."""
+    its times of operations come from. `seconds` is the predicted time of a step, with its 80 % interval from `low` to
+    `high`. `seconds`, `low` and `high` are None if only memory was predicted. `measured` is the median time of a
+    step."""
 
     machine: str
     origin: str
@@ -268,10 +273,10 @@ class Reconciled:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known of a run. `about` has the known facts about what was run, such as plan, command, commit and
-    last metric. `headline` is the verdict in at most ten words, and `verdict` is a sentence. Times of different ranks
-    are comparable to within ± `error_seconds`. `kinds` has the seconds by kind, as the mean over ranks. `goodput`
-    divides the wall time into parts, and `waiting` divides that part of it which was spent waiting."""
+    """The report on a run. `about` has facts such as plan, command, commit and last metric. `headline` is the verdict
+    in at most ten words, and `verdict` is a sentence. Times of different ranks are comparable to within ±
+    `error_seconds`. `kinds` has the seconds of each kind of time, averaged over ranks. `goodput` splits the wall time
+    into useful, saving, waiting and so on. `waiting` splits the waiting time by cause."""
 
     title: str
     status: str

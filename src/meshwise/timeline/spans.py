@@ -25,8 +25,8 @@ KINDS = (
     "idle",
 )
 LANES = ("main", "blocks", "host", "communication")
-"""Rows of a rank, from top to bottom: phases and blocking collectives, blocks of the model, work of the host while an
-accelerator computes, and collectives that overlap with computing."""
+"""The rows in which the spans of a rank are drawn, from top to bottom: phases and blocking collectives, the model's
+blocks, work of the host while an accelerator computes, and collectives that run while the rank computes."""
 
 KIND = {kind: code for code, kind in enumerate(KINDS)}
 LANE = {lane: code for code, lane in enumerate(LANES)}
@@ -73,6 +73,6 @@ SPAN = np.dtype(
         ("collective", "<i8"),
     ]
 )
-"""One span. `kind`, `lane` and `name` are indices in KINDS, in LANES and in the timeline's names. `step` counts from 1,
-and is 0 before the first step. `start` and `end` are in ns. `bytes` is the number of bytes sent or saved, or 0.
-`collective` is the number of a collective, which is the same on every rank, or -1."""
+"""The fields of a span. `kind`, `lane` and `name` are indices: in KINDS, in LANES, and in `Timeline.names`. `start` and
+`end` are in ns. `step` counts from 1, and is 0 before step 1. `bytes` is the size of the data that was sent or saved,
+or 0. `collective` is the number of the collective, which is equal on all ranks, or -1."""

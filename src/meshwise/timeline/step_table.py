@@ -27,12 +27,17 @@ OF_STEP = [code for kind, code in KIND.items() if kind not in OUTSIDE_STEPS]
 
 @dataclass(frozen=True)
 class StepTable:
-    """The time of every step of a run by kind, in the order in which the steps were done.
+    """The time that the ranks of a run spent in each step, by kind of time. Each array except `ranks` has one row per
+    step, in the order in which the steps were done.
 
-    step, session, start: shape (steps,). `start` is in ns. Step 0 is the time before step 1.
-    seconds: shape (steps, ranks, kinds + 2). The last two columns are `OUTSIDE` and `HIDDEN`.
-    present: whether the rank did the step, shape (steps, ranks).
-    lost: whether a later session began again at this step or at an earlier step, shape (steps,). The work is then lost.
+    step: the number of each step, of shape (steps,). Step 0 is the time before step 1.
+    session: the index of the session in which each step was done, of shape (steps,).
+    start: when each step began, in ns, of shape (steps,).
+    seconds: the time by step, rank and kind, of shape (steps, ranks, kinds + 2). Column OUTSIDE has the time between
+        two sessions, and column HIDDEN the communication that overlaps with computing.
+    present: whether each rank did each step, of shape (steps, ranks).
+    lost: whether the work of each step was lost, of shape (steps,). It was lost if a later session began again at this
+        step or at an earlier step.
     """
 
     ranks: Whole
@@ -47,13 +52,13 @@ class StepTable:
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the steps that count. Step 0 and lost steps do not count."""
+        """Mask of the steps that count. Step 0 is left out, and steps whose work was lost in a restart."""
         return (self.step > 0) & ~self.lost
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        """Mask of the counted steps that have a backward pass. An evaluation after the last step has a row of its own
-        in the table, which has no backward pass."""
+        """Mask of the steps that count and have a backward pass. An evaluation after the last step is a row of this
+        table too, but has no backward pass."""
         return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
 
     @property
@@ -70,8 +75,8 @@ class StepTable:
         return _mean_over_ranks(self.seconds[:, :, OF_STEP].sum(axis=2), self.present)
 
     def kind_seconds(self) -> Seconds:
-        """Return the seconds of each step by kind. Each is the mean over the ranks that did the step. The shape is
-        (steps, kinds)."""
+        """Return how many seconds each step spent on each kind of time, as an array of shape (steps, kinds). A value is
+        the mean over the ranks that did the step."""
         return _mean_over_ranks(self.seconds[:, :, : len(KINDS)], self.present[:, :, None])
 
 

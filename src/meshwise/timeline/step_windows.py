@@ -21,7 +21,7 @@ from meshwise.timeline.step_table import StepTable
 from meshwise.timeline.timeline import Spans, Timeline
 
 MOST_BARS = 900
-"""The largest number of bars in a window, unless the user chose its steps."""
+"""A window gets fewer steps if it would show more bars. It keeps one step at least, and all that the user chose."""
 WINDOW_STEPS = 5
 
 
@@ -30,11 +30,12 @@ def step_windows(
 ) -> list[StepWindow]:
     """Choose which steps to show in detail.
 
-    Returns one window of the chosen `steps`, or windows of typical, slow, first and last steps. Raises UsageError if
-    the run does not have the chosen steps.
+    steps: the first and the last step of the user's choice, which give one window. If it is None, there are windows of
+        typical, slow, first and last steps. A short run has one window with all its steps.
+    straggler: the rank that makes the others wait, if there is such a rank. In the typical step, it is about as late as
+        usual.
 
-    straggler: the rank that the verdict names. As the typical step, a step is then chosen in which this rank is about
-        as late as it usually is.
+    Raises UsageError if the run has none of the user's steps.
     """
     rows = np.flatnonzero(table.trained)
     if steps is not None:
@@ -77,9 +78,10 @@ def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int
 
 
 def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual: float | None = None) -> StepWindow:
-    """Build a window from some rows of the step table.
+    """Build the window of the steps in `rows`, which are row numbers of the step table.
 
-    usual: the step whose time in seconds is nearest to this is shown first. The default is the run's median.
+    usual: the usual time of a step, in seconds. The viewer first shows the step nearest to it. By default, it is the
+        median of the run.
     """
     spans = timeline.of_steps(int(table.step[rows].min()), int(table.step[rows].max()))
     spans = spans[np.isin(session_of(spans["start"], timeline.sessions), table.session[rows])]
@@ -88,9 +90,10 @@ def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual:
 
 
 def window_of(name: str, spans: Spans, names: Sequence[str], arrivals: Arrivals, usual: float = 0.0) -> StepWindow:
-    """Build a window from these spans.
+    """Build the window of the steps of these spans.
 
-    usual: the step whose time in seconds is nearest to this is shown first.
+    name: how the steps were chosen, such as `slowest`.
+    usual: the usual time of a step, in seconds. The viewer first shows the step nearest to it.
     """
     start, end = int(spans["start"].min()), int(spans["end"].max())
     steps = [_times(spans[spans["step"] == step], start) for step in np.unique(spans["step"])]
@@ -134,7 +137,11 @@ def _bar(s: np.void, kind: str, name: str, start: int, end: int, size: int = 0, 
 
 
 def _attributed(spans: Spans, arrivals: Arrivals, origin: int) -> Iterator[Bar]:
-    """Yield the attributed time of each rank as bars. Neighboring intervals of the same kind and step form one bar."""
+    """Yield bars that divide the time of each rank into kinds of time without overlap (see attribution.py). Idle time
+    has no bar.
+
+    origin: the time at which the window begins, in ns.
+    """
     for rank in np.unique(spans["rank"]).tolist():
         mine = spans[spans["rank"] == rank]
         found = attribution_of(mine, arrivals)

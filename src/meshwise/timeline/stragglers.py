@@ -31,15 +31,16 @@ CHANCE = 1e-3
 
 @dataclass(frozen=True)
 class SyncPoints:
-    """The points of a run at which ranks waited for each other, in order. Each array has the shape (sync points,).
+    """The points of a run at which ranks waited for each other, in order. Each array has one value per sync point.
 
     step: the step of the sync point.
     overlapped: whether the sync point is the end of a backward pass whose gradients were reduced during the pass.
-    rank: the rank that took the longest since it left the previous sync point. A rank with a slow link may arrive last
-        only because it left the previous sync point late. Such a rank is not a straggler.
-    delay: by how many seconds this rank took longer than the median of the other ranks.
-    phase: the phase in which this rank lost the most time, as an index in KINDS.
-    cost: by how many seconds the delay made the sync point end later.
+    rank: the rank that needed the most time from the end of the previous sync point to its arrival at this sync point.
+        A rank with a slow link may arrive last only because it left the previous sync point late. Such a rank is no
+        straggler.
+    delay: how many seconds more `rank` needed than the median of the other ranks.
+    phase: the phase in which `rank` lost the most time, as an index in KINDS.
+    cost: how many seconds earlier the sync point would have ended without the delay.
     """
 
     step: Whole
@@ -82,8 +83,11 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
 
 
 def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
-    """Return when a rank continued after each collective. This is the end of the collective. For a collective that
-    overlaps with a backward pass, it is the end of that pass."""
+    """Return the time at which a rank continued after each collective.
+
+    This time is the end of the collective. If the collective overlaps with a backward pass, it is the end of the
+    backward pass.
+    """
     backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
     if not len(backward):
         return end
@@ -93,7 +97,7 @@ def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_
 
 
 def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
-    """Return the median of each row, without the column given in `rank`."""
+    """Return the median of each row of `values`. Row i leaves out column `rank[i]`."""
     others = np.ones(values.shape, bool)
     others[np.arange(len(values)), rank] = False
     result: Seconds = np.median(values[others].reshape(len(values), -1), axis=1)
@@ -101,14 +105,18 @@ def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
 
 
 def _excess(work: Seconds, rank: Whole) -> Seconds:
-    """Return how much longer, in each row, the column given in `rank` took than the median of the others."""
+    """Return how much longer one rank worked than the median of the other ranks, for each sync point.
+
+    work: the time of each rank, of shape (sync points, ranks). The result has the same unit.
+    rank: the column of the rank to compare, for each sync point.
+    """
     result: Seconds = work[np.arange(len(work)), rank] - _median_of_others(work, rank)
     return result
 
 
 def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
-    """Replay the collectives of each sync point as if its last rank had not been late. Returns by how many seconds the
-    sync point would have ended earlier."""
+    """Return how many seconds earlier each sync point would have ended if its slowest rank had been as fast as the
+    median of the other ranks. To find this, the collectives are simulated with an earlier arrival of this rank."""
     row, straggler = np.arange(len(arrival)), rank[point]
     taken = arrival - before[point]
     excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)
@@ -139,10 +147,10 @@ def last_of_steps(sync_points: SyncPoints) -> Whole:
 
 
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """Return the ranks that are last more often than chance explains.
+    """Return the ranks that are last so often that it cannot be chance.
 
-    If all ranks were equally likely to be last at each sync point, independently of other sync points, the probability
-    that a run names any rank would be below CHANCE. The binomial tail is bounded by Chernoff's inequality.
+    If all ranks were equally likely to be last at each sync point, the probability of returning any rank would be below
+    CHANCE. The bound is Chernoff's inequality for the tail of the binomial distribution.
     """
     use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
     last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)

@@ -48,9 +48,9 @@ class Counter:
 class Clock:
     """How the clock of a rank differs from the clock of rank 0.
 
-    offset: in ns, at the first sample.
-    drift: in ns per ns.
-    error: the offset is accurate to ± this many ns.
+    offset: the difference in ns when the clocks were first compared.
+    drift: by how many ns the difference grows per ns.
+    error: the offset may be wrong by up to ± this many ns.
     """
 
     rank: int
@@ -94,11 +94,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All ranks of a run on one clock, which is 0 when the first session begins.
+    """The spans and counters of all ranks of a run, on one clock. The clock is 0 when the run first starts.
 
     spans: sorted by rank, then by start.
     names: the texts that the column `name` of the spans refers to.
-    missing: sentences on what is missing.
+    missing: sentences that tell the user which data of the run is missing.
     facts: the contents of run.json of a measured run (job, plan, devices, versions), or the facts of a prediction.
     dtypes: the dtype of the data that a collective sent, if recorded. The key is the collective's name and number of
         bytes.

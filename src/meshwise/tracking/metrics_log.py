@@ -57,7 +57,7 @@ class MetricsLog:
         self.pending: list[tuple[int, int, Losses]] = []
         """Epoch, step and losses of each step since the last `sync`. The losses are still on their device."""
         self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """A function that writes losses to a file before a step, which other ranks may finish without this rank."""
+        """Keeps the losses of a step in a file before the update, so that they are not lost with this rank."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
         """When the next message to the live view is due, on the clock `time.monotonic`."""
@@ -86,9 +86,12 @@ class MetricsLog:
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
     def keep_pending(self) -> bool:
-        """From now on, write losses to a file at once, so that a run that resumes finds the losses that this process
-        has not yet passed on by `sync`. Return False if there is no run folder, or no room on the disk. On an
-        accelerator, losses are not written, because this would wait for the device."""
+        """Prepare to keep the last step for the next attempt: write the loss of each step to a file at once, from now
+        on.
+
+        Returns False if there is no run folder, or if the file cannot be written. The caller then keeps no state of the
+        last step. On an accelerator, returns True but writes no loss, because reading a loss would wait for the device.
+        """
         if self._folder is None:
             return False
         try:
@@ -100,8 +103,9 @@ class MetricsLog:
         return True
 
     def _write_noted(self, folder: Path, step: int) -> None:
-        """Write to metrics.jsonl the losses up to `step` that an earlier attempt left only in the loss files of its
-        ranks."""
+        """Write losses of an earlier attempt to metrics.jsonl: those that its ranks wrote to their own files before the
+        attempt ended, but had not yet gathered. Losses of steps after `step` are left out, because these steps are
+        repeated."""
         lines = read_lines(folder / names.METRICS)
         first = max([line["step"] for line in lines if "loss" in line and "step" in line], default=0) + 1
         found = list(noted(folder, self._world.size, first, step))
@@ -121,10 +125,11 @@ class MetricsLog:
         self.last_loss = self.losses[-1]
 
     def _write(self, steps: Sequence[tuple[int, int]], totals: Sequence[Tensor]) -> list[float]:
-        """Write and return the losses of these steps.
+        """Compute the loss of each step over all ranks. Write these losses to metrics.jsonl and the trackers, and
+        return them.
 
         steps: the epoch and number of each step.
-        totals: for each step, the sums of each rank, as a tensor of shape (ranks, 2).
+        totals: for each step, a tensor of shape (ranks, 2), as `_gather` returns it.
         """
         records: list[Record] = []
         points: list[Point] = []
@@ -203,6 +208,6 @@ class MetricsLog:
 
 
 def _gather(losses: list[Losses]) -> list[Tensor]:
-    """Return, for each step, the sum of losses times loss weights and the sum of loss weights on each rank, as a tensor
-    of shape (ranks, 2)."""
+    """Gather the losses of some steps from all ranks. Collective. Returns a tensor of shape (ranks, 2) for each step.
+    Column 0 has the sum of a rank's losses, each times its loss weight. Column 1 has the sum of the loss weights."""
     return list(collectives.all_gather(totals_of(losses), of="losses").cpu().unbind(1))

@@ -41,8 +41,8 @@ class Tracking:
     and then left out."""
 
     def __init__(self, folder: Path | None, trackers: Iterable[str | Tracker], notify: Callable[[str], None]) -> None:
-        """folder: the folder of the run. None writes no metrics.jsonl, and trackers given by name write to the working
-        folder.
+        """folder: the folder of the run, in which metrics.jsonl is written. If it is None, this file is not written,
+        and trackers that are given by name write to the working folder.
         trackers: trackers by name or as functions.
         notify: called with lines for the user.
         """
@@ -124,15 +124,16 @@ class Tracking:
             self._unwritten = []
 
     def cut(self, lines: int) -> None:
-        """Keep only the first `lines` lines that earlier attempts wrote to metrics.jsonl, and remove their later
-        lines."""
+        """Remove the lines that earlier attempts wrote to metrics.jsonl, except the first `lines` lines. Lines of this
+        attempt are kept."""
         if self._folder is not None and lines < self.found:
             _cut(self._folder, lines, self.found)
             self.found = lines
             self._hold()
 
     def close(self) -> None:
-        """Close the trackers, and write the lines that could not be written before."""
+        """Write the lines of metrics.jsonl that could not be written earlier, for example because the disk was full.
+        Then close the trackers. If the lines still cannot be written, tell the user how many lines are lost."""
         if self._unwritten:
             self._write(self._folder, ())
         if self._unwritten:
@@ -157,10 +158,10 @@ class Tracking:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where `mw.log` writes.
+    """Where `mw.log` writes at the moment.
 
     step: a function that returns the current step, or None if it is unknown.
-    kept: False if nothing is written, so that `mw.log_to` adds no trackers.
+    kept: False if `tracking` discards all values. `mw.log_to` then opens no trackers.
     """
 
     tracking: Tracking
@@ -169,7 +170,7 @@ class _Target:
 
 
 _targets: list[_Target] = []
-"""The target of the script, if the script has called `mw.log`, followed by the target of each open `log_into` block."""
+"""The script's own target, and the targets of the open `log_into` blocks. `mw.log` writes to the last target."""
 _calls: Counter[str] = Counter()
 
 
@@ -178,7 +179,7 @@ def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool =
     """Let `mw.log` write to `tracking` inside the with block.
 
     step: a function that returns the current step, or None if it is unknown.
-    kept: False if nothing is written, so that `mw.log_to` adds no trackers.
+    kept: whether `tracking` writes anything. If it is False, `mw.log_to` opens no trackers inside the with block.
     """
     target = _Target(tracking, step, kept)
     _targets.append(target)
@@ -258,8 +259,10 @@ def logged() -> dict[str, Any]:
 
 
 def go_on_after(state: Mapping[str, Any]) -> None:
-    """Continue metrics.jsonl after a saved state is loaded. Lines that were written after the state was saved are
-    removed, because their steps are repeated. Lines that this process itself has written stay.
+    """Continue metrics.jsonl after a saved state is loaded.
+
+    Lines that earlier attempts wrote after the state was saved are removed, because this attempt repeats their steps.
+    Lines that this attempt has written are kept. Does nothing if the state belongs to another run.
 
     state: what `logged` returned when the state was saved.
     """
@@ -293,7 +296,11 @@ def _target() -> _Target:
 
 
 def _of_script(first: bool) -> _Target:
-    """Return where a script's numbers go, according to the environment variables MESHWISE_RUN and MESHWISE_LOG."""
+    """Make the target of `mw.log` in a script. Values go to the run folder and to the trackers that the environment
+    variables MESHWISE_RUN and MESHWISE_LOG name.
+
+    first: whether this is rank 0, which alone opens the trackers.
+    """
     wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
     check_trackers(wanted)
     folder = _folder()

@@ -76,8 +76,8 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
 class LauncherChannel:
     """The launcher's end of the side channel to its workers: one listening socket, and one thread per worker.
 
-    Each message is passed to `deliver(rank, message)`. When a connection closes, this is the message
-    `{"kind": "closed"}`.
+    Each message is passed to `deliver(rank, message)`. When the connection to a worker closes, `deliver` is called with
+    the message `{"kind": "closed"}`.
     """
 
     def __init__(self, token: str, deliver: Callable[[int, Message], None]) -> None:

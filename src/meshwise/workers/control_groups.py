@@ -15,12 +15,13 @@ OWN = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
-    """Yield the folder of this process's control group, and the folders of the groups above it.
+    """Yield the folder of this process's control group, and then the folders of the groups above it. The last folder is
+    the top of the tree: `root`, or the controller's folder in `root`.
 
     controller: the name of a controller of version 1, or "" for version 2.
 
-    Inside a container, some of these folders may not exist: the path of the group may be its path on the host. The last
-        folder, which is `root` or the controller's folder in it, is then the container's group.
+    Inside a container, the path of the group may be its path on the host, so some of these folders may not exist. The
+    last folder is then the group of the container.
     """
     base = root / controller
     lines = [line.split(":", 2) for line in read_text(own).splitlines()]  # `4:cpu,cpuacct:/box`, or `0::/box`

@@ -28,7 +28,7 @@ LOOK, ASK = 0.5, 60.0  # seconds between two looks at the clock, and two calls o
 ANSWER = 20.0  # seconds in which squeue answers, or is not asked for this time
 SAVES = 3  # a save may meet one that is still being written, on a disk on which all ranks and jobs write at the end
 UNKNOWN, SHARE = 20.0, 0.1
-"""The seconds that an unmeasured save is assumed to take, and the largest share of the time left for all saves."""
+"""The guess before a save is measured: UNKNOWN seconds. SAVES saves take at most SHARE of the time that is left."""
 LEAVES = 5.0  # seconds for the processes of a job to end once all is saved: last lines, the interpreter
 
 
@@ -44,7 +44,10 @@ def limited(seconds: float | None) -> Iterator[None]:
 
 
 def limit(seconds: float) -> None:
-    """Tell this process, and the processes that it starts, that the run must end after `seconds`."""
+    """Set the time at which this process, and the processes that it starts, must end: `seconds` from now.
+
+    The time is kept in an environment variable, which child processes inherit.
+    """
     os.environ[LIMIT] = repr(time.time() + seconds)
 
 
@@ -86,10 +89,11 @@ def watch(
 
 
 def least_limit(step: float, limit: float) -> float:
-    """Return the shortest time limit, in seconds, in which one step and the stop after it fit.
+    """Return the shortest time limit, in seconds, in which a run can make one step, save its state and end.
 
     step: the seconds of a step.
-    limit: the given time limit of the run in seconds. The assumed time of a save is a share of it.
+    limit: the time limit that the user gave, in seconds. How long a save takes is not known yet, and is assumed to be
+        at most a fixed share of this limit.
     """
     return step + SAVES * _guessed(limit) + _leaving(limit)
 
@@ -111,9 +115,11 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
 
 
 def seconds_needed(gate: StepGate, guess: float) -> float:
-    """Return the seconds needed to finish the current step and, if a stop saves the state, to save it.
+    """Return how many seconds a run needs to finish its current step and to stop.
 
-    guess: the seconds that a save is assumed to take as long as no save was measured.
+    If the run saves its state when it stops, this includes the time of SAVES saves.
+
+    guess: the seconds to assume for a save if no save was measured.
     """
     return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
 

@@ -37,13 +37,16 @@ class DivergenceWatch:
         self._looked = self._seen = 0.0
 
     def trails(self) -> dict[int, VerbTrail | None]:
-        """Return the log of each rank's calls. None for a rank that has logged no call."""
+        """Return, for each rank, the log of the calls that all ranks must make in the same order (see `Verb`). The
+        value is None for a rank that has logged no call."""
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """Return the sentence of `divergence`, once the ranks have differed for GRACE seconds or all ranks have ended.
+        """Compare the calls that the ranks have logged so far. Return a sentence on the first difference, once it has
+        lasted GRACE seconds or all ranks have ended. Before that, and if there is no difference, return an empty
+        string.
 
-        Until then, return an empty string. ended: the ranks whose program has ended.
+        ended: the ranks whose program has ended.
         """
         now = time.monotonic()
         if len(ended) == len(self._ranks):
@@ -57,9 +60,10 @@ class DivergenceWatch:
 
 
 def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
-    """Describe in one sentence how the calls of the ranks differ. Return an empty string if no difference is visible.
+    """Compare the calls that all ranks must make in the same order (see `Verb`), such as collectives. Return a sentence
+    on the first call that is not the same on all ranks. Return an empty string if no call differs so far.
 
-    ended: the ranks whose program has ended, so that they make no more calls.
+    ended: the ranks whose program has ended. They make no more calls.
     """
     number = _first_difference(trails, ended)
     if number is None:

@@ -89,8 +89,8 @@ class Doorkeeper:
         self._selector.register(connection, selectors.EVENT_READ, guest)
 
     def _part(self, guest: Guest) -> None:
-        """Close the connection of a client that is not authenticated. If it used our protocol, keep its address as
-        `stranger`."""
+        """Close the connection to a client that has not proven that it knows the secret. If the client speaks
+        meshwise's protocol, keep its address as `stranger`, for error messages."""
         if guest.proofs is not None:
             with contextlib.suppress(OSError):
                 self.stranger = str(guest.connection.getpeername()[0])

@@ -29,7 +29,12 @@ _owned: list[IO[bytes]] = []
 
 
 def begin(world: World) -> None:
-    """Start to log the calls of this rank that all ranks must make. Each rank of a machine must call this function."""
+    """Start to log the calls of this rank that must come in the same order on every rank, such as collectives (see
+    `Verb`).
+
+    All ranks of a machine must call this function. It does nothing if the ranks of this machine share no temporary
+    folder.
+    """
     store, first = default_store(), world.rank - world.local_rank
     if world.local_rank == 0:
         made, owned = made_folder("verbs")
@@ -45,10 +50,12 @@ def begin(world: World) -> None:
 
 
 def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error: Any) -> None:
-    """Show an uncaught exception with the previous exception hook. For a communication error, also print in which calls
-    the ranks diverged.
+    """Show an uncaught exception as usual. If a collective raised it because another rank was lost, also print how the
+    calls of this machine's ranks differ, or the last call of each rank.
 
-    before: the previous exception hook.
+    before: the exception hook that was set before, which shows the exception.
+    folder: the folder in which the ranks log their calls.
+    ranks: the ranks of this machine.
     error: the arguments of the exception hook.
     """
     before(*error)
@@ -59,7 +66,8 @@ def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error:
 
 
 def _ends(folder: Path, rank: int, ranks: Sequence[int]) -> None:
-    """Record that the program of this rank has ended. The last rank to end removes the folder."""
+    """Record that the program of this rank has ended. The last rank of the machine to end removes the folder with the
+    logs."""
     if folder.is_dir():
         _mark(folder, rank).touch()
         if all(_mark(folder, each).exists() for each in ranks):

@@ -33,23 +33,24 @@ _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTI
 class Failure:
     """What is known about the failure of one worker.
 
-    kind: one of
-        `raised`: the task raised an exception
-        `killed`: the worker was killed by a signal
-        `loader`: its loader worker died
-        `left`: it ended without reporting success
-        `victim`: a collective failed because another rank was gone
-        `hung`: it made no progress
-        `lost`: its machine is gone
-        `server`: the fork server that started it died
-        `link`: all ranks live, but lost their connections to each other
-        `corrupt`: its values differ from those of its replicas
-        `spoiled`: parameters are not finite, so the run must go back to a saved state
-        `diverged`: ranks made different calls
+    kind: how the worker failed, as one of these words:
+        `raised`: the task raised an exception.
+        `killed`: a signal killed the worker.
+        `loader`: a loader worker of this worker died.
+        `left`: the worker ended without reporting success.
+        `victim`: a collective failed because another rank was gone.
+        `hung`: the worker made no progress.
+        `lost`: the machine of the worker is gone.
+        `server`: the fork server that started the worker died.
+        `link`: all ranks live, but lost their connections to each other.
+        `corrupt`: values of the worker differ from those of its replicas.
+        `spoiled`: parameters became infinite or NaN, so the run must go back to a saved state.
+        `diverged`: ranks made different calls.
     plain: whether `message` is a sentence for the user, which is shown unchanged.
     notes: further facts, one line each.
-    smaller: after running out of memory, a plan that needs less memory (TOML), and a text on what it changes.
-    more: where docs/ says more about a refusal.
+    smaller: (plan, text). The plan, as TOML, needs less memory, and the text says what it changes. It is empty unless
+        the worker ran out of memory and such a plan is known.
+    more: the section of docs/ that explains the error. It is empty if there is no such section.
     step: the step that the rank was in.
     done: the last step that all ranks of this machine are known to have finished.
     """
@@ -80,7 +81,8 @@ class Failure:
 
 
 def is_gloo_abort(line: str) -> bool:
-    """Check whether a worker printed this line because gloo aborted it when two different collectives met."""
+    """Check whether a line of a worker's output is a message of gloo, which aborts a process if ranks call different
+    collectives at the same time."""
     return "instance of 'gloo::EnforceNotMet'" in line or ("what():" in line and "third_party/gloo" in line)
 
 
@@ -123,8 +125,8 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _is_of_system(error: BaseException) -> bool:
-    """Check whether an error is an OSError that was not raised in user code. Its message is then shown without a
-    traceback."""
+    """Check whether an error is an OSError that was not raised in user code. Such an error is shown to the user without
+    a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, OSError) and not any(is_users(frame.filename) for frame in frames)
 
@@ -167,9 +169,10 @@ def _kind_of(rank: int, error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback of an error without meshwise's frames, unless it has no other frames.
+    """Return the traceback of an error, without the frames of meshwise itself. If there are no other frames, all frames
+    are kept.
 
-    Of a traceback with more than MOST_FRAMES frames, the middle is left out.
+    If more than MOST_FRAMES frames remain, the frames in the middle are left out.
     """
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((OURS, "<frozen "))] or list(frames)
@@ -199,9 +202,10 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
 
 
 def with_server(died: Failure, server: int | None) -> Failure:
-    """Return the failure of the fork server. When it ended, all ranks ended too.
+    """Turn the failure of a rank into the failure of the fork server that started the rank. When the server ends, all
+    its ranks end too.
 
-    died: the failure of one of the ranks.
+    died: the failure of a rank. Its message says how the server ended.
     server: the process id of the fork server.
     """
     how = died.message.removesuffix(" without saying that its work is done")
@@ -210,11 +214,12 @@ def with_server(died: Failure, server: int | None) -> Failure:
 
 
 def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
-    """Choose the failure to show: the earliest one that was not caused by another failure.
+    """Choose the failure to show: the earliest failure that was not caused by another failure.
 
-    ranks: the number of ranks of the run. If each rank lost a connection and none died, the link between them failed.
-
-    If the out-of-memory killer ended the rank, a plan that needs less memory is taken from the reports of other ranks.
+    If every rank lost a connection but no rank died, the result is a failure of the link between the ranks. A rank that
+    the out-of-memory killer ended cannot suggest a plan that needs less memory. Its failure gets the plan that another
+    rank has suggested.
+    ranks: the number of ranks of the run.
     """
     later = {"left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
@@ -235,7 +240,8 @@ def recorded(failure: Failure) -> dict[str, Any]:
 
 
 def patience(failures: Sequence[Failure]) -> float:
-    """Return how many seconds to wait, after the first of these failures, for another failure that may be the cause."""
+    """Return how many seconds to wait for further failures, since a later failure may be the cause of these
+    failures."""
     if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
         return VICTIMS_TIMEOUT
     certain = any(

@@ -23,11 +23,11 @@ EVERY = 1.0  # seconds between two words on the ranks of a machine
 
 @dataclass(frozen=True)
 class Far:
-    """The state of a rank on another machine.
+    """The state of a rank on another machine, as that machine last reported it.
 
     beat: what the rank last reported.
-    silence: the seconds without progress. It is 0 while the rank makes progress. `beat` and `stopped` are then not
-        known.
+    silence: for how many seconds the rank has reported no progress. If the rank makes progress, this is 0, and the
+        machine does not report `beat` and `stopped`. They have their default values then.
     stopped: whether the rank's process is stopped.
     """
 
@@ -83,10 +83,10 @@ class FarBeats:
 
 
 def _plain(far: Far) -> dict[str, Any]:
-    """Convert the state of a rank to values for JSON. It is empty for a rank that makes progress.
+    """Convert the state of a rank to values for JSON. Return an empty dict for a rank that makes progress.
 
-    Of the collectives in `recent`, only the last one is kept. The time of a call is replaced by the ns since the call,
-    because the clocks of machines differ.
+    Only the last collective of `beat.recent` is sent, and no times of steps. The time at which a collective was called
+    is sent as the ns that have passed since then, because the clocks of machines differ.
     """
     if not far.silence:
         return {}

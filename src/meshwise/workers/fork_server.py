@@ -51,8 +51,8 @@ class ForkServer:
     def __init__(self, preload: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the server, which imports the modules of `preload` before it forks.
 
-        variables: the environment of the first worker, which the server gets too. Libraries read the number of threads
-            there.
+        variables: the environment variables of the first worker. The server gets them too, because libraries read the
+            number of threads from them when they are imported.
         """
         self._started, self._lock = 0, threading.Lock()
         self._known: dict[int, dict[str, int]] = {}
@@ -75,7 +75,7 @@ class ForkServer:
     def start(self, arguments: list[str], variables: Mapping[str, str], files: Sequence[int]) -> ForkedWorker:
         """Ask the server for a worker with these arguments and this environment. Return before the worker runs.
 
-        files: the open files of the worker: stdout, stderr, and for rank 0 the socket of LISTENER.
+        files: the worker's stdout and stderr, and on rank 0 the socket of the process group's store, as descriptors.
         """
         with self._lock:
             number, self._started = self._started, self._started + 1
@@ -111,7 +111,7 @@ class ForkServer:
         raise error
 
     def known(self, number: int, *, wait: bool = False) -> dict[str, int]:
-        """Return what the server has reported about a worker: first `pid`, after its end also `status`.
+        """Return what the server has reported about a worker: `pid` once it is forked, also `status` once it has ended.
 
         wait: whether to wait until `status` is known.
         """
@@ -145,11 +145,11 @@ class ForkServer:
 
 
 class Forks:
-    """Starts the fork server when it is first needed, for one launch or for several launches in turn. Only the first
-    launch waits until torch is imported."""
+    """Starts the fork server when a launch of workers first needs it. The server can stay for later launches, so that
+    only the first launch waits until torch is imported."""
 
     def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
-        """stays: whether the server serves several launches, until it is closed."""
+        """preload: modules that the server imports first. stays: whether the server serves several launches."""
         self._preload, self._stays = preload, stays
         self._server: ForkServer | None = None
 
@@ -160,7 +160,7 @@ class Forks:
         return self._server
 
     def end_launch(self, workers: Sequence[subprocess.Popen[bytes] | ForkedWorker]) -> None:
-        """Clean up after a launch whose workers were killed. Close the server if one of them may still be alive."""
+        """Clean up after a launch whose workers were killed. Close the server unless it can serve another launch."""
         until = time.monotonic() + KILL_TIMEOUT
         alive = [w for w in workers if not _is_over(w)] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
@@ -173,7 +173,7 @@ class Forks:
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
-        """The server's process, if this launcher started it."""
+        """The process of the fork server. None if the server was not started."""
         return None if self._server is None else self._server.process
 
     def close(self) -> None:
@@ -227,7 +227,8 @@ class ForkedWorker:
         return _status_of_ended(self.pid) if status is None and self.pid is not None else status
 
     def told(self) -> int | None:
-        """Return the exit status that the server has reported. None before that, and while the server is stopped."""
+        """Return the worker's exit status, as the server reported it. None while the worker runs or the server is
+        stopped."""
         return self.server.known(self._number).get("status")
 
     def wait(self) -> int:

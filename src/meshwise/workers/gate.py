@@ -31,20 +31,20 @@ class StepGate:
         self._frozen = False
         self._last: int | None = None
         self.interrupts = False
-        """Whether to interrupt the program when no rank has begun a step."""
+        """Whether the program gets SIGINT if the run is stopped before any rank has begun a step."""
         self.interrupting = False
-        """Whether this gate, and no other process, has sent the SIGINT that interrupts the program."""
+        """Whether this `StepGate` has sent SIGINT to the program. A Ctrl-C of the user does not change it."""
         self.signal = signal.SIGINT.value
-        """The signal that asked for a stop, under another launcher than ours."""
+        """The signal that asked for a stop. It is right only in a process that meshwise's launcher did not start."""
         self.stopped_after: tuple[int, int | None] | None = None
         """The step and the epoch after which a stop ended the script's loop."""
         self.reached = threading.Event()
         """An event that is set once this rank has finished the agreed last step."""
         self.saves = False
-        """Whether a stop saves a state."""
+        """Whether the state of the training is saved when a signal or the time limit stops the run."""
         self.longest_step = self.longest_save = 0.0
-        """The largest number of seconds so far from the start of one step to the start of the next, and from the start
-        of a save until the state was on the disk."""
+        """The longest time so far, in seconds: of a step until the next step begins, and of a save until the state is
+        on the disk. The first steps of a process are left out, because they compile."""
         self._last_begun = 0.0
         self._channel = channel
         if channel is not None:
@@ -53,12 +53,12 @@ class StepGate:
 
     @property
     def stopped(self) -> bool:
-        """Whether this rank has finished the agreed last step."""
+        """Whether this rank has finished the step after which all ranks have agreed to stop."""
         return self._last is not None and self._begun >= self._last
 
     @property
     def halted(self) -> bool:
-        """Whether the run was asked to stop. If so, it is no error that another rank is gone."""
+        """Whether the run was asked to stop. It is then expected that other ranks are gone."""
         return self._frozen
 
     def stop(self, step: int, epoch: int | None = None) -> BaseException:
@@ -91,15 +91,15 @@ class StepGate:
         return True
 
     def freeze(self) -> int:
-        """Let this rank wait before its next step until the last step is known. Return the number of steps that it has
-        begun."""
+        """Make this rank wait before its next step until `set_last` is called. Return the number of steps that the rank
+        has begun."""
         with self._changed:
             self._frozen = True
             return self._begun
 
     def set_last(self, step: int) -> None:
-        """Set the number of the step after which all ranks stop. If it is 0 and `interrupts` is True, interrupt the
-        program."""
+        """Set the number of the step after which all ranks stop. It is 0 if no rank has begun a step. The program may
+        then never begin a step, so it gets SIGINT if `interrupts` is True."""
         with self._changed:
             self._last = step
             self._changed.notify_all()

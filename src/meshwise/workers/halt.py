@@ -14,10 +14,10 @@ from meshwise.spec.exit_codes import JOINS, TIME_LIMIT, code_of_stop
 
 class Halt:
     """The request to stop all ranks of a running launch after the same step. A signal handler or another thread makes
-    it.
+    the request.
 
-    The attributes are plain values, which the launcher polls, and not an Event. A signal handler that calls Event.set
-    would deadlock if it interrupted a thread that holds the lock of the Event.
+    The attributes are plain values, which the launcher reads again and again. A threading.Event is not used, because a
+    signal handler that calls Event.set can deadlock: it may have interrupted a thread that holds the lock of the Event.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Halt:
         """The signal that asked for the stop, or TIME_LIMIT, or JOINS if a machine waits to join the run."""
 
     def ask(self, number: int) -> None:
-        """Ask for a stop. If there is a request already, it is kept, except that a request to end the run replaces a
-        request to let a machine join.
+        """Ask all ranks to stop after the same step. If there is already a request, the first request is kept. As an
+        exception, a request to end the run replaces a request to pause until a machine has joined.
 
-        number: the signal, TIME_LIMIT or JOINS.
+        number: who asks for the stop: the number of a signal, or TIME_LIMIT, or JOINS for a machine that wants to join.
         """
         if not self.wanted or (self.signal == JOINS and number != JOINS):
             self.signal = number
@@ -42,7 +42,7 @@ class Halt:
         return self.wanted and self.signal != JOINS
 
     def begin_anew(self) -> None:
-        """Withdraw the request for a stop, if it was made only so that a machine can join."""
+        """Withdraw a request to pause until a machine has joined the run. A request to end the run is kept."""
         if not self.ends:
             self.wanted = False
 
@@ -53,7 +53,8 @@ class Halt:
 
     @contextlib.contextmanager
     def after(self, seconds: float | None) -> Iterator[None]:
-        """Ask for a stop if the `with` block takes longer than `seconds`. None sets no limit."""
+        """Ask all ranks to stop after the same step if the `with` block takes longer than `seconds`. None sets no
+        limit."""
         timer = threading.Timer(seconds or 0.0, self.ask, (TIME_LIMIT,))
         timer.daemon = True
         if seconds is not None:

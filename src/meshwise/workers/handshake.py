@@ -46,8 +46,8 @@ def code(key: bytes, *parts: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Proofs:
-    """The authentication codes by which the two ends of a connection prove the secret, and the key for later
-    messages."""
+    """The authentication codes by which the client and the server of a connection prove that they know the secret.
+    `session` is the key for the codes of later messages."""
 
     server: bytes
     client: bytes
@@ -55,8 +55,12 @@ class Proofs:
 
     @classmethod
     def of(cls, secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> Proofs:
-        """Compute the proofs for a connection with this purpose. of_client, of_server: the nonces that the two ends
-        have sent."""
+        """Compute the authentication codes by which the client and the server of a connection prove that they know the
+        secret.
+
+        purpose: what the connection is for, such as `channel`. Codes for one purpose are not valid for another purpose.
+        of_client, of_server: the nonces (random bytes) that the client and the server have sent.
+        """
         said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
         return cls(*(code(secret, role, *said) for role in (b"server", b"client", b"session")))
 
@@ -83,9 +87,9 @@ class Line:
             self.connection.sendall(HEAD.pack(len(message)) + sealed + message)
 
     def receive(self) -> bytes:
-        """Return the next message. An empty message means that the other end has closed the connection.
+        """Return the next message, or b"" if the other end has closed the connection.
 
-        Raises OSError if the connection is lost, or if the bytes are not the next message of the other end.
+        Each message has an authentication code. Raises OSError if the code is wrong, or if the connection is lost.
         """
         head = self._bytes.read(HEAD.size)
         if not head:
@@ -101,7 +105,8 @@ class Line:
         return message
 
     def plain(self) -> socket.socket:
-        """Return the bare socket, for data without authentication codes. This object can no longer be used."""
+        """Return the bare socket, for data without authentication codes. After this call, this `Line` can no longer be
+        used."""
         mine, self._over = self.connection.dup(), True
         self.close()
         return mine
@@ -140,7 +145,8 @@ def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float
 
 
 def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Proofs:
-    """Ask the server for its proof of the secret, and check it. Return the proofs of both ends."""
+    """Ask the server to prove that it knows the secret, and check its code. Return the codes of the server and the
+    client. Raises OSError if the code is wrong."""
     until, nonce, answer = time.monotonic() + timeout, secrets.token_bytes(NONCE), b""
     connection.settimeout(timeout)
     connection.sendall(HELLO + nonce)
@@ -154,18 +160,19 @@ def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: flo
             raise ConnectionRefusedError("another program listens there")
     proofs = Proofs.of(secret, purpose, nonce, answer[len(HELLO) : ASKS])
     if not hmac.compare_digest(answer[ASKS:], proofs.server):
-        raise Unproven("the process there does not know the secret")
+        raise Unproven("the process at this address does not know the secret of this run")
     return proofs
 
 
 class Guest:
-    """The server's side of a connection whose client has not proven the secret yet. Reading from it never blocks."""
+    """The server's side of a connection, until the client has proven that it knows the secret. Reading from it never
+    blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.proofs: Proofs | None = None
-        """The proofs of both ends. None until the client has sent its nonce."""
+        """The codes by which each end proves that it knows the secret. None until the client has sent its nonce."""
         self._heard, self.since = b"", time.monotonic()
 
     def hear(self, secret: bytes, purpose: str) -> Line | None:
@@ -189,6 +196,6 @@ class Guest:
             self.connection.sendall(HELLO + nonce + self.proofs.server)
             return None
         if not hmac.compare_digest(heard, self.proofs.client):
-            raise Unproven("the other side does not know the secret")
+            raise Unproven("the client does not know the secret of this run")
         self.connection.setblocking(True)
         return Line(self.connection, self.proofs, serves=True)

@@ -37,7 +37,7 @@ FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
 OF_PLAIN = 600.0  # a program that waits itself, as NCCL lets it: rank 0 may evaluate or write for minutes
 ASKED = "collectives"
-"""The kind of the message by which the launcher asks a rank what its device waits for (on_device.py)."""
+"""A message of this kind asks a rank for which collectives its device waits. The launcher sends it (on_device.py)."""
 NOBODY: Mapping[int, Far] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
@@ -80,15 +80,13 @@ class Stall:
 def patience(
     beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False, message: bool = False
 ) -> tuple[float, float]:
-    """Return the seconds of silence after which a rank is reported, and the seconds after which the run is ended. A
-    rank is silent while it reports no progress.
+    """Return after how many seconds without progress a rank is reported, and after how many seconds the run is ended.
 
     beat: what the rank last reported.
-    longest: for each phase, the longest silence so far after which a rank continued, in seconds.
+    longest: for each phase, the longest time without progress so far that was no hang, in seconds.
     limit: the hang limit in seconds.
     stopped: whether the rank's process is stopped by SIGSTOP.
-    message: whether the rank waits for a message of another pipeline stage. The times of steps then apply in every
-        phase.
+    message: whether the rank waits for another pipeline stage. The result then follows from the durations of steps.
     """
     if stopped:
         ask = min(OF_STOPPED, patience(beat, longest, limit)[0])
@@ -105,9 +103,9 @@ def patience(
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Find the ranks that cause a hang, by the reports of ranks on all machines. Returns None if none is known.
+    """Find the ranks that cause a hang. Returns None if no such rank is found.
 
-    beats: the last report of each rank that has not ended.
+    beats: the last report of each rank on any machine that has not ended.
     silent: the ranks that have stopped reporting progress.
     """
     waits = {rank: _wait(beats[rank], all_silent=len(silent) == len(beats)) for rank in silent}
@@ -134,11 +132,8 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
 
 
 def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[int]]) -> list[int]:
-    """Return two ranks between which a message must be lost. Return an empty list if there are none.
-
-    The first rank waits for a message of the second rank. The second rank cannot be sending it, since it waits in
-    another message or collective itself.
-    """
+    """Return two ranks between which a message must be lost, or an empty list. The first rank waits for a message of
+    the second rank. The second rank cannot be sending it, since the second rank itself waits for something else."""
     for rank, wait in waiting.items():
         for other in late[rank] if _is_message(wait) else ():
             if rank in late[other] or not _is_message(waiting[other]):
@@ -147,16 +142,19 @@ def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[
 
 
 def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
-    """Return the collective in which a silent rank waits, or None. If an accelerator is used and all ranks are silent,
-    return the last collective that the rank has entered."""
+    """Return the collective in which a rank without progress waits, or None if it is unknown.
+
+    A rank with an accelerator does not see where the accelerator waits. If all ranks are without progress, the last
+    collective that this rank has entered is returned.
+    """
     if beat.waits_in is None and beat.overlaps and all_silent:
         return max(beat.recent, key=lambda c: c.at, default=None)
     return beat.waits_in
 
 
 def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
-    """Return the ranks of a collective's group that have not entered the collective. For a send or a receive, return
-    the whole group."""
+    """Return the ranks that a collective still waits for: the ranks of its group that have not entered it. For a send
+    or a receive, return the rank at the other end, since such calls are not counted."""
     members = _members(wait) & beats.keys()
     if _is_message(wait):
         return members
@@ -178,9 +176,8 @@ class HangWatch:
     def __init__(self, folder: Path, limit: float | None, *, idle: bool = False) -> None:
         """Begin to watch the ranks that report to the files in `folder`.
 
-        limit: the seconds of silence after which the run is ended. None never ends it.
-        idle: whether a rank also counts as making progress while its process computes. If all ranks are silent at once,
-            this is then reported as a hang, too.
+        limit: the seconds without progress after which the run is ended. None never ends the run.
+        idle: whether using the CPU counts as progress. A hang of all ranks is then reported even without a known cause.
         """
         self._folder, self._limit = folder, limit
         self._idleness = Idleness() if idle else None
@@ -246,7 +243,8 @@ class HangWatch:
         return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
-        """Add `passed` seconds to the silence of each silent rank. Return a message if a reported rank continues."""
+        """Add `passed` seconds to the silence of each rank that reports no progress. If a rank makes progress again
+        after its hang was reported, return a message that says so."""
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))
@@ -304,7 +302,8 @@ class HangWatch:
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
-        """Return the state of this machine's ranks, to be sent to other machines. Only silent ranks have details."""
+        """Return the state of each rank of this machine, to be sent to other machines. It is an empty `Far` for a rank
+        that makes progress."""
         silent = {rank: seconds for rank in pids if (seconds := self._silence[rank]) >= LEAST}
         beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in silent}
         stopped = set(self._stopped(pids, {})) if silent else set()
@@ -331,8 +330,8 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
-    """Narrow a hang down to the ranks whose process is stopped, if all ranks wait in collectives and there are such
-    ranks. The other ranks then count as waiting for them."""
+    """Blame stopped processes for a hang. If all ranks wait in collectives, return a hang that the ranks with stopped
+    processes cause. If no process is stopped, or some rank does not wait, return `stall` unchanged."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 

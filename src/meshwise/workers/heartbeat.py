@@ -31,12 +31,12 @@ RECENT, MOST_RECENT = GROUPS + 3 * MOST_GROUPS, 64
 WORDS = RECENT + 4 * MOST_RECENT
 WARM = 2  # the first steps of a process are no measure of the others
 LONG = ("evaluate", "checkpoint")
-"""Phases between two steps. If one of them occurs, the time between the steps is not recorded as a duration."""
+"""Phases between two steps. If one of them ran, the time from one step to the next is not recorded in `Beat.steps`."""
 BETWEEN = ("data", *LONG)
 PEERS = ">"
-"""The suffix of the group name of a send or a receive. Its group consists of the ranks at the other end."""
+"""The suffix of the group name of a send or a receive. For a message to or from rank 3, the group name is `3/>`."""
 PLAIN = "plain"
-"""Suffix of the name of the group of all ranks, in a program without calls of meshwise: it has hardly any phases."""
+"""Suffix of the name of the group of all ranks, in a program that does not call meshwise (it reports few phases)."""
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 """The signal that asks a process to write its Python stack to a file."""
 
@@ -60,10 +60,9 @@ class Beat:
     """What a rank last reported about its progress.
 
     beats: a number that changes with each report.
-    ours: whether the rank is in the training loop of a job, and not in a loop of the user's own.
-    compiles: whether the first steps may take long, since the model is compiled.
-    overlaps: whether the rank runs ahead of its accelerator. A call of a collective then returns before the collective
-        ends.
+    ours: True in the training loop of a job, and False in a loop that the user has written.
+    compiles: whether the model is compiled, so that the first steps may take long.
+    overlaps: whether a call of a collective returns before the collective ends, because the accelerator runs it later.
     steps: the seconds that the newest steps took.
     begun: for each group, how many collectives the rank has entered.
     waits_in: the oldest collective that has not ended.
@@ -175,9 +174,11 @@ class Heartbeat:
         words[BEATS] = self.beats = self.beats + 1
 
     def loop(self, *, ours: bool, compiles: bool) -> None:
-        """Report whether this rank is in the loop of a job, in which only phases take long.
+        """Report whether this rank is in the training loop of a job.
 
-        compiles: whether the first steps may take long, too.
+        ours: whether it is. A long time without progress then means a hang. In a loop that the user has written, any
+            time may pass between two phases.
+        compiles: whether the model is compiled, so that the first steps may take long.
         """
         self.words[COMPILES], self.words[OURS] = compiles, ours
 
@@ -224,7 +225,11 @@ beat: Heartbeat | None = None
 
 
 def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
-    """Start the reports of this process, and let it write its Python stack to a file when it receives SIGNAL."""
+    """Start to report the progress of this rank to a file in `folder` (see `Heartbeat`). From now on, the process also
+    writes its Python stack to another file when it receives SIGNAL.
+
+    overlaps: whether the rank runs ahead of its accelerator.
+    """
     global beat
     beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
     if SIGNAL is not None:
@@ -234,7 +239,11 @@ def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
 
 @contextlib.contextmanager
 def watched_loop(*, compiles: bool) -> Iterator[None]:
-    """Mark the `with` block as the loop of a job, whose phases show its progress."""
+    """Report that the `with` block is the training loop of a job. In this loop, the launcher regards a long time
+    without progress as a hang (see `Heartbeat.loop`).
+
+    compiles: whether the model is compiled, so that the first steps may take long.
+    """
     if beat is not None:
         beat.loop(ours=True, compiles=compiles)
     yield

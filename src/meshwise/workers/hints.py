@@ -37,7 +37,7 @@ _UNPACKED = re.compile(r"cannot unpack non-iterable (\w+) object")
 
 
 def add_hint(error: BaseException) -> None:
-    """Add notes to an error: the notes of the functions in `explainers`, and the text of `hint` if there is any."""
+    """Add notes that explain an error to the user. They come from the functions in `explainers` and from `hint`."""
     for explain in explainers:
         with contextlib.suppress(Exception):  # the error that is there already is the one to tell
             explain(error)
@@ -87,10 +87,11 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _is_swapped(error: BaseException, text: str) -> bool:
-    """Check whether the results of mw.distribute were assigned to variables in the wrong order.
+    """Check whether a program assigned the results of mw.distribute to the wrong variables, such as the model to
+    `optimizer`.
 
-    This is assumed if the error message names the class of a model, optimizer, scheduler or loader, and a variable of a
-    function that calls mw.distribute is an object of this class.
+    text: the message of the error, which names a class that is used wrongly. Returns True if a function that calls
+        mw.distribute has a model, optimizer, scheduler or loader of this class in a variable.
     """
     match = _OTHER_KIND.search(text) or _UNPACKED.search(text)
     held = [

@@ -16,15 +16,15 @@ import socket
 import psutil
 
 ANYWHERE = "192.0.2.1"
-"""An address that is reserved for documentation. A packet to it would leave this machine by its outward interface."""
+"""A reserved address that no host has. The route to it shows by which interface packets leave this machine."""
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the network interface that leads to `host`. If `host` is this machine, return the interface that leads out
-    of it.
+    """Return the network interface that gloo must use to reach `host`, such as `eth0`. Returns None if no interface is
+    found, or if gloo finds a good one itself.
 
-    Returns None if the machine's own name already resolves to the address of one of its interfaces, or if no interface
-    is found.
+    By default, gloo uses the address of this machine's own name. This works if other machines can reach the address. If
+    `host` is this machine, return the interface by which packets leave this machine.
     """
     own: dict[str, str] = {
         address.address: name

@@ -31,7 +31,13 @@ from meshwise.workers.stopping import agree_to_stop
 
 @dataclass(frozen=True)
 class RankContext:
-    """What this process knows about its run: its rank and world, its side channel, its step gate, and its `Place`."""
+    """What this process knows about its run.
+
+    world: the rank of this process, and the number of ranks.
+    channel: the side channel to the launcher. None if meshwise's launcher did not start this process.
+    gate: counts the steps of this rank, and can stop all ranks after the same step.
+    place: the position of this process among the processes that a launcher such as srun has started.
+    """
 
     world: World
     channel: WorkerChannel | None
@@ -104,9 +110,10 @@ def join() -> RankContext:
 
 
 def rejoin() -> None:
-    """Replace the process group by one that meshwise makes, if the program made it itself. Collective.
+    """Destroy the process group that the program itself has made, and make a new process group. Does nothing if
+    meshwise made the process group. Collective.
 
-    The program's process group may have no CPU backend.
+    The program's process group may have no backend for CPU tensors, which meshwise needs.
     """
     if dist.is_initialized() and not (_made_group or _stands) and rank_context().world.size > 1:
         store = default_store()
@@ -184,7 +191,8 @@ def _refuse_without_rank_0(world: World) -> None:
 
 
 def store_of_ranks() -> Any:
-    """Connect to a store that all ranks can reach before there is a process group. Its keys belong to this start only.
+    """Connect to a key-value store that all ranks can reach before there is a process group. If torchrun starts the
+    ranks again, they do not see keys from before.
 
     Raises UsageError if MASTER_ADDR or MASTER_PORT is not set.
     """

@@ -67,8 +67,8 @@ def launch(
 ) -> list[Any]:
     """Call `function(*arguments)` in one worker per slot. Return the results in rank order.
 
-    folder: the run folder, which keeps each worker's output. Without it, only rank 0's output is kept if all goes well.
-    preload: modules that the workers need, imported once for all of them, or a fork server for several launches.
+    folder: the run folder, which keeps each worker's output. Without it, the output of ranks 1 and up may be lost.
+    preload: modules that are imported once for all workers, or a fork server that serves several launches.
 
     Raises WorkerFailed if a worker fails, with the rank and the traceback of the worker that caused the failure.
     """
@@ -184,19 +184,19 @@ class _Launcher:
             time.sleep(0.02)
 
     def _over(self) -> bool:
-        """Return True if no worker runs or has failed. A rank that exits early is no failure if all ranks exit."""
+        """Return True if every worker has ended without a failure: its task is done, or it has exited with code 0."""
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
-        """Fail if the calls of the ranks have diverged, unless a worker has failed or the run is being stopped."""
+        """Fail if ranks have made different calls (see `Verb`). Do nothing after a failure or a request to stop."""
         if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
         if text := self._divergence.look(self._in(State.DONE, State.EXITED)):
             self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
-        """Report a rank that hangs. At the hang limit, fail. Do nothing while the run is being stopped, since all ranks
-        wait then."""
+        """Tell the user about a rank that makes no progress. Fail if this lasts for the hang limit. Do nothing while
+        the run is being stopped, because ranks that have stopped make no progress either."""
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}

@@ -22,10 +22,10 @@ _codes: list[int] = []
 
 
 def prepare() -> None:
-    """Make `leave` end this process without clearing the modules of Python and of libraries. Only the user's modules
-    are cleared.
+    """Let this process need little memory when it ends by `leave`.
 
-    Call this before anything registers an exit function, so that the function registered here runs last.
+    At its end, Python clears all modules, which copies memory that the workers of a machine share. After this call,
+    only the user's modules are cleared. Call this before any other exit function is registered, so that it runs last.
     """
     atexit.register(_end)
 

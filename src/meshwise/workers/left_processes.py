@@ -17,12 +17,14 @@ MOST_SAID = 8
 
 
 def said(variable: str, value: str, server: subprocess.Popen[bytes] | None) -> str:
-    """Return a sentence on the processes of this user that were started with this environment variable and still run.
+    """Return a sentence that names the processes which still run after the launch that started them has ended. Returns
+    an empty string if there are none, or if the system has no /proc.
 
-    Returns an empty string if there are none. They are read from Linux's /proc. Processes that were just killed get up
-    to half a second to end.
+    The processes of a launch are recognized by an environment variable that the launch has set for them. Processes that
+    were just killed get up to half a second to end.
 
-    server: the fork server, which is not counted.
+    variable, value: the name and the value of the environment variable.
+    server: the fork server, which is left out.
     """
     wanted, deadline = f"{variable}={value}\0".encode(), time.monotonic() + 0.5
     own = (os.getpid(), server.pid if server else 0)

@@ -43,7 +43,8 @@ class Caught:
 
 
 def ended(error: BaseException) -> tuple[str, str] | None:
-    """Return how a loader worker ended, and a remedy. None if neither `error` nor an error that caused it reports such
+    """Find out whether a loader worker of this rank has ended, from the text of `error` and of the errors that caused
+    it. Return a phrase that says how it ended, and advice for the user. Return None if the errors do not mention such
     an end."""
     found: list[re.Match[str]] = []
     seen: BaseException | None = error
@@ -60,10 +61,11 @@ def ended(error: BaseException) -> tuple[str, str] | None:
 
 
 def await_end(error: BaseException) -> None:
-    """Remove torch's handler of SIGCHLD, after the rank has raised `error`.
+    """Wait for a report on how a loader worker ended, if `error` says only that the connection to it broke. For any
+    other error, do not wait.
 
-    If the connection to a loader worker broke, first wait MOMENT seconds. In this time, the handler may raise an error
-    that says how the loader worker ended.
+    Torch's handler of SIGCHLD gives this report by raising RuntimeError, but it may run later than `error` is raised.
+    So this function waits up to MOMENT seconds for the RuntimeError. In the end, it removes the handler.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
@@ -72,7 +74,11 @@ def await_end(error: BaseException) -> None:
 
 
 def caught(error: BaseException) -> Caught | None:
-    """Return the error of a loader worker that the text of `error` describes. None if it describes none."""
+    """Find out from the message of `error` which error a loader worker has raised.
+
+    Torch raises a copy of that error in the rank, with the traceback of the loader worker in its message. Return None
+    if the message of `error` has no such traceback.
+    """
     found = _CAUGHT.match(text_of(error))
     traces = list(_FRAMES.finditer(found[2])) if found else []
     if found is None or not traces:

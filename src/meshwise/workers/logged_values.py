@@ -12,8 +12,8 @@ Values = Mapping[str, float]
 
 
 class LoggedValues:
-    """The launcher's record of the values that ranks log. For each call of each source line, it keeps the first rank's
-    values."""
+    """Compares the values that different ranks pass to the same call of `mw.log`, such as the second call at line 7 of
+    train.py. The values of each rank are compared with the values of the rank that came first."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, int], tuple[int, Values]] = {}

@@ -32,7 +32,7 @@ MOVE_TIMEOUT = 3 * SILENCE  # for the machines that are left to come to another 
 CALL_EVERY = 3.0  # seconds between two calls to machine 0
 LEAD_TIMEOUT = 60.0  # for a leader that is heard of to say how it goes on
 Look = Callable[[], object]
-"""A function that is called repeatedly while waiting. It may raise an error."""
+"""A function that is called again and again during a wait. It ends the wait early by raising an error."""
 
 
 class Machines:
@@ -81,11 +81,11 @@ class Machines:
         return None if told is None else Member(**json.loads(told))
 
     def meet(self, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print) -> Nodes:
-        """Wait for all machines, and begin the first attempt. If the run is already under way, join its next attempt.
+        """Wait for all machines, and begin the first attempt of the run. If the run has already begun, make the other
+        machines stop after a step, and join its next attempt.
 
-        To let this machine join, the others stop after a step.
-
-        asked: settings that a joining machine must share with the run. Raises UsageError if they differ.
+        asked: settings that must be equal on all machines. Raises UsageError if the run that this machine joins has
+            others.
         say: a function that prints a line about joining.
 
         Raises WorkerFailed if not all machines come in time.
@@ -126,8 +126,12 @@ class Machines:
         return self._begin(begins)
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Join a run that another machine leads now, after machine 0 was lost and started again. moved: the address of
-        the leader's store, which the leader has told machine 0."""
+        """Join the run at its new leader. This is for machine 0, the first leader of the run. If machine 0 is lost,
+        another machine leads the run. Machine 0 joins it there when it is started again.
+
+        moved: the index of the new leader and the address of its store. Machine 0 gets them from the new leader.
+        asked: settings that must be equal to the settings of the run.
+        """
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
         try:
@@ -141,8 +145,12 @@ class Machines:
         self._join(asked, say)
 
     def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Register this machine for the next attempt of a run that is under way. Raises UsageError if settings
-        differ."""
+        """Register this machine for the next attempt of a run that is under way.
+
+        asked: the settings with which this machine was started.
+
+        Raises UsageError if these settings differ from the settings of the run.
+        """
         theirs = json.loads(self._meeting.try_get("asked") or "{}")
         for name, value in theirs.items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
@@ -179,7 +187,11 @@ class Machines:
     # Between two attempts.
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        """Report to the leader that the workers of this machine have ended. facts: what the leader needs to decide."""
+        """Report to the leader that the workers of this machine have ended.
+
+        facts: how they ended, and the number of workers that this machine can run (`size`). The leader uses them to
+            decide how the run continues.
+        """
         self._report = dict(facts)
         if facts["size"] != self.me.size:
             self.me = replace(self.me, size=facts["size"])
@@ -245,10 +257,11 @@ class Machines:
             self._secret.remove()
 
     def next(self, look: Look) -> Nodes | dict[str, Any]:
-        """Wait for the leader's decision. Return the machines of the next attempt, or a dict on how the run ends.
+        """Wait until the leader announces how the run continues. Return the machines of the next attempt, or a dict
+        that says how the run ends.
 
-        If the leader is lost, another machine becomes the leader. If this machine becomes the leader, it must decide
-        itself: the machines of the last attempt are then returned.
+        If the leader is lost, the next machine leads. If this machine must lead, return the machines of the last
+        attempt, and let the caller decide how the run continues.
         """
         until = time.monotonic() + LEAD_TIMEOUT
         while not self.leads:
@@ -268,8 +281,8 @@ class Machines:
         return self.nodes
 
     def _move(self) -> None:
-        """Connect to the store of the machine that leads next. This is the next machine that can be reached, and may be
-        this machine itself."""
+        """Connect to the store of the new leader of the run, after the leader was lost. The new leader is the next
+        machine that can be reached. It may be this machine."""
         self._meeting.close()
         self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
         others = (m for m in self.nodes.members if m.node != self._leader)

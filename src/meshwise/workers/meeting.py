@@ -24,7 +24,10 @@ class Meeting:
     """The connection of one machine, which is identified by its name, to the store in which the launchers meet."""
 
     def __init__(self, connect: Callable[[], Exchanges], name: str) -> None:
-        """connect: a function that returns the store, or raises OSError. It is called once, in the thread."""
+        """connect: a function that returns the store by which the machines of a run exchange values, or raises OSError.
+        It is called once, in a thread that this object starts.
+        name: the name of this machine.
+        """
         self._connect, self._name = connect, name
         self._out: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._written = self._asked = 0
@@ -35,7 +38,7 @@ class Meeting:
         self.store: Exchanges | None = None
         """The store. None until it is reached."""
         self.error: Exception | None = None
-        """The error by which the store could not be reached or was lost. None if there was none."""
+        """What went wrong when the store could not be reached, or was lost. None as long as nothing went wrong."""
         self.heard = 0.0
         """When the store last answered (monotonic). 0 before the first answer."""
         threading.Thread(target=self._run, name="meshwise-meeting", daemon=True).start()
@@ -50,7 +53,8 @@ class Meeting:
         self._wake.set()
 
     def try_get(self, key: str) -> str | None:
-        """Return the value that some machine has set, as of the last exchange. None if there is no value."""
+        """Return the value of a key that any machine has set, or None if there is no value. The newest values come with
+        the next exchange with the store."""
         return self._known.get(key)
 
     def flush(self, seconds: float) -> None:
@@ -73,10 +77,11 @@ class Meeting:
 
     @property
     def silence(self) -> float | None:
-        """The seconds since the store last answered, if that is longer ago than SILENCE seconds or if the store is
-        gone.
+        """How many seconds ago the store last answered, if this is too long. None if it has answered within the last
+        SILENCE seconds.
 
-        None if the store has answered recently, has never answered, or after `close`.
+        If the connection is lost, the seconds are returned at once, even if they are fewer than SILENCE. None is
+        returned before the first answer, and after `close`.
         """
         now = time.monotonic()
         if not self.heard or self._over.is_set():
@@ -90,7 +95,7 @@ class Meeting:
         return seconds if seconds > SILENCE else None
 
     def has_seen(self, name: str) -> bool:
-        """Check whether the store has ever received something from a machine."""
+        """Check whether the machine `name` has ever sent something to the store."""
         return name in self._silent
 
     def _run(self) -> None:

@@ -47,7 +47,9 @@ class NodeOptions:
     ) -> Machines | None:
         """Meet the launchers of the other machines, and wait until all are there. Return None for a run on one machine.
 
-        asked, say: as in `Machines.meet`.
+        local_size: the number of workers on this machine.
+        asked: settings that must be equal on a machine that joins a run under way. Raises UsageError if they differ.
+        say: a function that prints a line for the user about joining.
         """
         if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
             return None

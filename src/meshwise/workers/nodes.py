@@ -72,8 +72,11 @@ class Nodes:
     def __init__(
         self, meeting: Meeting, node_rank: int, nnodes: int, begins: Beginning, listener: socket.socket | None = None
     ) -> None:
-        """nnodes: the number of machines on which the run was started.
-        listener: on the leader, the socket for rank 0. It is kept open so that no other program takes the port.
+        """meeting: the connection to the store in which the launchers meet.
+        node_rank, nnodes: the index of this machine, and the number of machines on which the run was started.
+        begins: the leader's announcement of this attempt.
+        listener: on the leader, the socket on which rank 0 will serve the process group's store. It is already open, so
+            that no other program takes the port.
         """
         self._meeting, self.node_rank, self.nnodes, self.listener = meeting, node_rank, nnodes, listener
         self.begins, self.members = begins, begins.members
@@ -93,7 +96,8 @@ class Nodes:
         self._meeting.set(f"{self.begins.number}/{key}", json.dumps(value))
 
     def try_get(self, key: str) -> Any:
-        """Return the value that some machine has set under `key`. None until it is known here."""
+        """Return the value that some machine has set under `key`. Returns None as long as no value has reached this
+        machine."""
         told = self._meeting.try_get(f"{self.begins.number}/{key}")
         return None if told is None else json.loads(told)
 
@@ -171,8 +175,8 @@ class Nodes:
         return all(self.try_get(f"done/{member.node}") for member in self.others)
 
     def leave(self) -> None:
-        """Leave the attempt. The leader, which keeps the store, first waits for each other machine to leave or be
-        lost."""
+        """Leave the current attempt of the run. The leader keeps the store for all machines, so it first waits until
+        all other machines have left or are lost."""
         self.set(f"left/{self.node_rank}", True)
         self._meeting.flush(TELL_TIMEOUT)
         if self.leads:
@@ -180,8 +184,11 @@ class Nodes:
         self._meeting.close()
 
     def _until_all(self, what: str, until: float | None) -> None:
-        """Wait, at most until the time `until`, for all other machines. A machine is no longer waited for if it has set
-        the key `what`, has left, is lost, or never connected to this store."""
+        """Wait until every other machine has set the key `what` or the key `left`. Do not wait for machines that are
+        lost or have never connected.
+
+        until: when to stop waiting, on the clock `time.monotonic`. None sets no limit.
+        """
 
         def gone(member: Member) -> bool:
             return bool(self._why_lost(member)) or not self._meeting.has_seen(member.name)

@@ -41,11 +41,10 @@ def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> 
 def evidence(
     pid: int | None, before: Kills, log: Path = LOG, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS
 ) -> str | None:
-    """Return the evidence that the out-of-memory killer ended process `pid`, as a part of a sentence.
+    """Return a phrase that shows that the out-of-memory killer ended process `pid`, such as `it used 3.2 GiB`. Returns
+    None if this is not known. Returns "" if the killer has ended no process, so that it is not the cause.
 
-    Returns None if nothing is known, and an empty string if the killer certainly did not end the process.
-
-    before: the numbers of processes that the killer had ended when process `pid` began.
+    before: how many processes the killer had ended when process `pid` began.
     """
     if found := re.search(rf"Killed process {pid} \(.*", _log(log)):
         held = re.search(r"anon-rss:(\d+)kB", found[0])
@@ -80,7 +79,7 @@ def _count(file: Path) -> int | None:
 
 
 def _log(path: Path) -> str:
-    """Return the kernel's log, as far as this process may read it."""
+    """Return the text of the kernel's log at `path`, or "" if this process may not read it."""
     records: list[str] = []
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

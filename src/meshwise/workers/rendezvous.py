@@ -45,13 +45,14 @@ PURPOSE = "rendezvous"
 
 
 def meet(place: Place, folder: Path | None = None) -> tuple[str, int]:
-    """Return the host and the port of the store that all processes of this start use.
+    """Return the host and the port at which the processes of this run meet.
 
-    On rank 0, a socket of this process keeps the port reserved. `taken` hands over the socket.
+    Rank 0 chooses the port, and the other ranks ask rank 0 for it. On rank 0, this process keeps the port open until
+    the store takes it over by `taken`.
 
     folder: a folder that all ranks can read. By default, the current folder.
 
-    Raises UsageError if rank 0 is not found, or if `place` has no key that only the processes of this start share.
+    Raises UsageError if rank 0 is not found, or if `place.key` is empty.
     """
     if not place.key:
         raise UsageError(
@@ -75,19 +76,17 @@ _secrets: dict[tuple[str, int], Secret] = {}
 
 
 def taken(port: int) -> int | None:
-    """Return the file descriptor of the socket that `meet` opened at this port. None if there is none.
-
-    The caller then owns the file descriptor.
-    """
+    """Return the file descriptor of the socket that `meet` opened at this port, or None if there is no such socket. The
+    caller must close the file descriptor."""
     server = _listening_at.pop(port, None)
     return None if server is None else server.detach()
 
 
 def secret_at(where: tuple[str, int]) -> Secret:
-    """Return the secret of the processes that meet at this host and port.
+    """Return the secret that is shared by all processes which meet at this host and port.
 
-    If `meet` was called, it is the secret that `meet` used. Otherwise, it is shared by all processes that name the same
-    host and port in this folder.
+    If `meet` has been at this address, it is the secret that `meet` used. Otherwise, `secret_of` derives the secret
+    from the address.
     """
     return _secrets.get(where) or secret_of(f"{where[0]}:{where[1]}", _folder(alone=is_here(where[0])))
 
@@ -106,10 +105,10 @@ def listens_at(*, alone: bool) -> str:
 
 
 def _folder(*, alone: bool) -> Path:
-    """Return a folder that all processes of a start can read. This is the current folder.
+    """Return the folder in which processes that were started together share a file. It is the current folder.
 
-    alone: whether all processes are on this machine. If so, and if the current folder is read-only, the folder for
-        temporary files is returned.
+    alone: whether all processes are on this machine. If they are, and the current folder is read-only, the system's
+        folder for temporary files is returned instead.
     """
     here = Path.cwd()
     return Path(tempfile.gettempdir()) if alone and not os.access(here, os.W_OK) else here
@@ -122,9 +121,12 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def open_door(place: Place, port: int, folder: Path) -> Secret:
-    """On rank 0, answer the other ranks, which ask for the port of the store, until all of them have asked.
+    """On rank 0, start threads that tell each other rank at which port the ranks meet. They end once all ranks know the
+    port.
 
-    The ranks are answered in threads. Returns the secret that a rank must know.
+    port: the port at which the ranks will meet.
+
+    Returns the secret by which rank 0 and the other ranks recognize each other.
     """
     secret = secret_of(place.key, folder)
     let_in, answered = dict[int, str](), set[int]()
@@ -187,7 +189,11 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
 
 
 def _tried(place: Place, secret: Secret, stranger: str) -> str:
-    """Return a text on where rank 0 was looked for."""
+    """Return a phrase for an error: in which file and at which addresses this rank has looked for rank 0.
+
+    secret: the secret, with the path of its file.
+    stranger: the address of a process that answered but does not know the secret. It is empty if there was none.
+    """
     host = place.hosts[0] if place.hosts else "any known host"
     ports = ", ".join(map(str, _ports(place.key)))
     file = f"{secret.path} ({secret.why})" if secret.why else secret.path
@@ -221,8 +227,11 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
 
 
 def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
-    """Yield the addresses at which rank 0 may answer: first the addresses in the secret's file, then the ports that are
-    derived from the key."""
+    """Yield each host and port at which rank 0 may answer.
+
+    First come the addresses that rank 0 has written into the file of the secret. Then comes the first host of the run,
+    with each port that all ranks derive from `place.key`.
+    """
     with contextlib.suppress(ValueError, KeyError, TypeError):
         yield from [(str(address), int(secret.told["port"])) for address in secret.told["addresses"]]
     if place.hosts or place.nodes == 1:
@@ -230,8 +239,8 @@ def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
 
 
 def _ports(key: str) -> list[int]:
-    """Derive PORTS ports from the key. They are the same on all machines, and below the ports of outgoing
-    connections."""
+    """Derive PORTS ports from `Place.key`. Rank 0 listens at one of them, and all machines derive the same ports. They
+    are lower than the ports that the system uses for outgoing connections."""
     digest = hashlib.sha256(key.encode()).digest()
     numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * PORTS, 4)]
     return [LISTENING_PORTS[number % len(LISTENING_PORTS)] for number in numbers]

@@ -17,7 +17,8 @@ HEARD, WRITTEN = 1.0, 60.0  # seconds in which a rank that was asked says that i
 
 
 class Rescue:
-    """Asks the surviving ranks of a launch to save their state before they are ended, and records their answers."""
+    """Asks the surviving ranks to save their state after a rank has failed, before the launcher ends them. Records
+    their answers."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
         self._ask = ask
@@ -27,17 +28,23 @@ class Rescue:
         self._possible = False
 
     def hear(self, rank: int, kind: str) -> None:
-        """Record a message of a rank: it can save its state, has heard the request, or has finished the attempt to save
-        it."""
+        """Record a message of a rank about saving its state before it is ended.
+
+        kind: `rescues` if the rank can save its state, `rescuing` if it has received the request to save, and `rescued`
+            if it has finished, whether or not the state was saved.
+        """
         self._possible = self._possible or kind == "rescues"
         if kind != "rescues":
             (self._heard if kind == "rescuing" else self._over).add(rank)
 
     def is_over(self, failure: Failure, running: Sequence[int]) -> bool:
-        """Return True if there is no rank to wait for any longer: each has saved its state, cannot save it, or takes
-        too long. The first call asks the ranks to save their state.
+        """Ask the surviving ranks to save their state after a failure. Return True once no rank is still saving, so
+        that the ranks can be ended.
 
-        running: the surviving ranks. They are not asked if the state in memory has wrong values after this failure.
+        Only the first call asks. A rank that takes too long is not waited for. Returns True at once, without asking, if
+        no rank can save its state, if the user's program caused the failure, or if the state in memory is wrong. If the
+        program ran out of memory, the state is saved if the run can continue with a plan that needs less memory.
+        running: the surviving ranks.
         """
         wanted = (failure.of_machine and not failure.has_spoiled) or bool(failure.smaller)
         if not (self._possible and wanted):

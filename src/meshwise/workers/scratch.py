@@ -61,7 +61,8 @@ def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
 
 
 def own(folder: Path) -> IO[bytes]:
-    """Make this process an owner of a folder for as long as the returned file is open."""
+    """Protect a temporary folder of meshwise from `sweep`, which removes the folders of commands that have ended. The
+    folder is protected as long as the returned file, its lock file, is open in some process."""
     file = (folder / OWNED).open("ab")
     if sys.platform != "win32":
         with contextlib.suppress(OSError):  # a file system without locks: it is not swept either
@@ -71,7 +72,8 @@ def own(folder: Path) -> IO[bytes]:
 
 @functools.cache
 def sweep_once() -> None:
-    """Run `sweep` on the temporary folder, once in this process."""
+    """Remove the temporary folders that killed commands have left (see `sweep`). Only the first call in a process does
+    this."""
     with contextlib.suppress(OSError):
         sweep(Path(tempfile.gettempdir()))
 
@@ -90,8 +92,10 @@ def sweep(parent: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Check whether all owners of a folder have ended. Raises OSError for a folder without a lock file, since such a
-    folder is not ours."""
+    """Check whether all processes that use a temporary folder have ended. They hold a lock on a file in it.
+
+    Raises OSError if there is no lock file. Meshwise did not make such a folder.
+    """
     with (folder / OWNED).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -28,7 +28,7 @@ from typing import Any
 from meshwise.spec.errors import UsageError
 
 VARIABLE = "MESHWISE_SECRET"
-"""The environment variable in which the user sets a secret for all processes of a start, if they share no folder."""
+"""The environment variable for a secret of the user's own. It is needed if the processes share no folder."""
 LEAST = 32  # characters of it
 MAKING_TIMEOUT = 5.0  # seconds for another process to write what it has made
 PREFIX = ".meshwise-rendezvous-"
@@ -38,11 +38,13 @@ SET_ONE = f"give all processes one secret: export {VARIABLE}=$(openssl rand -hex
 
 @dataclass(frozen=True)
 class Secret:
-    """The secret of one start of a run.
+    """A secret by which the processes that were started together recognize each other, so that no other process can
+    join them.
 
-    path: the file of the secret.
-    told: other facts in the file.
-    why: why the file is not trusted. An empty string if it is trusted.
+    path: the file by which the processes share facts. The file has the secret too, unless the secret is from
+        MESHWISE_SECRET.
+    told: the facts from the file, such as the port of rank 0.
+    why: why the file is not trusted. It is empty if the file is trusted.
     made: whether this process made the file.
     """
 
@@ -54,11 +56,13 @@ class Secret:
 
     @property
     def source(self) -> str:
-        """Where the secret comes from: the name of the environment variable, or `from` and the path of the file."""
+        """Where the secret comes from, in words for the user: `MESHWISE_SECRET`, or a text such as `from
+        /home/ada/.meshwise-rendezvous-1000-job.json`."""
         return VARIABLE if os.environ.get(VARIABLE) else f"from {self.path}"
 
     def tell(self, **facts: Any) -> None:
-        """Append facts to the secret's file. The file is made if it is missing. Raises OSError if that fails."""
+        """Append facts, such as the port of rank 0, to the file at `path`. If there is no file, make it. Raises OSError
+        if this fails."""
         try:
             file = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -72,14 +76,21 @@ class Secret:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the secret's file, unless it is not trusted (see `why`)."""
+        """Remove the file at `path`. A file that is not trusted (see `why`) is left alone, because it may belong to
+        another user."""
         with contextlib.suppress(OSError):
             if not self.why:
                 self.path.unlink(missing_ok=True)
 
 
 def secret_of(name: str, folder: Path) -> Secret:
-    """Return the secret of the start called `name`. Raises UsageError if no secret can be kept private to this user."""
+    """Return the secret of the processes that were started together under a name. It comes from the environment
+    variable VARIABLE, or else from a file in `folder`. The first process makes this file.
+
+    name: a text that is the same for these processes only, such as `Place.key` or the address at which they meet.
+
+    Raises UsageError if the variable's text is too short, or if the file cannot be kept private to this user.
+    """
     path = folder.resolve() / (PREFIX + re.sub(r"[^.\w-]", "_", f"{os.geteuid()}-{name}") + ".json")
     given = os.environ.get(VARIABLE, "").strip()
     if not given:
@@ -113,12 +124,14 @@ def _of_file(name: str, path: Path) -> Secret:
 
 
 def _of(secret: bytes, name: str) -> bytes:
-    """Derive the secret of the start called `name` from a secret that several starts may share."""
+    """Derive the secret of one start of processes, called `name`, from a longer-lived secret. Starts with different
+    names get different secrets."""
     return hmac.digest(secret, f"start {name}".encode(), "sha256")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the facts in the file. Raises OSError if the file is missing, or not private to this user."""
+    """Return what the file of a secret contains, such as the secret and the port of rank 0. Raises OSError if the file
+    is missing, or if other users can access it."""
     with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
         lines = file.read(MOST).splitlines()
     told = dict[str, Any]()
@@ -141,7 +154,8 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def not_private(facts: os.stat_result) -> str:
-    """Return why an open file is not private to this user. An empty string if it is."""
+    """Return why an open file is not private to this user, such as `has a second hard link`. Returns an empty string if
+    the file is private."""
     if not stat.S_ISREG(facts.st_mode):
         return "is not a regular file"
     if facts.st_uid != os.geteuid():

@@ -40,9 +40,11 @@ _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
-    """In a worker that our launcher started, report the first signal to the launcher. Call this in the main thread.
+    """Report to the launcher when this worker receives a signal to stop, such as SIGTERM. Only the first signal is
+    reported. The launcher then stops all ranks. Call this in the main thread of a worker that meshwise's launcher has
+    started.
 
-    leads: whether this is rank 0, which also reports when the time limit is reached.
+    leads: whether this is rank 0. Rank 0 also reports when the run must stop because its time limit is near.
     """
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
@@ -51,14 +53,12 @@ def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
 
 
 def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> None:
-    """Let a signal stop all ranks after the same step, in a process that our launcher did not start. Call this in the
-    main thread.
+    """Let a signal to stop, such as SIGTERM, stop all ranks after the same step. Call this in the main thread of a
+    process that meshwise's launcher did not start.
 
-    The process was started by another launcher, or runs alone. A signal for which the program has its own handler is
-    left to the program.
-
-    interrupts: whether Ctrl-C also stops all ranks after the same step. If it is True, this includes a process that
-        runs alone.
+    A signal for which the program has its own handler is left to the program. If the process runs alone, outside of a
+    scheduler and without `interrupts`, signals end it as usual.
+    interrupts: whether Ctrl-C also stops all ranks after the same step.
     """
     first = not _threads
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
@@ -76,10 +76,10 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
 
 
 def leave_in_peace() -> None:
-    """Ignore further warning signals, because this process is about to end.
+    """Ignore signals such as SIGTERM from now on, because this process is about to end. Works in the main thread only.
 
-    Schedulers repeat these signals, and Python restores their default handlers before it ends, so the exit code would
-    change. The call has an effect in the main thread only.
+    Schedulers send such signals again and again. A late signal would kill the process and change its exit code, because
+    Python removes its own handlers when it exits. A signal that is ignored stays ignored.
     """
     if threading.current_thread() is threading.main_thread():
         for number in WARNINGS:
@@ -151,10 +151,11 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
 
 
 def _found(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until the store has the keys, for at most `seconds`. Return False if time is over or this program has ended.
+    """Wait until the store has all keys. Return True if it has them. Return False after `seconds`, or as soon as this
+    program begins to end.
 
-    The method `wait` of the store is not used, since it would go on after the end of the program. Python ends a process
-    by SIGABRT if a thread is in such a call.
+    The store's own method `wait` is not used. If a thread were still in it when Python exits, Python would abort
+    (SIGABRT).
     """
     until = time.monotonic() + seconds
     while not store.check(keys):
@@ -164,7 +165,11 @@ def _found(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _outlive(store: Any, keys: list[str]) -> None:
-    """Keep this rank and its store alive until all ranks have read the last step. Wait at most LINGER seconds."""
+    """On rank 0, wait until all ranks know after which step to stop, but at most LINGER seconds. They read the step
+    from the store that rank 0 serves, so rank 0 must not end earlier.
+
+    keys: a key for each rank, which the rank sets once it has read the step.
+    """
     until = time.monotonic() + LINGER
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(ROUND / 10)

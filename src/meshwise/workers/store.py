@@ -43,10 +43,15 @@ class Answer:
 
 
 class Exchanges(Protocol):
-    """A store of this process, or a connection to the store of another machine."""
+    """A key-value store in which launchers meet: the store of this process, or a connection to the store of another
+    machine."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
-        """Send the values `told` as the machine called `name`. Return what has changed after version `since`.
+        """Set values in the store, and return the values that have changed since an earlier exchange.
+
+        name: the name of the machine that calls.
+        told: the values to set, by key.
+        since: the `version` in the answer to the earlier exchange, or 0 to get all values.
 
         Raises OSError or ValueError if the store is lost.
         """
@@ -80,8 +85,8 @@ class Store:
             return Answer(self._version, new, {other: now - at for other, at in self._heard.items()})
 
     def forget_gone(self) -> None:
-        """Forget the machines that have closed their connection. They may have moved to another store, and may come
-        back."""
+        """Forget the machines that have closed their connection to this store, so that they do not count as lost. A
+        machine closes its connection to join another leader's store, and may come back later."""
         with self._lock:
             self._heard = {name: at for name, at in self._heard.items() if at > -math.inf}
 
@@ -105,16 +110,14 @@ class Store:
 
 
 class Link:
-    """A connection to the store of another machine.
-
-    Raises OSError if the store is not reached in time, or does not know the secret.
-    """
+    """A connection to the store of another machine. Raises OSError if the store cannot be reached in time, or if the
+    process there does not know the secret of this run."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout: float) -> None:
         connection = socket.create_connection(address, timeout=timeout)
         self._line = enter(connection, secret, PURPOSE, PROOF_TIMEOUT)
         self.host = str(connection.getsockname()[0])
-        """The address of this machine at which the other machine can reach it."""
+        """The address at which the machine that keeps the store can reach this machine."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
         asked: dict[str, Any] = {"name": name, "told": dict(told), "since": since}

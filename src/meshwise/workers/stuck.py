@@ -32,12 +32,13 @@ STATES = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Where in its code a process is, or why it does not run.
+    """Where a process stands in its Python code, or why the process does not run.
 
-    state: why the kernel does not let the process run, as the end of a sentence "process PID …". An empty string if it
-        runs.
-    place: the innermost source line of the user, or of any code if there is none. An empty string without an answer.
-    users: whether `place` is in the user's code.
+    state: why the kernel does not let the process run, as a phrase. PID stands for the process id. It is empty if the
+        process runs.
+    place: the innermost source line of the user's code, or of any code if no user's code runs. It is empty if the
+        process has not reported its stack.
+    users: whether `place` is a line of the user's code.
     """
 
     pid: int
@@ -66,8 +67,11 @@ def standing(pid: int, stack: Path) -> Standing:
 
 
 def stuck_child(pid: int, stack: Path) -> Standing | None:
-    """Return a child process, such as a loader worker, that visibly makes no progress. None if there is none. A child
-    counts if the kernel does not let it run, or if it is inside the user's code."""
+    """Return a child process, such as a loader worker, that seems to hang. This is a child that the kernel does not let
+    run, or else a child that is inside the user's code. Returns None if there is no such child.
+
+    stack: the file to which the children write their Python stack.
+    """
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
     if held is not None:
@@ -76,10 +80,11 @@ def stuck_child(pid: int, stack: Path) -> Standing | None:
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process. An empty string if it is unknown.
+    """Return the kernel's letter for the state of a process, such as "S" for sleeping. Returns an empty string if it is
+    unknown.
 
-    D is returned only if the process stays in that state, since each read of a page from a disk takes it there for
-    milliseconds.
+    "D" is uninterruptible sleep, for example while waiting for a disk. Each read from a disk brings a process into this
+    state for some milliseconds, so "D" is returned only if the process stays in it.
     """
     for _ in range(LOOKS):
         letter = next(iter(stat_of(pid)), "")
@@ -90,8 +95,8 @@ def state_of(pid: int) -> str:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from field 3 on, the state (proc_pid_stat(5)). An empty list without the
-    process."""
+    """Return the fields of /proc/PID/stat without the first two. The first field returned is the state (see
+    proc_pid_stat(5)). Returns an empty list if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

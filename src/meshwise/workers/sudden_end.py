@@ -26,11 +26,10 @@ OF_RANK = "{call} ended the process before its work was done. Return, or raise a
 
 @contextmanager
 def told(tell: Callable[[str], object]) -> Iterator[None]:
-    """Inside the `with` block, report each call that would end this process at once, such as `os._exit`, before it
-    takes effect.
+    """Inside the `with` block, call `tell` just before a call such as `os._exit` ends this process at once.
 
-    For such a call, `tell("train.py:3: os._exit(0)")` is called. Calls in forked processes are not reported, since they
-    are normal there. Calls by meshwise itself are not reported either, since it reports the reason.
+    For example, this calls `tell("train.py:3: os._exit(0)")`. Calls in forked processes do not count, since they are
+    normal there. Meshwise's own calls do not count either, since meshwise says itself why it ends a process.
     """
     process, before = os.getpid(), (os._exit, os.abort)
     modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too

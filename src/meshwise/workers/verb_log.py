@@ -39,9 +39,12 @@ UNKNOWN: tuple[int, None, int, list[int]] = 0, None, 0, []
 class Verb:
     """A call that a rank has made and that all ranks must make in the same order, such as a request for the next batch.
 
+    name: what is called, such as `batch`.
     place: the source line of the call.
-    times: how often that line has made the call. For a batch, the number of the batch.
-    left: where the rank left a loop just before this call, and after how many batches. None if it left no loop.
+    times: how often the source line has made this call so far. For a request for a batch, it is the number of the
+        batch.
+    left: if the rank left a loop early just before this call, the source line of the loop and the number of its
+        batches. None if the rank left no loop.
     """
 
     name: str
@@ -52,10 +55,12 @@ class Verb:
 
 @dataclass(frozen=True)
 class VerbTrail:
-    """A rank's log of its calls (see `Verb`), as it was when it was read.
+    """A rank's log of the calls that all ranks must make in the same order (see `Verb`), as read from the rank's file
+    at one moment.
 
     count: the number of calls.
-    left: the loop that the rank has left since its last call.
+    left: the loop that the rank has left early after its newest call, as (source line, number of its batches). None if
+        it left no loop.
     """
 
     count: int
@@ -65,8 +70,8 @@ class VerbTrail:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest call that can be read safely. Entries of older calls may be overwritten during
-        reading."""
+        """The number of the oldest logged call to read. The rank may overwrite the entries of older calls at any
+        moment."""
         return max(1, self.count - SLOTS // 2)
 
     def checksum(self, number: int) -> int:
@@ -74,7 +79,7 @@ class VerbTrail:
         return self._entry(number)[2]
 
     def verb(self, number: int) -> Verb:
-        """Return the rank's call number `number`, counted from 1."""
+        """Return what is logged about call `number` of this rank, counted from 1."""
         line, times, _, left, batches = self._entry(number)
         name, _, where = self._lines[line].partition("\t")
         return Verb(name, where, times, _left(self._lines, left, batches))
@@ -101,7 +106,8 @@ def read_trail(path: Path) -> VerbTrail | None:
 
 
 class VerbLog:
-    """A rank's log of its calls (see `Verb`). Only the first thread that makes such a call is logged."""
+    """Logs the calls of this rank that all ranks must make in the same order (see `Verb`). If several threads make such
+    calls, only the calls of the thread that was first are logged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -119,16 +125,20 @@ class VerbLog:
     def left_loop(self, batches: int) -> None:
         """Log that this rank leaves a loop early, after `batches` batches.
 
-        That is shown to the user, but not compared between ranks, since an iterator may be dropped at any time.
+        This is shown to the user if later calls differ between ranks. It is not compared between ranks itself, because
+        Python may end an iterator at another moment on each rank.
         """
         if threading.get_ident() == self._thread:
             self._left = (self.line("left", sys._getframe(1))[0], batches)
             HEADER.pack_into(self._map, 0, self._count, *self._left)
 
     def line(self, verb: str, frame: FrameType | None) -> list[int]:
-        """Return the entry for a call of `verb`. It tells the source line: the innermost line of user code, searched
-        from `frame` outward. A new line is appended to the file. From the first entry on, only the calls of its thread
-        are logged."""
+        """Return the record of the source line that makes a call. Add it to the log if it is new.
+
+        The record is [index of the source line in the log file, checksum of `verb`, calls so far]. The source line is
+        the innermost line of user code, searched from `frame` outward. From now on, only calls of this thread are
+        logged.
+        """
         self._thread, depth = threading.get_ident(), 1
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame, depth = frame.f_back, depth + 1
@@ -149,22 +159,27 @@ _log: VerbLog | None = None
 
 
 def begin(path: Path) -> None:
-    """Start to log the calls of this process that all ranks must make (see `Verb`)."""
+    """Start to log the calls of this process that all ranks must make in the same order, such as requests for a batch
+    (see `Verb`)."""
     global _log
     _log = VerbLog(path)
 
 
 def end() -> None:
-    """Stop logging. This also runs in a process that this one forks, such as a loader worker, since that is no rank."""
+    """Stop logging the calls of this process. Python also calls this in every process that a rank forks, such as a
+    loader worker, because a forked process is no rank."""
     global _log
     _log = None
 
 
 def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
-    """Log that this process makes the call `verb`, as every rank must. Does nothing if no log was begun. Everything is
-    in one function for speed, since each of these calls in each step uses it.
+    """Log a call that all ranks must make in the same order (see `Verb`). Does nothing if no log was begun.
 
-    which: values that must be equal on all ranks, too. The last one is the number of the call.
+    This function runs several times in each step. For speed, it calls few other functions.
+
+    verb: the name of the call, such as `batch`.
+    which: numbers of the call that must be equal on all ranks, such as the number of the batch. The last number is
+        logged as `Verb.times`.
     log: the log to write to. By default, the log of this process.
     """
     log, here = log or _log, threading.get_ident()

@@ -32,8 +32,8 @@ class State(Enum):
 class WatchedWorker:
     """A worker process, and what its launcher knows about it.
 
-    in_progress: whether the worker exited in the middle of an epoch.
-    since: when the worker entered its state (monotonic).
+    in_progress: for a worker that has exited early, whether it was in the middle of an epoch.
+    since: when `state` last changed, on the clock `time.monotonic`. It is 0 before the first change.
     kills: how many processes the kernel's out-of-memory killer had ended before the worker started.
     """
 
@@ -61,11 +61,11 @@ class WatchedWorker:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the worker entered its state."""
+        """For how many seconds the worker has been in its current `state`."""
         return time.monotonic() - self.since
 
     def kill(self) -> None:
-        """Kill the worker and all processes in its process group, which it started."""
+        """Kill the worker and the processes that it has started in its process group."""
         pid = self.process.pid
         if pid is not None:
             kill_group(pid)
@@ -74,7 +74,8 @@ class WatchedWorker:
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:
     """Start a thread that writes each line of a worker's output to the worker's log and shows it to the user.
 
-    The thread ends when the log is closed. Output of processes that outlive the launch is therefore not shown.
+    The thread ends when the log is closed, which is at the end of the launch. If the worker has started processes that
+    still run then, their later output is not shown.
     """
 
     def forward() -> None:

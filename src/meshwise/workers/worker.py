@@ -69,10 +69,10 @@ def main() -> int:
 
 
 def main_of_fork() -> int:
-    """Run `main` in a forked process.
+    """Run the worker in a process that the fork server has forked.
 
-    If something, such as a torch plugin, has initialised the accelerator before the fork, the accelerator is unusable.
-    The worker is then started again as a new program.
+    A fork makes the accelerator unusable if something, such as a torch plugin, has initialized it before. The worker is
+    then started again as a new program, which takes the place of this process.
     """
     if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
         if LISTENER in os.environ:
@@ -106,7 +106,8 @@ def answer(task: Path) -> int:
 
 
 def watch_files(channel: WorkerChannel) -> None:
-    """Tell the launcher which files the user's code writes. Files in the run folder are left out."""
+    """From now on, tell the launcher about each file that the user's code writes. Files in the run folder are left
+    out."""
     records = [os.environ[RUN_FOLDER]] if RUN_FOLDER in os.environ else []
     watch = FileWatch(lambda path, where: channel.send("writes", path=path, where=where), ignored=records)
     watch.begin()
@@ -116,7 +117,7 @@ def watch_files(channel: WorkerChannel) -> None:
 def die_with_parent() -> None:
     """On Linux, let the kernel kill this process when its parent dies, even while this process holds the GIL.
 
-    On other systems, the closed side channel ends the process.
+    On other systems, this process ends itself when the connection to its launcher closes (see channel.py).
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -132,9 +133,10 @@ def bind_to_cores(cores: str) -> None:
 
 
 def keep_sockets_in(scratch: Path) -> None:
-    """Make loader workers put their sockets for passing tensors into the folder `scratch`.
+    """Make loader workers put their sockets for passing tensors into the folder `scratch`. The folder is deleted at the
+    end of the launch, so that sockets of killed workers do not stay behind.
 
-    Sockets that killed workers leave are then removed with the folder.
+    Does nothing if the path of the folder is too long for a socket.
     """
     if len(str(scratch)) > SOCKET_ROOM:
         return
@@ -144,8 +146,11 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """Prepare a worker for its task: place its files in the launch's folder, take over the store's socket, and begin to
-    report to the launcher."""
+    """Prepare a worker for its task. From now on, it reports its progress, its calls and the files that it writes to
+    the launcher. On rank 0, it also serves the process group's store on the socket that the launcher has opened.
+
+    scratch: the folder of the launch, to which progress and calls are written.
+    """
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()

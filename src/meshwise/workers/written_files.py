@@ -23,7 +23,7 @@ from typing import Any
 from meshwise.spec.user_code import place, user_frame
 
 MOST = 1000
-"""The largest number of paths that a worker reports. If a program writes a file every step, the first ones suffice."""
+"""The largest number of paths that a worker reports, since a program may write a new file in every step."""
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden folders and files are caches and settings
@@ -42,10 +42,11 @@ Tell = Callable[[str, str], None]
 
 
 class FileWatch:
-    """A worker's reports on the paths that the user's code writes, each with the source line that writes it."""
+    """Reports each file that the user's code writes in a worker, with the source line that writes it."""
 
     def __init__(self, tell: Tell, *, ignored: Iterable[str] = ()) -> None:
-        """tell: called with a path and a source line.
+        """tell: called once for each file that the user's code writes, with its path and the source line that writes
+        it.
         ignored: folders whose files are never reported.
         """
         caches = [os.environ[name] for name in CACHES if name in os.environ]
@@ -54,7 +55,8 @@ class FileWatch:
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
 
     def begin(self) -> None:
-        """Watch every file that this process opens until it ends, since Python cannot remove an audit hook."""
+        """Watch every file that this process opens from now on. This cannot be ended, because Python cannot remove an
+        audit hook."""
         sys.addaudithook(lambda event, arguments: self._opened(*arguments) if event == "open" else None)
 
     def saving(self, save: Callable[..., None]) -> Callable[..., None]:

@@ -60,7 +60,7 @@ def test_sizes_and_dtype_are_those_of_the_run() -> None:
         ),
         ("collective", "not a collective of this run"),
         ("all-reduce", "not a collective of this run"),
-        ("kernel:3", "recorded without their shapes"),
+        ("kernel:3", "kernels cannot be replayed, as their shapes are unknown"),
     ],
 )
 def test_what_the_run_has_not_is_refused(what: str, says: str) -> None:

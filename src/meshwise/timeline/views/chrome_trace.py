@@ -41,8 +41,8 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class _Rows:
     """The spans of one rank, in the order in which they are written.
 
-    thread: for each span, the row on which it is drawn, as a number. The number is the index of the span's lane in
-        LANES, shifted left by COPY bits, plus the number of the copy of the lane.
+    thread: where each span is drawn, as the number (lane << COPY) + row. The lane is an index in LANES. A lane has
+        several rows, counted from 0, if its spans overlap.
     """
 
     rank: int
@@ -53,8 +53,8 @@ class _Rows:
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
     """Yield the trace as gzip data. It has the steps that the user chose, or all steps.
 
-    There is a slice for each span, and another for each time that a span waits for a rank. Times are in µs since the
-    run began, with ns as decimals.
+    Each span is drawn as a slice. If a rank waited for another rank during the span, a second slice shows the waiting.
+    Times are in µs since the run began, with ns as decimals.
     """
     packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with gzip's head, without a name or a time
     for text in trace_text(report, timeline):
@@ -103,10 +103,10 @@ def _rank_rows(rank: int, spans: Spans) -> _Rows:
 
 
 def _copies(spans: Spans) -> Whole:
-    """Return, for each span, on which copy of its lane it is drawn. A lane has several copies if spans in it overlap.
+    """Return on which row of its lane each span is drawn. The rows of a lane count from 0.
 
-    A span is drawn on the first copy on which it overlaps no other span, or lies inside another span. No span is drawn
-    inside a collective, so gradient buckets that are reduced at the same time lie on different copies.
+    Two spans can share a row if they do not overlap, or if one span lies inside the other. Each span gets the first row
+    with room. Nothing is drawn inside a collective, because collectives that run at the same time must look separate.
     """
     copy = np.zeros(len(spans), np.int64)
     lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # of each copy the open spans: end, collective
@@ -121,10 +121,10 @@ def _copies(spans: Spans) -> Whole:
 
 
 def _has_room(stack: list[tuple[int, bool]], start: int, end: int) -> bool:
-    """Return whether a new span fits on this copy of a lane. It fits if no span is open. It also fits inside the
-    innermost open span, if that span encloses it and is not a collective.
+    """Return whether a new span can be drawn on a row that has the open spans of `stack`. This is possible if no span
+    is open, or if the new span lies inside the innermost open span and that span is no collective.
 
-    stack: the open spans. Spans that have ended are removed from it.
+    stack: for each open span, its end and whether it is a collective. Spans that have ended by `start` are removed.
     """
     while stack and stack[-1][0] <= start:
         stack.pop()
@@ -138,8 +138,11 @@ def _columns(spans: Spans, *names: str) -> Iterator[tuple[int, ...]]:
 
 
 def _threads(rows: Sequence[_Rows]) -> dict[int, int]:
-    """Return the thread id of each copy of a lane, which is the same on all ranks. It never equals a process id, since
-    that would mark a main thread."""
+    """Return the thread id in the trace file for each value of `_Rows.thread`. The ids are the same on all ranks.
+
+    In the file, a rank is a process whose id is the rank's number. The thread ids are larger than all process ids,
+    because viewers draw a thread with the id of its process as the main thread.
+    """
     used = np.unique(np.concatenate([np.empty(0, np.int64), *(np.unique(r.thread) for r in rows)])).tolist()
     first = 10 ** len(str(max((r.rank for r in rows), default=0)))
     return {thread: first + number for number, thread in enumerate(used)}
@@ -155,8 +158,9 @@ def _of_steps(counter: Counter, steps: tuple[int, int] | None) -> Counter:
 
 
 def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
-    """Return the facts of the trace besides its events. They contain no lists, which some versions of Perfetto cannot
-    read here."""
+    """Return facts about the whole trace, such as the job, the report's verdict, and how exact the clocks of the ranks
+    are. They are written to its `otherData`. No value is a list, because some versions of Perfetto cannot read lists
+    there."""
     facts: dict[str, Any] = {
         "written by": "meshwise",
         "job": report.title,
@@ -230,11 +234,12 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
 
 
 def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[Event]:
-    """Yield flow events for each collective, which viewers draw as arrows. An arrow leads from the last rank to arrive
-    to each rank that waited for it. Both ends are at the time at which the last rank arrived.
+    """Yield the events that viewers draw as arrows between ranks: in each collective, from the last rank to arrive (in
+    a broadcast, from its source) to each rank that waited for it.
 
-    Each arrow has its own id, since chrome://tracing ends a flow at the first end event. Arrows come after all slices,
-    since Perfetto keeps the order of the file among events of the same time.
+    An arrow begins and ends at the time when the last rank arrived. Each arrow has its own id, since chrome://tracing
+    draws one arrow per id. The events come after all slices in the file, since Perfetto keeps the order of events of
+    the same time.
     """
     tids = _tids(rows, table, threads)
     for low in range(0, len(table.number), CHUNK):
@@ -252,8 +257,8 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], orig
 
 
 def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Whole:
-    """Return the thread id of each collective's slice on each rank, of shape (collectives, ranks). It is 0 if there is
-    no slice."""
+    """Return the id of the thread on which each collective is drawn, by collective and rank. The shape is (collectives,
+    ranks). An id is 0 if the rank has no span of the collective."""
     tids = np.zeros((len(table.number), len(table.ranks)), np.int64)
     keys, values = np.array(sorted(threads.items()), dtype=np.int64).reshape(-1, 2).T
     for r in rows:
@@ -265,7 +270,11 @@ def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Wh
 
 
 def _micro(times: Whole) -> list[float]:
-    """Convert ns to µs. For times of up to ten days, readers recover the exact ns, whether they round or truncate."""
+    """Convert ns to µs, so that readers get the exact ns back.
+
+    Perfetto computes `int(µs * 1000)`, which may be 1 ns too low. Where it would be, 0.3 ns are added. Rounding gives
+    the exact ns too. This holds for times of up to ten days.
+    """
     missed = np.trunc(times / 1000 * 1000.0) != times
     micro: list[float] = ((times + 0.3 * missed) / 1000).tolist()
     return micro

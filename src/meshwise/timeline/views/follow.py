@@ -31,10 +31,10 @@ from meshwise.timeline.views.live_progress import LiveView
 from meshwise.timeline.views.report_text import report_text
 
 BLOCKS = 40
-"""How many of the newest blocks of spans are read per rank. A worker writes one block a second."""
+"""How many of the newest blocks of each rank's log of spans are read. A worker writes a block of spans every second."""
 LINE_EVERY = 10.0
 SHARE = 0.25
-"""The largest share of one core that reading may use."""
+"""The largest fraction of one core's time that may be spent on reading the files of the run."""
 UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of files that are being written
 
 
@@ -85,7 +85,10 @@ def follow(
 def _snapshots(
     folder: Path, every: float, stop: Callable[[], bool] | None, also: Callable[[], object] | None
 ) -> Iterator[Snapshot]:
-    """Yield a snapshot of the run at each poll, until the run has ended or `stop` returns True."""
+    """Yield a snapshot of the run about every `every` seconds, until the run has ended or `stop` returns True.
+
+    also: called before some snapshots, at most once in LINE_EVERY seconds, and before the last snapshot.
+    """
     snapshot, called = None, -math.inf
     while stop is None or not stop():
         began = time.monotonic()
@@ -143,7 +146,8 @@ def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return the files of a run that change, each with the time of its last change in ns and its size in bytes."""
+    """Return the run's record and the files of its spans, each with the time of its last change in ns and its size in
+    bytes."""
     found = {}
     for path in [folder / names.RUN, *(folder / names.SPANS).glob("rank*.jsonl")]:
         with contextlib.suppress(OSError):

@@ -64,9 +64,9 @@ def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
 
 
 def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
-    """Divide `times` into `columns` equal slices, and return for each the kind that takes most of its time.
+    """Divide `times` into `columns` equal slices, and return for each slice the kind of time that takes most of it.
 
-    If several kinds take equal time, the first of them in KINDS is returned. An empty slice gives "".
+    If several kinds take equally much, the first of them in KINDS is returned. A slice without bars gives "".
     """
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
     whole = max(round(times.seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it
@@ -79,16 +79,18 @@ def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[st
 
 
 def _with_gaps(row: list[str]) -> list[str]:
-    """Mark empty columns between two other columns as idle. Columns before the first kind and after the last kind stay
-    empty."""
+    """Return the row with "idle" in each empty column that has a filled column before it and after it. Empty columns at
+    the beginning and at the end of the row stay empty."""
     filled = [column for column, kind in enumerate(row) if kind]
     inside = range(filled[0], filled[-1]) if filled else ()
     return [kind or ("idle" if column in inside else NOTHING) for column, kind in enumerate(row)]
 
 
 def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[int, str]:
-    """For a pipeline, map the column where each forward or backward pass begins to the last digit of its microbatch's
-    number."""
+    """Return where to write microbatch numbers in a row of a pipeline's chart, as {column: last digit of the number}.
+
+    row: the kind of time in each column. A number is written in the first column of a forward or backward pass.
+    """
     found = {}
     for bar in bars:
         if place := stage_and_microbatch(bar.name):

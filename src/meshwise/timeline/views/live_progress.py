@@ -37,7 +37,7 @@ class TrainingProgress:
 
     epoch, step: the current epoch, and the step in it, both from 1.
     steps: the number of steps per epoch. It is unknown for a stream of unknown length.
-    memory: bytes of each rank.
+    memory: how many bytes of memory each rank uses.
     """
 
     job: str

@@ -20,7 +20,7 @@ MOST_BARS = 60
 IN_MICROSECONDS = 0.1  # s: what is shorter
 TAGS = {"waiting": "crit, ", "communication": "active, "}
 PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
-"""Matches characters that are written as character codes, since `:`, `;`, `#` and others have a meaning in Mermaid."""
+"""Matches characters to replace by character codes, since `:`, `;`, `#` and others have a meaning in Mermaid."""
 
 
 def render(report: Report, timeline: Timeline) -> str:

@@ -25,7 +25,7 @@ UNITS = ("seconds", "bytes", "ratio")
 Row = tuple[str, str, str, Sequence[Sample]]
 """Name, type (counter, gauge or summary), help and samples of a metric family. Samples must be finite to be written."""
 Family = tuple[str, str, str, Callable[[Any], float | None]]
-"""Name, type and help of a metric family, and a function that reads its value from a rank, a collective or the like."""
+"""Name, type and help of a metric family, and a function that reads its value from an object such as a rank."""
 
 OF_GOODPUT: Sequence[Family] = (
     ("goodput_seconds", "counter", "Wall time by what it was spent on, mean over ranks.", lambda p: p.seconds),
@@ -127,9 +127,9 @@ def _of_findings(report: Report) -> Iterator[Row]:
 
 
 def _each(families: Sequence[Family], named: Sequence[tuple[Labels, Any]]) -> Iterator[Row]:
-    """Yield a row for each metric family.
+    """Yield one row per metric family, with one sample per pair of `named`.
 
-    named: pairs of labels and an object of the report, from which each family reads its value.
+    named: pairs (labels, object). Each family reads its value from the object, which may be a rank of the report.
     """
     for name, type, help, read in families:
         yield name, type, help, [(labels, read(thing)) for labels, thing in named]

@@ -31,8 +31,11 @@ LESS_NEEDED = ("last", "cost", "memory", "wait", "comm", "compute")
 
 @dataclass(frozen=True)
 class _Column:
-    """How to format the numbers of a column, and a function that reads a number from a `RankReport`. It returns None
-    for an unknown number."""
+    """A column of the table of ranks.
+
+    write: formats a number.
+    read: returns the number of a rank, or None if it is unknown.
+    """
 
     write: Callable[[float], str]
     read: Callable[[RankReport], float | None]
@@ -67,7 +70,8 @@ class _Row:
 
 
 def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
-    """Draw the table in lines of at most `width` characters, the title row first. Returns [] if there are no ranks."""
+    """Draw the table of ranks, in lines of at most `width` characters. The title row is first. Returns [] if there are
+    no ranks."""
     rows = _rows(report)
     if not rows:
         return []
@@ -89,8 +93,12 @@ def _left_out(titles: Sequence[str]) -> list[Text]:
 
 
 def _lines(rows: Sequence[_Row], titles: Sequence[str], bar: int, gap: int, ascii_only: bool) -> list[Text]:
-    """Draw the table with these columns. The bar, if there is room for it, follows the column with the time of a
-    step."""
+    """Draw the table as lines of text, with the columns `titles`.
+
+    bar: the width of the bar that shows what the time of a step went into. If it is less than LEAST_BAR, no bar is
+        drawn.
+    gap: the number of spaces between two columns.
+    """
     at = titles.index("step") + 2 if "step" in titles else 1
     cells: list[list[Cell]] = [[row.name, *(row.cell(title) for title in titles)] for row in rows]
     heads = ["rank", *titles]
@@ -145,10 +153,11 @@ def _row(rank: RankReport, report: Report) -> _Row:
 
 
 def outliers(report: Report) -> list[RankReport]:
-    """Return the ranks to show individually if a run has many ranks, at most MOST_OUTLIERS.
+    """Return the ranks that get a row of their own in the table when there are too many ranks to show. At most
+    MOST_OUTLIERS ranks are returned.
 
-    These are the ranks that findings name, the rank with the most expensive delays, and the rank that uses the most
-    memory. The last two are only included if their delays or memory are more than 1.5 times the median.
+    These are the ranks that a finding names, the rank with the most expensive delays, and the rank that uses the most
+    memory. The last two are returned only if their value is above 1.5 times the median.
     """
     named = [finding.rank for finding in report.findings if finding.rank is not None]
     for value in (

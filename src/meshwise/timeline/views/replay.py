@@ -33,7 +33,7 @@ CALLS = {
     ),
     "barrier": ("", "dist.barrier()"),
 }
-"""Code that prepares each kind of collective, and the call. ELEMENTS counts the elements of the whole tensor."""
+"""For each collective: the code that makes its tensors, and the call. The whole tensor has ELEMENTS elements."""
 DIVIDED = ("all-gather", "reduce-scatter", "all-to-all")
 MOST, FEWEST = 200, 20  # repetitions
 SCRIPT = '''"""{what}, repeated.
@@ -103,7 +103,7 @@ def replay_script(report: Report, what: str) -> str:
     """
     kind, _, number = what.partition(":")
     if kind == "kernel":
-        raise UsageError(f"--replay {what}: kernels are recorded without their shapes. Use --replay collective:1.")
+        raise UsageError(f"--replay {what}: kernels cannot be replayed, as their shapes are unknown. Use collective:1.")
     if kind != "collective" or not number.isdigit() or not 1 <= int(number) <= len(report.collectives):
         known = "; ".join(f"collective:{at} {_named(c)}" for at, c in enumerate(report.collectives, 1))
         raise UsageError(f"--replay {what} is not a collective of this run. Use {known or 'another run: it has none'}.")

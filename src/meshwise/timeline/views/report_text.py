@@ -83,8 +83,8 @@ def report_lines(report: Report, screen: Screen, height: int | None) -> list[Tex
 
 
 def _verdict(report: Report) -> list[Text]:
-    """Return the verdict, with its headline above it if there is one. A verdict that begins with the headline is not
-    repeated."""
+    """Return the headline and the verdict of the report as two lines. If there is no headline, return only the verdict.
+    If the verdict begins with the words of the headline, return the verdict as one line, with these words in bold."""
     begins = report.headline.rstrip(".")
     if not begins:
         return [Text(report.verdict, "bold")]
@@ -110,7 +110,8 @@ def _title(report: Report, width: int) -> Text:
 
 
 def _goodput(report: Report) -> list[Text]:
-    """Return a line that says, in whole percent, where the wall time went and what the run waited for."""
+    """Return the line that says which share of the wall time was useful, and which share was spent on waiting and other
+    causes. Returns [] if nothing is known."""
     waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
     of_waiting = ", ".join(f"{part.name} {percent_text(part.share)}".replace(" ", GLUE) for part in waits)
     facts = [

@@ -77,8 +77,9 @@ def _time(seconds: float) -> str:
 
 
 def _figure_row(figure: Figure) -> list[str]:
-    """Return the cells of a row: the name, both values, and their difference if both are known. The difference of
-    shares is in percentage points. Other differences are in percent."""
+    """Return the cells of a row: the name of the figure, its values in the two runs, and the difference of the values.
+    The difference is in percent. For a share, it is in percentage points. It is empty if it cannot be computed, for
+    example because a value is unknown."""
     a, b = figure.first, figure.second
     change = ""
     if a is not None and b is not None:

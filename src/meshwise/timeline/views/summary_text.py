@@ -26,7 +26,7 @@ BLOCKS = " ▏▎▍▌▋▊▉█"
 MOST_RANK_COLUMNS = 8
 MOST_BAR, LEAST_BAR = 24, 8
 Picks = Mapping[str, Callable[[Sequence[float]], float]]
-"""Columns of a table, by title. The function of a column computes the number to show from the values of all ranks."""
+"""Columns of a table, as {title: function}. The function computes the column's number from the values of all ranks."""
 SPREAD: Picks = {"min": min, "median": median, "max": max}
 
 
@@ -132,8 +132,11 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
 
 
 def _rank_columns(ranks: int) -> Iterator[tuple[Picks, int, int]]:
-    """Yield possible layouts of the table, the best first. Each is the columns to the right of the mean, the gap
-    between columns, and the smallest width that must be left for the bar."""
+    """Yield the layouts to try for the table of phases, the best first. The first layout that fits is used.
+
+    Each layout is (columns to the right of the bar, number of spaces between two columns, least width of the bar). A
+    negative least width means that the bar may be left out.
+    """
     if 1 < ranks <= MOST_RANK_COLUMNS:
         for word, gap, least in (("rank ", 2, LEAST_BAR), ("r", 1, LEAST_BAR), ("r", 1, -1)):
             yield {f"{word}{rank}": itemgetter(rank) for rank in range(ranks)}, gap, least

@@ -22,13 +22,16 @@ MOST_LOSSES = 5000
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
     """Yield the content of a TensorBoard event file with the scalars of a run. The time of an event is when it happened
-    in the run.
+    in the run. The file has these scalars:
 
-    step/seconds, step/forward ...     seconds of a step, and of its parts, mean over ranks
-    train/loss                         loss on the lowest rank that has one, at most MOST_LOSSES values
-    memory/allocated/rank 0 ...        bytes
-    goodput/useful ...                 shares of the wall time, at the last step
-    throughput/samples_per_second      of the whole run, at the last step
+    step/seconds: the seconds of each step, as the mean over ranks.
+    step/forward: the seconds of each step that went into the forward. There is such a scalar for every kind of time.
+    train/loss: the loss recorded by the lowest rank that recorded a loss. At most MOST_LOSSES values are written.
+    memory/allocated/rank 0: the bytes of memory that rank 0 had allocated. There is such a scalar for every counter of
+        memory on every rank.
+    goodput/useful: the share of the wall time that was useful, written at the last step. There is such a scalar for
+        every use of the wall time.
+    throughput/samples_per_second: the throughput of the whole run, written at the last step.
 
     Non-finite values are left out. Raises UsageError if tensorboard is not installed.
     """

@@ -15,9 +15,10 @@ OPEN = "OMPI_COMM_WORLD_"
 
 
 def read(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that mpirun started. None if mpirun did not start it.
+    """Return the place of this process among all ranks, as mpirun's variables describe it. None if mpirun did not start
+    it.
 
-    The ranks of each machine are taken to be consecutive.
+    The ranks of each machine are assumed to be consecutive.
     """
     if number(environment, OPEN + "SIZE", 1) > 1:
         names = [OPEN + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]

@@ -17,17 +17,18 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one process among the `size` processes that a launcher started. Without a launcher, it is the only
-    one.
+    """The position of one process among the `size` processes that a launcher, such as srun or torchrun, has started
+    together. A process without a launcher is alone: its rank is 0, and `size` is 1.
 
-    launcher: `Slurm`, `torchrun`, … An empty string without a launcher.
+    launcher: the name of the launcher, such as `Slurm` or `torchrun`. It is empty if there is no launcher.
     node, nodes: the index of the process's machine, and the number of machines.
-    job: the id of the launcher's job.
-    attempt: how often the launcher has started the job, from 1. 0 if unknown.
-    hosts: the names of the machines in the order of the nodes, if known. There are more than `nodes` if some machines
-        of a job run no process.
+    job: the id of the launcher's job. It is empty if there is no job.
+    attempt: how often the launcher has started the job, counted from 1. It is 0 if unknown.
+    hosts: the names of the machines, in the order of `node`. It is empty if they are unknown. There are more than
+        `nodes` names if some machines of the job run no process.
     rendezvous: the host and the port of rank 0, if the launcher sets them.
-    key: a text that only the processes of one start share.
+    key: a text that is equal on all processes that were started together, and on no other process. It is empty if the
+        launcher sets no such text.
     """
 
     launcher: str = ""
@@ -45,7 +46,8 @@ class Place:
 
     @property
     def one_a_node(self) -> bool:
-        """Whether there is one process on each of several machines. It may start the workers of its machine."""
+        """Whether the launcher has started one process on each of several machines. Such a process can start the
+        workers of its machine itself."""
         return self.size > 1 and self.size == self.nodes
 
     def variables(self) -> dict[str, str]:
@@ -58,19 +60,22 @@ class Place:
         return {name: str(value) for name, value in (named | where).items()}
 
     def record(self) -> dict[str, object]:
-        """Return the facts about this place to record for an attempt. An empty dict without a job."""
+        """Return the facts about the launcher's job to record for an attempt of the run. Returns an empty dict if there
+        is no job."""
         return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
 
     def work(self) -> Work:
-        """Return the launcher's job, as the owner to be named in the lock of a run folder. Without a job, the owner is
-        unknown."""
+        """Return the launcher's job and its attempt, or an empty `Work` if there is no job. A run folder is locked in
+        their name."""
         return Work(f"{self.launcher} job {self.job}", self.attempt) if self.job else Work()
 
     def told(self, devices: int, nodes: int | None = None) -> str:
-        """Return a text such as `Slurm job 4711, 2 nodes × 4 devices, attempt 2`. An empty string without a launcher.
+        """Return a text such as `Slurm job 4711, 2 nodes × 4 devices, attempt 2`. Returns an empty string if there is
+        no launcher.
 
-        devices: the number of devices on all nodes.
-        nodes: the number of nodes that are used. By default, all nodes of this place.
+        devices: the number of devices on all machines.
+        nodes: the number of machines that are used. By default, all machines on which the launcher has started a
+            process.
         """
         if not self.launcher:
             return ""

@@ -25,8 +25,8 @@ OF_STEPS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID", 
 
 
 def read(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | None:
-    """Return the place of a process of a Slurm job. None outside of a job. Raises UsageError if variables
-    contradict."""
+    """Return the place of this process in a Slurm job. None outside of a job. Raises UsageError if Slurm's variables
+    are incomplete or contradict each other."""
     if JOB not in environment:
         return None
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
@@ -68,14 +68,16 @@ def job_id(environment: Mapping[str, str]) -> str:
 
 
 def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
-    """Check whether this process is a task of the job step that the variables name. Otherwise, it has only inherited
-    the variables."""
+    """Check whether this process is a task of the Slurm step that its variables SLURM_STEP_* describe. If not, the
+    process has inherited the variables. For example, a user may submit a batch script from inside a step."""
     real = step_of_process(environment, proc)
     return _agree(environment) if real is None else real == environment.get("SLURM_STEP_ID", real)
 
 
 def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) -> str | None:
-    """Return the step of this process as the system knows it: `0`, `batch`, `interactive` … None if unknown."""
+    """Return the name of the Slurm step in which this process runs, such as `0`, `batch` or `interactive`. It is read
+    from the process's control group, or from the command line of the slurmstepd that started the process. Returns None
+    if it is in neither."""
     job = environment[JOB]
     for text, pattern in (
         (_text(proc / "self" / "cgroup"), rf"/job_{job}/step_(\w+)"),
@@ -100,8 +102,8 @@ def _text(path: Path) -> str:
 
 
 def _agree(environment: Mapping[str, str]) -> bool:
-    """Check whether the variables of the step agree with the variables that slurmd sets for every task and batch
-    script."""
+    """Check whether the variables SLURM_STEP_* of this process fit Slurm's other variables, such as SLURM_NTASKS. If
+    they do not fit, they were inherited from another Slurm step."""
     tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = number(environment, "SLURM_NODEID", 0)
     nodes = set(host_list(environment["SLURM_STEP_NODELIST"]))

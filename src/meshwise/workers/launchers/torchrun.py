@@ -15,9 +15,9 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def read(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that has RANK and WORLD_SIZE. None if one of them is missing.
+    """Return the place of a process that has the variables RANK and WORLD_SIZE. None if one of them is missing.
 
-    In Kubernetes without LOCAL_RANK, the two variables count pods and not processes, as a PyTorchJob sets them.
+    A PyTorchJob of Kubernetes sets no LOCAL_RANK. Its variables count pods instead of processes.
     """
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
