@@ -44,9 +44,7 @@ def from_array(array: Any) -> Tensor:
             return torch.utils.dlpack.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             if not hasattr(kind, "__cuda_array_interface__") and not hasattr(kind, "__array__"):
-                raise UsageError(
-                    f"{_name(array)}: DLPack failed ({error}). Copy the array with the library that made it."
-                ) from error
+                raise UsageError(f"{_name(array)}: DLPack failed ({error}). Copy this array by its library.") from error
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return _from_cuda_interface(array)
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__array__"):
