@@ -354,5 +354,5 @@ def test_a_checkpoint_has_the_names_that_a_trainer_loads(pool: Any, tmp_path: Pa
     for got in pool(2).run(train, Case("renamed", str(tmp_path / "two"), resume=str(tmp_path / "one/checkpoint-2"))):
         del got["log"][-1]["train_loss"]
         torch.testing.assert_close(got["weights"], want["weights"], rtol=1e-9, atol=1e-10)
-    with pytest.raises(CaseFailed, match=r"this checkpoint, .* has old.hidden.* instead of inner.hidden"):
+    with pytest.raises(CaseFailed, match=r"this checkpoint, .* has a value old.hidden.* but no inner.hidden"):
         pool(2).run(train, Case("renamed", str(tmp_path / "three"), resume=str(tmp_path / "one/end")))
