@@ -174,6 +174,7 @@ class _Composing:
 
     def __init__(self, pieces: _Pieces, orders: Sequence[Order], count: int) -> None:
         self._pieces, self._orders, self._count = pieces, orders, count
+        self._places = {piece: n for n, piece in enumerate(pieces.entries)}
         self._storages: dict[_Place, int] = {}
         self._alive: set[int] = set()
         self._next = 0
@@ -270,28 +271,27 @@ class _Composing:
         if isinstance(ref, _Last) or ref.piece.name == REST:
             yield ref
             return
-        last, number = self._pieces.count - 1, ref.piece.number
-        names = {each.piece.number for each in refers if isinstance(each, _Place) and each.piece.name == ref.piece.name}
-        if number == 2 and not {1, 2} <= names:
-            raise Unlike(f"an event refers to the {ref.piece.name} of microbatch {number} alone")
-        if number == 2:
-            for between in range(2, self._count - 1):
-                yield ref._replace(piece=ref.piece._replace(number=between))
-        elif number in (0, 1, last):
-            yield ref._replace(piece=ref.piece._replace(number=self._count - 1 if number == last else number))
+        name, number, last = ref.piece.name, ref.piece.number, self._count - 1
+        if number == 2 and not any(isinstance(each, _Place) and each.piece[1:] == (name, 1) for each in refers):
+            raise Unlike(f"an event refers to the {name} of microbatch {number} alone")
+        # Number 2 of the shorter trace stands for all between the second and the last; those beside it for none.
+        like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
+        for other in like.get(number, ()):
+            yield ref._replace(piece=ref.piece._replace(number=other))
 
     def _sweep(self, entries: Sequence[_Entry], at: int) -> tuple[int, bool, dict[Piece, list[_Entry]]] | None:
         """Return how many entries from `at` on visit the microbatches in order, whether from the last to the first, and
         the entries of each piece. Return None if they do not visit those between."""
         run = list(self._run(entries, at))
         names = {ref.piece.name for ref in run if 2 <= ref.piece.number < self._pieces.count - 1}
-        places = {piece: n for n, piece in enumerate(self._pieces.entries)}
+        if not names:
+            return None
         best: tuple[int, bool, dict[Piece, list[_Entry]]] | None = None
         for backwards in (False, True):
             found: dict[Piece, list[_Entry]] = {}
             length, newest = 0, -math.inf
             for ref, entry in zip(run, entries[at:], strict=False):
-                place = -places[ref.piece] if backwards else places[ref.piece]
+                place = -self._places[ref.piece] if backwards else self._places[ref.piece]
                 if ref.piece.name not in names or place < newest:
                     break
                 newest, length = place, length + 1

@@ -26,7 +26,6 @@ from meshwise.compat.fake_values import may_differ
 from meshwise.compat.flops import flops_of
 from meshwise.compat.moved import Moved, moved_by
 from meshwise.compat.tree import tensors_in
-from meshwise.rehearsal import work
 from meshwise.rehearsal.beside import Beside
 from meshwise.rehearsal.calls import call_of
 from meshwise.rehearsal.operators import MATMULS
@@ -156,11 +155,6 @@ class Record:
         place = self._launch(what, stream, self._awaited(values))
         if stream != own:
             self.beside.begin(place, self._storages(values), moved.work)
-
-    def mark(self, piece: str, number: int = -1) -> None:
-        """Mark where a piece of the step begins (see `Mark`)."""
-        found: Any = work.Mark(piece, number)  # not seen by what reads events: a composed trace has none
-        self.events.append(found)
 
     def waits(self, work: Any) -> None:
         """Record that the program waits for the collective with the handle `work`."""
