@@ -67,7 +67,7 @@ class OperatorTimes:
 
     def inside(self, operation: Operation) -> Sequence[int]:
         """Return what an operator allocates internally, as `timing.timed` measures it. Empty if it was not measured."""
-        return tuple(self._inside.get(operation.call, ()))
+        return self._inside.get(operation.call, ())
 
     def memory_rate(self) -> float:
         """Return how many bytes per second a memory copy reads and writes. This rate is measured in the first call."""

@@ -55,7 +55,7 @@ def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, Seque
         answer = child.stdout.readline()
     if answer:
         seconds, inside = json.loads(answer)
-        return seconds, inside, ""
+        return seconds, tuple(inside), ""
     _child.cache_clear()
     code = child.wait()
     child.stdin.close()
@@ -78,7 +78,7 @@ def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, 
     None if the call cannot be made."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
-        return seconds, [] if seconds is None else _taken_inside(call)
+        return seconds, () if seconds is None else _taken_inside(call)
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
             thread.join()
 
 
-def _taken_inside(call: str) -> list[int]:
+def _taken_inside(call: str) -> tuple[int, ...]:
     """Return what a call allocates internally, in order, from the events of torch's allocator: the bytes of a block, -n
     where the block that entry n allocated is freed (from 1), and 0 where a result is allocated. Empty if it allocates
     its results alone."""
@@ -155,7 +155,7 @@ def _taken_inside(call: str) -> list[int]:
             alive[address] = len(own)
     for entry in alive.values():
         own[entry - 1] = 0
-    return own if any(own) else []
+    return tuple(own) if any(own) else ()
 
 
 def median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
