@@ -24,7 +24,7 @@ from typing import Any
 
 from keep import RESULTS, keep
 
-KEPT = RESULTS / "experts.jsonl"
+KEPT = RESULTS / "experts.json"
 FIRST = 3
 AXES = ("data", "shard", "tensor", "pipeline")
 TITAN, PAPER = "torchtitan/benchmarks, llama3_h100_202412", "arXiv:2410.06511, tables 2 to 4"
@@ -119,12 +119,13 @@ def row_of(estimate: Any) -> dict[str, Any]:
 def searched(name: str, seconds: float) -> dict[str, Any]:
     """Search, and find the experts' mesh."""
     import meshwise as mw
+    from meshwise.rehearsal.estimate import FITS, UNKNOWN
 
     config = CONFIGS[name]
     job, began = job_of(name, config), time.process_time()
     plans = mw.plan(job, machine=config.machine, settings=config.settings, seconds=seconds)
     rows = [row_of(each) for each in plans.found.estimates]
-    fitting = [row for row in rows if row["verdict"] in ("fits", "unknown")]
+    fitting = [row for row in rows if row["verdict"] in (FITS, UNKNOWN)]
     place = next((n for n, row in enumerate(fitting, 1) if row["mesh"] == config.expert), None)
     guessed = [mesh_of(plan) for plan, _ in plans.found.first]
     return {
@@ -145,7 +146,7 @@ def main() -> None:
     if given.inside:
         print(json.dumps(searched(given.inside, given.seconds)))
         return
-    rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    rows: list[dict[str, Any]] = json.loads(KEPT.read_text())["rows"] if KEPT.exists() else []
     for name in CONFIGS:
         if given.score or given.only not in name or any(row["name"] == name for row in rows):
             continue
@@ -155,16 +156,20 @@ def main() -> None:
             print(f"{name}: {done.stderr[-1500:]}", flush=True)
             continue
         rows.append(row := json.loads(done.stdout.splitlines()[-1]))
-        with KEPT.open("a") as file:
-            file.write(json.dumps(row) + "\n")
         took = row["seconds of a processor"]
         print(f"{name:18} expert {row['expert']}: place {row['place']}, {took:.0f} s", flush=True)
         for one in row["rows"][:5]:
             figures = f"{one['seconds'] or 0:8.3f} s {one['GiB']:7.1f} GiB"
             print(f"    {figures} {one['verdict']:18} {one['plan']}", flush=True)
-    among = [row["name"] for row in rows if row["place"] is not None and row["place"] <= FIRST]
-    print(f"{len(among)} of {len(rows)} searches have the experts' mesh among the first {FIRST}")
-    keep("experts", {"among the first": len(among), "of": len(rows), "rows": rows})
+        keep_all(rows)
+    print(f"{keep_all(rows)} of {len(rows)} searches have the experts' mesh among the first {FIRST}")
+
+
+def keep_all(rows: list[dict[str, Any]]) -> int:
+    """Write the result. Return how many searches have the experts' mesh among the first."""
+    among = sum(row["place"] is not None and row["place"] <= FIRST for row in rows)
+    keep("experts", {"among the first": among, "of": len(rows), "rows": rows})
+    return among
 
 
 if __name__ == "__main__":
