@@ -31,8 +31,9 @@ Call = tuple[str, object, object]
 
 
 @contextlib.contextmanager
-def second_step(job, plan):
-    """Runs the first step of a job on this rank, and gives what runs its second one."""
+def steady_step(job, plan):
+    """Runs two steps of a job on this rank, and gives what runs the one after: those two are looked at for writes to
+    gathered parameters, which costs operators that a steady step has not."""
     world = join().world
     engine = Engine(divide_work(plan, world), StepGate(), lambda text: None)
     data = open_data(job, job.data(), "training set")
@@ -40,7 +41,8 @@ def second_step(job, plan):
     steps = epoch_slices(order, job.batch_size, engine.world, plan.accumulate)
     batches = [list(read_slices(data.read, step, 0)) for step in itertools.islice(steps, 2)]
     state = begun(job, plan, engine)
-    train_step(engine, job, state, batches[0])
+    for _ in range(2):
+        train_step(engine, job, state, batches[0])
     try:
         yield lambda: train_step(engine, job, state, batches[-1])
     finally:
@@ -48,9 +50,9 @@ def second_step(job, plan):
 
 
 def recorded(job, plan, watch=lambda: lambda: None):
-    """Every event of the second step on this rank: (name, shapes, dtypes, start, end), in the order of their starts.
+    """Every event of a steady step on this rank: (name, shapes, dtypes, start, end), in the order of their starts.
     watch: is called before the step, and what it gives after it."""
-    with second_step(job, plan) as step, profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+    with steady_step(job, plan) as step, profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         end = watch()
         step()
         end()
