@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +29,7 @@ from meshwise.workers.launch import Halt, launch
 from tests.left_over import KEPT
 
 KEY = b"meshwise tests"
+STACKS = signal.SIGRTMIN  # writes what each thread of a worker is doing to its file
 START = 120.0  # seconds in which the workers of a pool must have started
 
 
@@ -32,8 +38,9 @@ def serve(address: Any) -> None:
     session = join()
     torch.set_num_threads(1)
     verb_log.end()  # a case may let ranks diverge
-    with Client(address, authkey=KEY) as line:
-        line.send(session.world.rank)
+    with Client(address, authkey=KEY) as line, tempfile.NamedTemporaryFile("w") as stacks:
+        line.send((session.world.rank, stacks.name, os.getpid()))
+        faulthandler.register(STACKS, stacks)
         while True:
             try:
                 pickled = line.recv_bytes()
@@ -57,6 +64,16 @@ def fresh() -> None:
         torch._dynamo.reset()
 
 
+def stacks(file: str, process: int) -> str:
+    """What the threads of a worker and of its children, such as loader workers, are doing."""
+    with suppress(OSError):
+        for one in (process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())):
+            os.kill(one, STACKS)
+            time.sleep(0.2)
+        return Path(file).read_text()
+    return "has ended"
+
+
 class CaseFailed(Exception):
     """A case raised on some rank: `rank`, `kind` (the exception's name), `text`."""
 
@@ -72,6 +89,7 @@ class Pool:
         """variables: of the workers' environment."""
         self.size, self._device, self._variables = size, device, variables
         self._lines: list[Connection] = []
+        self._places: dict[int, Any] = {}
         self._start()
 
     def _start(self) -> None:
@@ -99,7 +117,8 @@ class Pool:
         lines = {}
         for _ in range(self.size):
             line = listener.accept()
-            lines[line.recv()] = line
+            rank, *found = line.recv()
+            lines[rank], self._places[rank] = line, found
         self._lines = [lines[rank] for rank in range(self.size)]
 
     def _launch(self, arguments: Any) -> None:
@@ -125,10 +144,10 @@ class Pool:
                 rank, what = failed[0]
                 raise CaseFailed(rank, *what)
             if time.monotonic() > deadline:
+                late = sorted(set(range(self.size)) - set(answers))
+                doing = "\n".join(f"rank {rank}: {stacks(*self._places[rank])}" for rank in late)
                 self._restart()
-                raise TimeoutError(
-                    f"ranks {sorted(set(range(self.size)) - set(answers))} did not answer in {timeout} s"
-                )
+                raise TimeoutError(f"ranks {late} did not answer in {timeout} s\n{doing}")
         return [answers[rank][1] for rank in range(self.size)]
 
     def _answer(self, line: Connection) -> tuple[bool, Any]:
