@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 import meshwise as mw
+from meshwise.data.generators import NUMPY
 from meshwise.parallel import computes
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.transfer import collectives
@@ -207,3 +208,33 @@ def test_a_state_of_an_earlier_version_goes_on_in_its_own_order() -> None:
         seen.append([whole(batch) for batch in loader])
         assert loader.state_dict() == {"epoch": 2, "index": 0, "batches": 0}
     assert seen[0] == seen[1][1:]
+
+
+def test_the_state_of_numpy_is_read_as_it_is_whatever_was_drawn() -> None:
+    changes: list[Callable[[], Any]] = [
+        numpy.random.rand,
+        numpy.random.randn,
+        numpy.random.randn,
+        lambda: numpy.random.seed(3),
+        lambda: numpy.random.randn(3),
+        lambda: None,
+        lambda: numpy.random.shuffle([1, 2, 3]),
+        lambda: numpy.random.randn(700),
+        lambda: numpy.random.set_state(numpy.random.get_state()),
+        lambda: numpy.random.randn(701),
+    ]
+    for change in [*changes, *changes[::-1], *changes[::2]]:
+        change()
+        for _ in range(2):
+            kind, key, *rest = numpy.random.get_state()
+            assert kind == "MT19937" and NUMPY.state() == (key.tobytes(), *rest)
+
+
+def test_the_state_of_another_generator_of_numpy_is_read_too() -> None:
+    given, before = numpy.random.get_bit_generator(), NUMPY.state()
+    try:
+        numpy.random.set_bit_generator(numpy.random.MT19937(5))
+        assert NUMPY.state()[0] == numpy.random.get_state()[1].tobytes() != before[0]
+    finally:
+        numpy.random.set_bit_generator(given)
+    assert NUMPY.state()[0] == before[0]

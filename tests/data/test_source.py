@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 import meshwise as mw
+from meshwise.data import source
+from meshwise.data.generators import GLOBAL, Handle
 from meshwise.data.source import LOOKS, LoaderSettings, count_samples, reader, seeded_by
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
@@ -279,10 +281,39 @@ def test_ready_batches_that_begin_to_draw_are_refused_later() -> None:
 
 
 def test_generators_are_kept_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Mock(side_effect=numpy.random.get_state)
-    monkeypatch.setattr(numpy.random, "get_state", kept)
-    assert len(list(reader(Noisy(), LoaderSettings())([torch.arange(5), torch.arange(5)], 0))) == 2
-    assert kept.call_count == 2
+    kept = Mock(side_effect=random.getstate)
+    monkeypatch.setattr(source, "GLOBAL", (*GLOBAL[:2], Handle(kept, random.setstate)))
+    assert len(list(reader(Noisy(), LoaderSettings())([torch.arange(5)] * 4, 0))) == 4
+    assert kept.call_count == 2 + 4  # the first batch is looked at, and read again
+
+
+class SomeDraw(Squares):
+    """Draws for the last two samples alone, and says what is read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return index, random.random() if index > 7 else 0.0, torch.initial_seed()
+
+
+def test_samples_are_seeded_and_read_again_once_one_has_drawn() -> None:
+    order = [[3, 1, 0], [8, 2], [4, 9]]
+    one, other = SomeDraw(), SomeDraw()
+    settings = LoaderSettings(collate=as_it_is, seed=1)
+    apart = list(reader(one, settings)([torch.tensor(part) for part in order], 0))
+    whole = list(reader(other, settings)([torch.tensor([*order[0], *order[1], *order[2]])], 0))
+    assert [sample[:2] for batch in apart for sample in batch] == [sample[:2] for sample in whole[0]]
+    assert one.read == [3, 1, 0, 8, 2, 8, 2, 4, 9] and other.read == 2 * [3, 1, 0, 8, 2, 4, 9]
+    assert len({seed for *_, seed in apart[0]}) == 1, "what asks for the seed gets the same in each batch"
+
+
+def test_samples_that_draw_nothing_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded = Mock(side_effect=numpy.random.seed)
+    monkeypatch.setattr(numpy.random, "seed", seeded)
+    assert len(list(reader(Squares(), LoaderSettings())([torch.arange(10)] * 3, 0))) == 3
+    assert seeded.call_count == 0
 
 
 class ByItems(Dataset[Any]):

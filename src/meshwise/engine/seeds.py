@@ -28,17 +28,16 @@ def seed_alike(text: str) -> Callable[[], None]:
     program has drawn or seeded since.
 
     text: a text that is equal on all ranks of this run, and different in every other run."""
-    before = random.getstate(), numpy.random.get_state(legacy=False)
+    before = [handle.state() for handle in GLOBAL[1:]]
     seed = zlib.crc32(text.encode())
     random.seed(seed)
     numpy.random.seed(seed)
-    seeded = random.getstate(), repr(numpy.random.get_state(legacy=False))
+    seeded = [handle.state() for handle in GLOBAL[1:]]
 
     def take_back() -> None:
-        if random.getstate() == seeded[0]:
-            random.setstate(before[0])
-        if repr(numpy.random.get_state(legacy=False)) == seeded[1]:
-            numpy.random.set_state(before[1])
+        for handle, old, new in zip(GLOBAL[1:], before, seeded, strict=True):
+            if handle.state() == new:
+                handle.set_state(old)
 
     return take_back
 

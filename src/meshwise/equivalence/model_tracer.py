@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat.dispatch import without_interception
 from meshwise.compat.sharding import groups_of, local_of, sharded_modules
 from meshwise.compat.tree import tensors_in
+from meshwise.data.generators import NUMPY
 from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.equivalence.contents import Reading, contents_of
 from meshwise.equivalence.exchanges import noting_exchanges
@@ -124,7 +124,7 @@ class ModelTracer:
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
         self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
-        of_numpy = np.random.get_state()
+        of_numpy = NUMPY.state()
         try:
             pairs = noting_pairs(rows.count, self.step.pairs, lambda: self._running[-1] if self._running else None)
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
@@ -137,7 +137,7 @@ class ModelTracer:
         finally:
             self.in_forward = False
             self.trace.unkeyed |= self.draws.unkeyed
-            self.trace.numpy_draws |= _position(np.random.get_state()) != _position(of_numpy)
+            self.trace.numpy_draws |= NUMPY.state() != of_numpy
 
     def _go_on(self, calls: dict[str, int]) -> None:
         """Take over the number of calls of each module from the previous pipeline stage, so that this stage counts
@@ -324,12 +324,6 @@ def _box(there: Tensor) -> list[tuple[int, int]]:
     element is True."""
     along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
     return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
-
-
-def _position(state: Any) -> tuple[bytes, int]:
-    """Return two values that change when NumPy's global generator draws: its key, and its position in the key."""
-    _, key, used, *_ = state
-    return key.tobytes(), used
 
 
 class LooksOn:
