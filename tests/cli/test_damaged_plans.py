@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from meshwise import cli
@@ -110,6 +110,7 @@ SETTING = st.builds(lambda name, text: f"{name}={text}", st.sampled_from(PLAN_FI
 
 @given(st.lists(SETTING, min_size=1, max_size=3), st.sampled_from(["--set", "--plan", "--devices"]))
 @FUZZ
+@example(values=["\x00"], option="--plan")
 def test_any_words_for_a_plan_are_answered(answers: Answers, values: list[str], option: str) -> None:
     options = [word for value in values for word in (option, value)]
     answer = answers("run", "mlp", *options, *(() if option == "--devices" else ("--devices", "2xcpu")))

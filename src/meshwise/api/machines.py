@@ -48,7 +48,7 @@ def read_machine(path: Path) -> Machine:
         raise UsageError(f"{path} is not a regular file. Write a machine file with meshwise bench --save FILE.")
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(
             f"{path} cannot be read as a machine file ({why}). Write one with meshwise bench --save FILE."

@@ -68,7 +68,7 @@ def plan_text(file: str | Path) -> str:
             raise OSError(0, "it is a pipe, not a file")
         text = Path(file).read_text(encoding="utf-8-sig")  # some editors put a mark before the text
         plan_values(text)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise PlanError(f"{file}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
     except PlanError as error:
