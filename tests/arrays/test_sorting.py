@@ -123,7 +123,7 @@ def test_refusals() -> None:
         XP.topk(x, 6)
     with pytest.raises(ValueError, match="one of linear"):
         XP.quantile(x, 0.5, method="weibull")
-    with pytest.raises(ValueError, match="q must be from 0 to 1"):
+    with pytest.raises(ValueError, match="q must be a number or a list of numbers from 0 to 1"):
         XP.quantile(x, 1.5)
     with pytest.raises(TypeError, match="at least one"):
         XP.median(XP.zeros((0,)))

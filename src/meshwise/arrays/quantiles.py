@@ -64,7 +64,8 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
     length = math.prod(x.shape[dim] for dim in axes)
     if method not in METHODS or shares.dim() > 1 or bool(((shares < 0) | (shares > 1)).any()):
         raise ValueError(
-            f"{name}(q={q!r}, method={method!r}): q must be from 0 to {most}, and method one of {', '.join(METHODS)}."
+            f"{name}(q={q!r}, method={method!r}): q must be a number or a list of numbers from 0 to {most}, and method "
+            f"one of {', '.join(METHODS)}."
         )
     if x.dtype.is_complex or not length:
         raise TypeError(

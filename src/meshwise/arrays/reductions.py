@@ -54,7 +54,8 @@ def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
         ) from None
     for each in given:
         if not -dims <= each < dims:
-            raise IndexError(f"{name} over axis {each}: the array has {dims} dims. Use {-dims} to {dims - 1}.")
+            use = f"Use {-dims} to {dims - 1}" if dims else "Use axis=None"
+            raise IndexError(f"{name} over axis {each}: the array has {dims} dims. {use}.")
     found = tuple(sorted({each % dims for each in given}))
     if len(found) < len(given):
         raise ValueError(f"{name} over axis {axis} names an axis twice. Name each axis once.")

@@ -128,7 +128,7 @@ class Events:
 
     def begins(self, listener: object = None) -> None:
         """Count the `backwards` of each listener from 0 again, and call the listener's function `anew`. Called when a
-        new training program begins, or a loop at another source line.
+        new training program begins, and at the 1st, 2nd, 4th, 8th ... loop at a source line.
 
         listener: if given, count from 0 for this listener only, without a call of its `anew`."""
         for each in self._all:
