@@ -141,7 +141,8 @@ def parameter_left_out_of_the_shards(patch: Any) -> None:
     """`ignored_params` for one that is trained: it stays whole, and nobody reduces it."""
 
     def fully_shard(real: Any, module: nn.Module, **more: Any) -> Any:
-        return real(module, ignored_params={module.get_parameter("net.2.weight")}, **more)
+        left_out = {*(more.pop("ignored_params", None) or ()), module.get_parameter("net.2.weight")}
+        return real(module, ignored_params=left_out, **more)
 
     around(patch, "fully_shard", fully_shard)
 
@@ -149,12 +150,14 @@ def parameter_left_out_of_the_shards(patch: Any) -> None:
 def block_stays_gathered(patch: Any) -> None:
     """`set_reshard_after_backward(False)` is left on: the next forward takes the weights from before the step."""
     replaced(patch, "guard of steps", lambda *arguments: True)  # which refuses the step: the check finds it too
+    replaced(patch, "guard of gathered weights", lambda *arguments, **more: None)
     once_sharded(patch, lambda model: model.users.layers[1].set_reshard_after_backward(False, recurse=False))
 
 
 def gathered_in_the_wrong_order(patch: Any) -> None:
     """The parts of one block are right on each rank, and are put together in another order of ranks."""
     block: list[Any] = []
+    replaced(patch, "guard of gathered weights", lambda *arguments, **more: None)
     once_sharded(patch, lambda model: block.append(model.things.layers[0]))
 
     def copy_out(real: Any, result: Any, parts: Any, group: Any) -> None:
@@ -171,6 +174,7 @@ def gathered_once(patch: Any) -> None:
     """The parts of one block are gathered in the first step, and never again."""
     block: list[Any] = []
     first: dict[int, Any] = {}
+    replaced(patch, "guard of gathered weights", lambda *arguments, **more: None)
     once_sharded(patch, lambda model: block.append(model.users.layers[1]))
 
     def copy_out(real: Any, result: Any, parts: Any, group: Any) -> None:

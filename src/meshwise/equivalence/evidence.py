@@ -83,6 +83,8 @@ class Evidence:
         """Return a sentence that names padding as another possible cause, if ranks pad their samples to different
         lengths. Return an empty string if they do not."""
         theirs = dict[Any, list[int]]()
+        if self.first.step == 0:  # before the first step
+            return ""
         for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
             theirs.setdefault(output.key, []).extend(output.shape[1:2])
         for one in self.steps[0].outputs:
