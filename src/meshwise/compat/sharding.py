@@ -205,7 +205,7 @@ def around_method(
 
 @contextlib.contextmanager
 def _gathered(root: FSDPModule, state: Any, ran: Callable[[FSDPModule], None], output: list[Any]) -> Iterator[None]:
-    state._pre_forward(root, (), {})
+    state._pre_forward(root, (None,), {})  # torch 2.11 cannot move no arguments at all to a GPU
     try:
         yield
     except BaseException:

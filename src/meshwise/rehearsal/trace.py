@@ -137,7 +137,7 @@ def _why_not(what: str, error: Exception) -> str:
             f"{what} reads os.environ['{name}'], which a rehearsal and `python {what}` do not set. Write "
             f"os.environ.get('{name}', {int(name == 'WORLD_SIZE')})."
         )
-    if "on the same device" in first:
+    if "on the same device" in first or "two different devices" in first:  # torch 2.11
         return (
             f"{what}: this line computes with tensors on two devices. mw.distribute moves models to the GPU, and its "
             "loaders move batches to the GPU. Move other tensors too: tensor.to(next(model.parameters()).device)."
