@@ -83,8 +83,6 @@ class Evidence:
         """Return a sentence that names padding as another possible cause, if ranks pad their samples to different
         lengths. Return an empty string if they do not."""
         theirs = dict[Any, list[int]]()
-        if self.first.step == 0:  # before the first step
-            return ""
         for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
             theirs.setdefault(output.key, []).extend(output.shape[1:2])
         for one in self.steps[0].outputs:
@@ -230,7 +228,7 @@ def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable
             "step": first.step,
             "both": evidence.both_numbers(),
             "samples": evidence.samples_text(),
-            "padding": evidence.or_padding(),
+            "padding": evidence.or_padding() if first.step > 0 else "",
             "how_many": evidence.how_many(),
             "outputs": f"module outputs{evidence.not_seen()} are equal",
             "before": f"everything before it{evidence.not_seen(first.facts.get('at', math.inf))} is equal",
