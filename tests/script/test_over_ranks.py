@@ -99,6 +99,38 @@ def test_values_joined_after_the_loop_are_those_of_plain_torch(shape: str, pool:
             assert got[3] == number.tolist() and torch.equal(got[4], x)
 
 
+def one_epoch(model: nn.Module, batches: Any) -> float:
+    for x, _, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        mw.backward(loss)
+    return loss.item()
+
+
+def last_losses(samples: int, batch_size: int) -> list[float]:
+    """Of the last batch of an epoch, after the loop, which is what many scripts print."""
+    torch.manual_seed(0)
+    model, batches, others = mw.distribute(nn.Linear(3, 3).double(), loader(samples, batch_size), loader(8, 4))
+    seen = []
+    for _ in range(2):
+        for x, _, y in batches:
+            loss = F.cross_entropy(model(x), y)
+            mw.backward(loss)
+        held_out = 0.0
+        for x, _, y in others:
+            held_out += F.cross_entropy(model(x), y, reduction="sum").item()
+        seen += [float(mw.mean(loss)), mw.mean(loss.item()), mw.sum(held_out)]
+    last = one_epoch(model, batches)
+    return [*seen, mw.mean(last)]
+
+
+@pytest.mark.parametrize("shape", ["ragged", "fewer samples than ranks", "one batch"])
+def test_the_last_loss_of_a_loop_is_the_mean_over_the_last_batch(shape: str, pool: Any) -> None:
+    want = everywhere(pool, 1, last_losses, *SHAPES[shape])[0]
+    for ranks in (2, 3):
+        for got in pool(ranks).run(last_losses, *SHAPES[shape]):
+            assert got == pytest.approx(want, rel=1e-12), ranks
+
+
 def test_after_a_loop_with_padding_rows_are_gathered_and_values_are_refused(pool: Any) -> None:
     def case() -> Any:
         kept = [number for _, number, _ in mw.distribute(loader(9, 4))]

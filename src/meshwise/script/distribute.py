@@ -266,7 +266,8 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
     """Return the mean of `value` over all ranks, as one device would compute it. Collective.
 
     value: in the loop over the loader, a mean over this rank's part of the batch. After the loop, a mean over all
-        batches that this rank has read. A number is returned as a float, and a tensor of any shape as a tensor.
+        batches that this rank has read. The last batch's loss, a variable that the loop passes to `mw.backward`, counts
+        for that batch alone. A number is returned as a float, and a tensor of any shape as a tensor.
     weight: how many items `value` is a mean over, such as tokens. By default, this is the number of samples.
     grad: whether the mean keeps its gradient, for use inside a loss, as with `mw.sum`.
 

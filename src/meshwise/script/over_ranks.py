@@ -21,7 +21,7 @@ from meshwise.engine.loops import LoopRead
 from meshwise.engine.weighing import as_weight
 from meshwise.guards.undistributed import UndistributedLoops
 from meshwise.guards.unsummed import UnsummedLoops
-from meshwise.slips.padded_sums import loops_of_value
+from meshwise.slips.padded_sums import loops_of_loss, loops_of_value
 from meshwise.slips.summed_twice import RATIO, TWICE, is_ratio, is_summed
 from meshwise.slips.user_source import asked
 from meshwise.spec.errors import UsageError
@@ -29,6 +29,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives
 
 Number = TypeVar("Number", int, float, Tensor)
+NOWHERE: tuple[str, ...] = ()
 
 
 def sum_over_ranks(engine: Engine, value: Number) -> Number:
@@ -103,6 +104,11 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
 
     verb: the name of the called function, for error messages.
     weighed: whether the call is `mw.sum`, or `mw.mean` with a weight."""
+    of_last = [
+        engine.reads.by_place[place] for place in asked(loops_of_loss, NOWHERE) if place in engine.reads.by_place
+    ]
+    if of_last:
+        return sum(of_last[-1].samples[-1:])
     ended, part = _loop_of_value(engine, weighed) or engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
@@ -116,16 +122,20 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
     return sum(ended.samples)
 
 
+def _read_at(engine: Engine, places: tuple[str, ...]) -> list[LoopRead]:
+    over = engine.reads.by_place
+    return [over[place] for place in places if place in over]
+
+
 def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
     """Find the finished loop that has computed the argument of the user's call of `mw.sum` or `mw.mean`. The loop is
     found in the source code, since it need not be the loop that ended last. Return None if it is not found.
 
     weighed: whether the call is `mw.sum`, or `mw.mean` with a weight. The loop then matters only if it had a padding
         sample, so the result is None if no loop had a padding sample."""
-    over, no_places = engine.reads.by_place, tuple[str, ...]()
-    if weighed and not any(read.padded for read in over.values()):
+    if weighed and not any(read.padded for read in engine.reads.by_place.values()):
         return None
-    found = [over[place] for place in asked(loops_of_value, no_places) if place in over]
+    found = _read_at(engine, asked(loops_of_value, NOWHERE))
     return next((read for read in found if read.padded), found[0] if len(found) == 1 else None)
 
 

@@ -9,8 +9,9 @@ Tested in tests/slips/test_padded_sums.py.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
@@ -76,23 +77,39 @@ def loops_of_value(source: Source, call: ast.Call) -> tuple[str, ...]:
     """Find the `for` loops that have computed the argument of a call of `mw.sum` or `mw.mean` by adding up values.
     Return the source lines of the loops, such as `("train.py:31",)`. A loop may be in the function that contains the
     call, or in a function of the same file that has returned the argument."""
+    return _loops_of(source, call, _added)
+
+
+def loops_of_loss(source: Source, call: ast.Call) -> tuple[str, ...]:
+    """Find the `for` loops whose last loss is the argument of a call of `mw.sum` or `mw.mean` after the loop. Such a
+    loop sets the variable for each batch, and passes it to `mw.backward`. Return the lines as `loops_of_value` does."""
+    return _loops_of(source, call, partial(_losses, source))
+
+
+def _loops_of(source: Source, call: ast.Call, names_of: Callable[[ast.For], set[str]]) -> tuple[str, ...]:
     nodes = list(inside(source.scope))
-    loops = [n for n in nodes if isinstance(n, ast.For) and _joined(source, call, n, _added(n))]
+    loops = [n for n in nodes if isinstance(n, ast.For) and _joined(source, call, n, names_of(n))]
     given_by = [value for node in nodes for name, value in given(node) if call.args and reads(call.args[0], name)]
     called = {name_of(value) for value in given_by if isinstance(value, ast.Call) and value.lineno < call.lineno}
     for function in ast.walk(source.tree):
         if isinstance(function, ast.FunctionDef) and function.name in called and source.verb(call) in ("sum", "mean"):
-            loops += [n for n in inside(function) if isinstance(n, ast.For) and _is_given_back(function, n)]
+            loops += [n for n in inside(function) if isinstance(n, ast.For) and _is_given_back(function, n, names_of)]
     return tuple(source.place(line) for n in loops for line in range(n.lineno, (n.iter.end_lineno or n.lineno) + 1))
 
 
-def _is_given_back(function: ast.FunctionDef, loop: ast.For) -> bool:
-    """Return whether a function returns a sum that its loop has computed, without changing the sum after the loop."""
+def _is_given_back(function: ast.FunctionDef, loop: ast.For, names_of: Callable[[ast.For], set[str]]) -> bool:
+    """Return whether a function returns a value that its loop has computed, without changing it after the loop."""
     behind = [node for node in inside(function) if getattr(node, "lineno", 0) > (loop.end_lineno or 0)]
     anew = {name for node in behind for name, _ in given(node)}
     returned = [node.value for node in behind if isinstance(node, ast.Return) and node.value is not None]
     plain = [value for value in returned if not any(isinstance(each, ast.Call) for each in ast.walk(bare(value)))]
-    return any(reads(value, name) for value in plain for name in _added(loop) - anew)
+    return any(reads(value, name) for value in plain for name in names_of(loop) - anew)
+
+
+def _losses(source: Source, loop: ast.For) -> set[str]:
+    calls = [node for node in inside(loop) if isinstance(node, ast.Call) and source.verb(node) == "backward"]
+    anew = (pair for node in inside(loop) for pair in given(node))
+    return {name for name, value in anew if not reads(value, name) and any(reads(call, name) for call in calls)}
 
 
 def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[int, str]:
