@@ -6,7 +6,7 @@
     python bench/suite.py --only equivalence    # parts whose name has this word
     python bench/suite.py --behind "nice -n 19" # what the tests are started with
 
-A part is what is slow in one test file, or what is not slow in one folder, with 400 examples of hypothesis. What is
+Of a part that failed at such a commit, only the tests that failed run again. A part is what is slow in one test file, or what is not slow in one folder, with 400 examples of hypothesis. What is
 short by the last result comes first. The checkout must be clean: a result is of its commit.
 
 Claim: every part is green at a named commit.
@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def parts() -> dict[str, tuple[str, ...]]:
     return quick | {f"{file}, slow": (file, "-m", "slow") for file in slow}
 
 
-def tested(options: tuple[str, ...], behind: list[str], workers: str) -> dict[str, Any]:
+def tested(options: Sequence[str], behind: list[str], workers: str) -> dict[str, Any]:
     """Run one part."""
     began = time.monotonic()
     words = (*behind, *PYTEST, "-n", workers, "--hypothesis-profile=suite", *options)
@@ -83,7 +84,12 @@ def main() -> None:
     left = [name for name in all_parts if not (found.get(name, {}).get("green") and found[name]["commit"] in recent)]
     for name in sorted(left, key=lambda name: found.get(name, {}).get("seconds", 0)):
         if given.only in name and time.monotonic() < end:
-            found[name] = {"commit": commit} | tested(all_parts[name], given.behind.split(), given.workers)
+            before = found.get(name, {})
+            again = before.get("failed", []) if before.get("commit") in recent else []
+            found[name] = {"commit": commit} | tested(again or all_parts[name], given.behind.split(), given.workers)
+            if again:
+                found[name]["tests"] = f"{before['tests']} at {before['commit']}, again: {found[name]['tests']}"
+                found[name]["seconds"] += before["seconds"]
             kept = {part: found[part] for part in all_parts if part in found}
             keep("suite", {"seconds": sum(one["seconds"] for one in kept.values()), "parts": kept})
             print(f"{name}: {found[name]['tests']}, {found[name]['seconds']} s", flush=True)
