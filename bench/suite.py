@@ -6,8 +6,9 @@
     python bench/suite.py --only equivalence    # parts whose name has this word
     python bench/suite.py --behind "nice -n 19" # what the tests are started with
 
-Of a part that failed at such a commit, only the tests that failed run again. A part is what is slow in one test file, or what is not slow in one folder, with 400 examples of hypothesis. What is
-short by the last result comes first. The checkout must be clean: a result is of its commit.
+A part is what is slow in one test file, or what is not slow in one folder, with 400 examples of hypothesis. What is
+short by the last result comes first. Of a part that failed at such a commit, only the tests that failed run again. The
+checkout must be clean: a result is of its commit.
 
 Claim: every part is green at a named commit.
 """
