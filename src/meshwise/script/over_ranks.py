@@ -104,10 +104,7 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
 
     verb: the name of the called function, for error messages.
     weighed: whether the call is `mw.sum`, or `mw.mean` with a weight."""
-    of_last = [
-        engine.reads.by_place[place] for place in asked(loops_of_loss, NOWHERE) if place in engine.reads.by_place
-    ]
-    if of_last:
+    if of_last := _read_at(engine, asked(loops_of_loss, NOWHERE)):
         return sum(of_last[-1].samples[-1:])
     ended, part = _loop_of_value(engine, weighed) or engine.reads.ended, engine.part
     if ended is None:
