@@ -223,6 +223,8 @@ def _part_of(p: DTensor, axis: Axis) -> Tensor:
     divided, local = division(p.placements[-1]), p.to_local()
     local = local.view_as(local) if local.is_leaf else local
     if divided is None:
+        if local.requires_grad:  # else two parameters that are added may get one gradient, and each changes it
+            local.register_hook(Tensor.clone)
         return local
     dim, sections = divided
     found = split(local, SplitPart(axis, dim, p.shape[dim], sections))
