@@ -40,6 +40,7 @@ BURST_SECONDS = 0.002
 have carried: with 0.5 ms two busy cores brought a 1 Gbit/s link to half of its rate as soon as both directions ran."""
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _numbers = itertools.count()
+NAME = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'  # hosts have names: reports count them
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Host:
     def popen(self, args: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[Any]:
         """Start a process on this host; it ends with the host. env: on top of this process's own."""
         clock = ["unshare", "--time", "--monotonic", str(round(self.ahead)), "--"] if self.ahead else []
-        command = ["ip", "netns", "exec", self.namespace, *clock, *args]
+        named = ["unshare", "--uts", "--", "sh", "-c", NAME, self.namespace]
+        command = ["ip", "netns", "exec", self.namespace, *named, *clock, *args]
         variables = os.environ | {VARIABLE: "of the hosts of one test, and of nobody else"} | dict(env or {})
         process = subprocess.Popen(command, env=variables, cwd=ROOT, **more)
         self._started.append(process)
