@@ -110,8 +110,13 @@ IN_TURN = ("mnist-mlp", "mnist-cnn", "mlp", "two-tower", "lstm-tagger", "resnet"
 """Which models `make test` runs, each under the next plan: large ones not on four devices, and those that recompute
 alone on models that have something to recompute. gpt takes longest, and is left to `make suite`."""
 
-LATER_QUICK = {"offload parameters": "mnist-mlp", "offload optimizer": "two-tower"}
-"""The model for which `make test` runs a technique of `LATER`."""
+QUICK_ON = {
+    "offload parameters": "mnist-mlp",
+    "offload optimizer": "two-tower",
+    "tensor × recompute selective × offload": "unet",
+}
+"""The model on which `make test` runs a plan that is not run in turn. The U-Net's `bottom` is recomputed whole, and is
+no repeated block."""
 
 STEPS = 5
 STEPS_QUICK = 3
@@ -149,11 +154,11 @@ def cases() -> list[Case]:
         for p, (label, plan) in enumerate({**TECHNIQUES, **COMBINATIONS}.items()):
             if isinstance(plan.recompute, tuple):
                 plan = replace(plan, recompute=(BLOCKS[name],))
-            quick = name == IN_TURN[p % len(IN_TURN)] and plan.devices < 8
+            quick = name == QUICK_ON.get(label, IN_TURN[p % len(IN_TURN)]) and plan.devices < 8
             found.append(Case(name, label, plan, quick))
         if name in WITH_POSITIONS:
             found += [Case(name, label, plan, (name, label) == ("llama", "context")) for label, plan in CONTEXT.items()]
         stages = PIPELINES | (PIPELINES_OF_POSITIONS if name in WITH_POSITIONS else {})
         found += [Case(name, label, plan, False) for label, plan in stages.items() if name in WITH_STAGES]
-        found += [Case(name, label, plan, LATER_QUICK.get(label) == name) for label, plan in LATER.items()]
+        found += [Case(name, label, plan, QUICK_ON.get(label) == name) for label, plan in LATER.items()]
     return found

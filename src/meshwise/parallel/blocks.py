@@ -14,6 +14,10 @@ from meshwise.compat.compiling import unwrapped
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
+HOLDERS = 3
+"""The fewest modules with repeated layers, such as nn.Conv2d, for which each of these modules is recomputed as a whole.
+If a model has fewer such modules, its repeated layers are recomputed one by one."""
+
 
 def called_in(model: nn.Module) -> list[nn.Module]:
     """Return the models that the program calls: `model` itself, or the entries of a list or dictionary of models."""
@@ -81,3 +85,21 @@ def _is_called(container: nn.Module) -> bool:
     entries of an `nn.ModuleList` or `nn.ModuleDict`. Funnel Transformers, for example, have module lists in a module
     list."""
     return isinstance(container, nn.Sequential)
+
+
+def blocks_to_recompute(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of `model` that recompute='full' and 'selective' run again in the backward, with their names.
+
+    These are the repeated layers of the model, or its parts if it has no repeated layers. A layer without submodules is
+    replaced by the module that contains it, because recomputing one layer alone saves nothing: its input must be kept
+    anyway. If fewer than HOLDERS modules result, as for VGG, which has all its layers in one module, the layers are
+    returned.
+    """
+    blocks = repeated_blocks(model) or blocks_of(model)
+    found: dict[str, nn.Module] = {}
+    for name, block in blocks:
+        holder = name if any(True for _ in block.children()) else name.rpartition(".")[0]
+        if holder and not isinstance(module := model.get_submodule(holder), nn.ModuleList | nn.ModuleDict):
+            found[holder] = module
+    outermost = [each for each in found.items() if not any(each[0].startswith(f"{other}.") for other in found)]
+    return outermost if len(outermost) >= HOLDERS else blocks

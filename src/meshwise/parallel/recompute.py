@@ -27,7 +27,7 @@ from meshwise.compat.dispatch import named_arguments
 from meshwise.compat.modules import buffers_in, put_forward
 from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import determinism_of_parts
-from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.parallel.blocks import blocks_of, blocks_to_recompute, repeated_blocks
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, nearest
 from meshwise.spec.words import some
@@ -35,10 +35,6 @@ from meshwise.splits.tensor import parts_of, split_again
 
 COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "scaled_dot_product")
 """Operators with results that `selective` keeps: matrix products, convolutions, and all kinds of attention."""
-
-HOLDERS = 3
-"""The fewest modules with repeated layers, such as nn.Conv2d, for which each of these modules is recomputed as a whole.
-If a model has fewer such modules, its repeated layers are recomputed one by one."""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -50,38 +46,20 @@ def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[s
     recompute: "none", "full", "selective", or the names of the modules to recompute. With "full" and "selective", the
         blocks are the repeated layers of the model. A model without repeated layers is recomputed part by part. If a
         block is a single layer, such as one nn.Conv2d, the module that contains it is recomputed instead (see
-        `_holders`).
+        `blocks_to_recompute`).
 
     Raises PlanError for a name that is not a module of the model.
     """
     if recompute == "none":
         return []
     if isinstance(recompute, str):
-        blocks = _holders(model, repeated_blocks(model) or blocks_of(model)) or [("", model)]
+        blocks = blocks_to_recompute(model) or [("", model)]
     else:
         blocks = [(name, _module(model, name)) for name in recompute]
     for _, block in blocks:
         if getattr(block.forward, "func", None) is not _recomputed:
             put_forward(block, functools.partial(_recomputed, block, block.forward, recompute == "selective"))
     return [name or "the whole model" for name, _ in blocks]
-
-
-def _holders(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the modules to recompute, given the blocks of a model. A block that is a single layer is replaced by the
-    module that contains it, because recomputing one layer alone saves nothing: its input must be kept anyway.
-
-    If fewer than HOLDERS modules result, as for VGG, which has all its layers in one module, `blocks` is returned
-    unchanged.
-    """
-    found: dict[str, nn.Module] = {}
-    for name, block in blocks:
-        holder = name if any(True for _ in block.children()) else name.rpartition(".")[0]
-        if holder and not isinstance(module := model.get_submodule(holder), nn.ModuleList | nn.ModuleDict):
-            found[holder] = module
-    outermost = [
-        (name, module) for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)
-    ]
-    return outermost if len(outermost) >= HOLDERS else blocks
 
 
 def recomputed(model: nn.Module) -> list[str]:

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from meshwise.compat.compiling import unwrapped
 from meshwise.compat.modules import (
     around_pre_hooks,
     has_pre_hooks,
@@ -36,7 +37,7 @@ from meshwise.compat.modules import (
 )
 from meshwise.compat.sharding import division, packed
 from meshwise.compat.whole_values import plain_loss, read_whole
-from meshwise.parallel.blocks import blocks_of, called_in, repeated_blocks
+from meshwise.parallel.blocks import blocks_to_recompute, called_in, repeated_blocks
 from meshwise.parallel.layout import cuts_of
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
@@ -85,9 +86,10 @@ def _apply(setup: Setup) -> None:
     read_whole(mesh, meet)
     look_out()
     setup.plain = functools.partial(_plain, mesh)
+    # each makes its parts itself, in its first run and in its second: `selective` counts what both call
+    again = blocks_to_recompute(unwrapped(setup.model)) if setup.plan.recompute == "selective" else []
     for root in called_in(setup.model):
-        parts = repeated_blocks(root) or (blocks_of(root) if setup.plan.recompute == "selective" else [])
-        blocks = {root, *(block for _, block in parts)}  # each does the same in its first run and in its second
+        blocks = {root, *(block for _, block in [*repeated_blocks(root), *again])}
         for module in root.modules():
             owners = tuple(own for own in _modules(module, blocks) if parameters_in(own))
             if any(True for _ in module.parameters()):
