@@ -65,6 +65,16 @@ def test_what_is_of_another_form_tells_nothing(odd: bytes) -> None:
     assert read_progress(dump(1, 1, 0, entries=7)) == []
 
 
+def test_a_status_that_is_behind_its_entries_is_not_believed() -> None:
+    told = json.loads(dump(9, -1, 7))
+    for entry, over in zip(told["entries"], (True, True, True, False), strict=True):
+        entry["retired"] = over
+    (found,) = read_progress(json.dumps(told).encode())
+    assert (found.completed, found.name) == (8, "all_reduce")
+    told["entries"][-1] |= {"retired": True, "is_p2p": True}
+    assert read_progress(json.dumps(told).encode())[0].completed == 8
+
+
 def of_gloo() -> list[GroupProgress]:
     import torch
     import torch.distributed as dist

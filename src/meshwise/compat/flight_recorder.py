@@ -1,11 +1,13 @@
 """Read a rank's collectives from torch's flight recorder: enqueued, begun, completed.
 
 On a GPU a rank runs ahead of its device, so that what it has come to says little of what the device waits for. NCCL's
-watchdog follows each collective by CUDA events, and the recorder keeps how far each group has come. Its getters are
-private: `_dump_fr_trace_json` (torch 2.11 and later), before that `_dump_nccl_trace_json` of builds with NCCL. The
-buffer is on by default; TORCH_FR_BUFFER_SIZE=0 (formerly TORCH_NCCL_TRACE_BUFFER_SIZE) turns it off. Whether a
-collective has begun is known with TORCH_NCCL_ENABLE_TIMING=1 alone.
-Read in torch 2.13: `distributed/flight_recorder`, and the dump of a gloo group, which has no states.
+watchdog follows each collective by CUDA events, and the recorder keeps how far each group has come. Its getter
+`_dump_fr_trace_json` is private (torch 2.11 and later). The buffer is on by default; TORCH_FR_BUFFER_SIZE=0 (formerly
+TORCH_NCCL_TRACE_BUFFER_SIZE) turns it off. Whether a collective has begun is known with TORCH_NCCL_ENABLE_TIMING=1
+alone.
+Read in torch 2.13: `distributed/flight_recorder`, and the dump of a gloo group, which has no states. Two threads
+complete the collectives of a gloo group, and the group's status keeps the number of the thread that wrote last, which
+may be the smaller one: so the entries are asked too.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch._C import _distributed_c10d
-
-GETTERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,8 @@ class GroupProgress:
 
 def progress() -> list[GroupProgress]:
     """Return this rank's progress in each process group; an empty list if torch's recorder cannot be read."""
-    for name in GETTERS:
-        getter: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
-        if getter is not None:
-            return read_progress(getter())
-    return []
+    getter: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    return [] if getter is None else read_progress(getter())
 
 
 def read_progress(dump: bytes) -> list[GroupProgress]:
@@ -71,6 +68,8 @@ def _group(key: str, status: Mapping[str, Any], entries: list[Mapping[str, Any]]
         max(int(status[f"last_{which}_collective"]), -1) for which in ("enqueued", "started", "completed")
     )
     own = [entry for entry in entries if str(entry.get("pg_id")) == key]
+    over = [e["collective_seq_id"] for e in own if e.get("retired") and not e.get("is_p2p")]
+    completed = max([completed, *over])
     described = next((str(entry["process_group"][1]) for entry in own if entry["process_group"][1]), "")
     names = (e["profiling_name"] for e in own if not e.get("is_p2p") and e["collective_seq_id"] == completed + 1)
     name = str(next(names, "")).partition(":")[2]
