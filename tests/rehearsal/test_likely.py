@@ -72,6 +72,7 @@ CHECKED = [
 ]
 
 
+@pytest.mark.slow
 def test_small_traces_tell_the_time_of_the_whole_model_and_other_splits():
     program, asked = Tracer(job()), []
     small = small_traces(program, MACHINE)
