@@ -210,6 +210,12 @@ QUICK = [
     (encoder, Plan(), "gpu", {}),
     (shallow, Plan(accumulate=8), "gpu", {}),
     (shallow, Plan(pipeline=2, accumulate=16), "gpu", {}),
+    (
+        functools.partial(blocks, 2, width=64),
+        Plan(data=2, pipeline=2, tensor=2, accumulate=16),
+        "gpu",
+        {"batch_size": 32},
+    ),
 ]
 SLOW = [
     (functools.partial(blocks, 30, width=64), Plan(pipeline=3, accumulate=4), "gpu", {}),

@@ -74,6 +74,7 @@ class Record:
         self._categories: dict[int, str] = {}
         self._next = 0
         self._operations: dict[Operation, Operation] = {}
+        self._names: dict[str, str] = {}
 
     @property
     def phase(self) -> str:
@@ -164,6 +165,11 @@ class Record:
     def _stream(self) -> str:
         return MAIN if self.device == "cpu" else fake_device.stream_of().name
 
+    def _named(self, stream: str) -> str:
+        """Return the name of a stream in the trace. The program's own are numbered by their first use, so that two
+        traces of a program have equal names."""
+        return self._names.setdefault(stream, f"stream {len(self._names)}") if stream.startswith("stream ") else stream
+
     def _awaited(self, values: Any) -> Iterable[int]:
         return self._storages(values) if self.beside.running else ()
 
@@ -174,9 +180,10 @@ class Record:
     def _launch(self, what: Operation | CollectiveOperation | Copy, stream: str, storages: Iterable[int]) -> int:
         """Record a launch, and return its index. storages: the numbers of the storages that it reads or writes."""
         place = len(self.events)
-        after = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
-        where = self.places.now()
-        self.events.append(Launch(what, stream, self.phase, *where, tuple(sorted(after))))
+        awaited = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
+        named = self._named(stream)
+        after = {n for n in awaited if getattr(self.events[n], "stream", "") != named}  # those of one are in order
+        self.events.append(Launch(what, named, self.phase, *self.places.now(), tuple(sorted(after))))
         return place
 
     # Memory.
@@ -188,12 +195,11 @@ class Record:
 
     def _notice(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._numbers:
-            return
-        self._numbers[storage] = number = self._next
-        self._next += 1
-        weakref.finalize(storage, self._gone, number).atexit = False
-        self._take(number, storage.nbytes(), tensor)
+        if storage not in self._numbers:
+            self._numbers[storage] = number = self._next
+            self._next += 1
+            weakref.finalize(storage, self._gone, number).atexit = False
+            self._take(number, storage.nbytes(), tensor)
 
     def resized(self, tensor: Tensor, size: int) -> None:
         """Record that a tensor's storage is resized to `size` bytes. FSDP2 gathers and frees parameters in this way."""
@@ -209,7 +215,7 @@ class Record:
             return
         on_host = self.device != "cpu" and tensor.device.type in ON_HOST
         category = self._categories.get(number) or ("activations" if self.phase == "forward" else "temporary")
-        self._alive[number] = event = Allocate(number, size, category, on_host, self._stream)
+        self._alive[number] = event = Allocate(number, size, category, on_host, self._named(self._stream))
         self.events.append(event)
 
     def _gone(self, number: int) -> None:
@@ -255,9 +261,8 @@ def _collective(moved: Moved) -> CollectiveOperation | None:
     if moved.peer is not None:
         ends = dist.get_rank(), ranks[moved.peer]
         ranks = ends if moved.kind == "send" else ends[::-1]
-    return CollectiveOperation(
-        moved.kind, sum(tensor.nbytes for tensor in moved.tensors), ranks, _word(moved.tensors[0])
-    )
+    size = sum(tensor.nbytes for tensor in moved.tensors)
+    return CollectiveOperation(moved.kind, size, ranks, _word(moved.tensors[0]))
 
 
 def _tells_values(func: Any, args: tuple[Any, ...]) -> bool:
