@@ -64,7 +64,10 @@ at most, and of the largest message with which a shaped link is measured."""
 ONE = ("", "accumulate=2", "recompute=full", "precision=bf16")
 TWO = ("data=2", "data=2 zero1=true", "data=2 accumulate=2", "shard=2", "pipeline=2 accumulate=4")
 FEW, THREE = ("data=2", "shard=2", "pipeline=2 accumulate=4"), ("data=3", "shard=3")
-JOBS = {"mnist-mlp": 96, "mnist-cnn": 48, "mlp": 96, "gpt:tiny": 24, "bert": 24, "gpt2": 12, "llama": 12, "vit": 24}
+BUILT_IN = {"mnist-mlp": 96, "mnist-cnn": 48, "mlp": 96, "gpt:tiny": 24}
+FOREIGN = {"bert": 24, "gpt2": 12, "llama": 12, "vit": 24, "t5": 12, "opt": 12, "neox": 12, "qwen3": 12}
+FOREIGN |= {"distilbert": 24, "electra": 24, "resnet": 48, "convnext": 24}
+JOBS = BUILT_IN | FOREIGN
 OVER_LINKS = ("mnist-mlp", "mlp", "bert", "vit")
 
 

@@ -22,8 +22,21 @@ TEXT: dict[str, tuple[str, dict[str, int]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 192, "n_layer": 3, "n_head": 4, "n_positions": TOKENS}),
     "llama": ("LlamaForCausalLM", {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}),
     "t5": ("T5ForConditionalGeneration", {"d_model": 128, "num_layers": 2, "num_heads": 4, "d_kv": 32, "d_ff": 256}),
+    "opt": ("OPTForCausalLM", {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 768}),
+    "neox": ("GPTNeoXForCausalLM", {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}),
+    "qwen3": ("Qwen3ForCausalLM", {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    "distilbert": ("DistilBertForMaskedLM", {"dim": 128, "hidden_dim": 512, "n_layers": 3, "n_heads": 4}),
+    "electra": ("ElectraForMaskedLM", {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}),
 }
-MORE = {"bert": {"intermediate_size": 512}, "llama": {"intermediate_size": 640, "num_key_value_heads": 2}}
+MORE = {
+    "bert": {"intermediate_size": 512},
+    "llama": {"intermediate_size": 640, "num_key_value_heads": 2},
+    "opt": {"word_embed_proj_dim": 192, "max_position_embeddings": TOKENS, "dropout": 0.0, "pad_token_id": 0},
+    "neox": {"intermediate_size": 768, "max_position_embeddings": TOKENS},
+    "qwen3": {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64},
+    "distilbert": {"dropout": 0.0, "attention_dropout": 0.0},
+    "electra": {"intermediate_size": 512, "embedding_size": 128},
+}
 IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": (
         "ViTForImageClassification",
@@ -33,6 +46,10 @@ IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": (
         "ResNetForImageClassification",
         {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [1, 1, 1], "layer_type": "basic"},
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        {"num_stages": 3, "hidden_sizes": [32, 64, 128], "depths": [1, 1, 2], "patch_size": 2},
     ),
 }
 
