@@ -341,7 +341,7 @@ trainer.fit(Model(), loader)
 """
 
 
-@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize("kind", ["gpu", pytest.param("cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("library", "text"), [("transformers", TRAINER), ("lightning", LIGHTNING)])
 def test_a_trainer_that_is_distributed_is_rehearsed(script, library, text, kind):
     """Lightning's ended in `Device should be GPU, got sim`, transformers' in an error about MASTER_ADDR."""
