@@ -27,7 +27,7 @@ demo: $(RUNTIME)  ## train the convolutional network on MNIST, on every accelera
 	$(PY) -m meshwise report --html && \
 	echo "Open this page in a browser: all ranks on one clock, loss, memory, findings."
 
-quick: lint types  ## lint, format, types, and the tests that start no process: an answer within 90 seconds
+quick: lint types  ## lint, format, types, and the tests that start no process: an answer in three minutes
 	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow" --hypothesis-profile=quick
 
 test: lint types  ## what CI runs: lint, format, types, and all tests but the slow ones and those of tests/night.txt
