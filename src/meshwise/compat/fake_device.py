@@ -57,11 +57,11 @@ class Stream(_Done):
         self.stream_id, self.device_index, self.device_type = Stream.made, 0, 20
 
     def wait_stream(self, other: Stream) -> None:
-        self._wait(_last.get(other.name, -1))
+        self._wait(other.name, _last.get(other.name, -1))
 
     def wait_event(self, event: Event) -> None:
         if event.of == _records[0]:  # what came before this record has ended
-            self._wait(event.at)
+            self._wait(event.stream, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -73,8 +73,8 @@ class Stream(_Done):
         method."""
         return False
 
-    def _wait(self, place: int) -> None:
-        if place >= 0:
+    def _wait(self, stream: str, place: int) -> None:
+        if place >= 0 and stream != self.name:  # the launches of one stream are in order anyway
             _pending.setdefault(self.name, set()).add(place)
 
     def __enter__(self) -> Stream:
@@ -89,16 +89,18 @@ class Stream(_Done):
 class Event(_Done):
     """An event that was recorded in a stream of the fake device.
 
+    stream: the name of the stream.
     at: the number of the last launch in the stream before the event; -1 if there is none.
     of: the number of the record of launches that was running at the event (see `begin_record`). When a new record
         begins, all earlier launches count as ended, so streams do not wait for old events. FSDP2, for example, keeps
         events until the next step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.at, self.of = -1, -1
+        self.stream, self.at, self.of = "", -1, -1
 
     def record(self, stream: Stream | None = None) -> Event:
-        self.at, self.of = _last.get((stream or _stream[-1]).name, -1), _records[0]
+        self.stream = (stream or _stream[-1]).name
+        self.at, self.of = _last.get(self.stream, -1), _records[0]
         return self
 
     def wait(self, stream: Stream | None = None) -> None:

@@ -73,5 +73,4 @@ def _group(key: str, status: Mapping[str, Any], entries: list[Mapping[str, Any]]
     described = next((str(entry["process_group"][1]) for entry in own if entry["process_group"][1]), "")
     names = (e["profiling_name"] for e in own if not e.get("is_p2p") and e["collective_seq_id"] == completed + 1)
     name = str(next(names, "")).partition(":")[2]
-    known = None if begun < 0 else begun
-    return GroupProgress(described or key, max(enqueued, 0), known, max(completed, 0), name)
+    return GroupProgress(described or key, max(enqueued, 0), begun if begun >= 0 else None, max(completed, 0), name)

@@ -101,5 +101,7 @@ def blocks_to_recompute(model: nn.Module) -> list[tuple[str, nn.Module]]:
         holder = name if any(True for _ in block.children()) else name.rpartition(".")[0]
         if holder and not isinstance(module := model.get_submodule(holder), nn.ModuleList | nn.ModuleDict):
             found[holder] = module
-    outermost = [each for each in found.items() if not any(each[0].startswith(f"{other}.") for other in found)]
+    outermost = [
+        (name, module) for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)
+    ]
     return outermost if len(outermost) >= HOLDERS else blocks

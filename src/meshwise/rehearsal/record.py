@@ -180,10 +180,9 @@ class Record:
     def _launch(self, what: Operation | CollectiveOperation | Copy, stream: str, storages: Iterable[int]) -> int:
         """Record a launch, and return its index. storages: the numbers of the storages that it reads or writes."""
         place = len(self.events)
-        awaited = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
-        named = self._named(stream)
-        after = {n for n in awaited if getattr(self.events[n], "stream", "") != named}  # those of one are in order
-        self.events.append(Launch(what, named, self.phase, *self.places.now(), tuple(sorted(after))))
+        after = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
+        where = self.places.now()
+        self.events.append(Launch(what, self._named(stream), self.phase, *where, tuple(sorted(after))))
         return place
 
     # Memory.
@@ -195,11 +194,12 @@ class Record:
 
     def _notice(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage not in self._numbers:
-            self._numbers[storage] = number = self._next
-            self._next += 1
-            weakref.finalize(storage, self._gone, number).atexit = False
-            self._take(number, storage.nbytes(), tensor)
+        if storage in self._numbers:
+            return
+        self._numbers[storage] = number = self._next
+        self._next += 1
+        weakref.finalize(storage, self._gone, number).atexit = False
+        self._take(number, storage.nbytes(), tensor)
 
     def resized(self, tensor: Tensor, size: int) -> None:
         """Record that a tensor's storage is resized to `size` bytes. FSDP2 gathers and frees parameters in this way."""

@@ -90,7 +90,7 @@ class _Row:
         self.at: list[int | None] = []
         self.refers: list[tuple[int, ...]] = []
         self.starts: list[int] = []
-        self._numbers, self._whats, streams = numbers, dict[int, int](), dict[str, int]()
+        self._numbers, self._whats = numbers, dict[int, int]()
         last: dict[int, int] = {}
         sections: Sequence[Sequence[Any]] = (trace.first.held, trace.first.events, trace.step.held, trace.step.events)
         for section, events in enumerate(sections):
@@ -102,8 +102,7 @@ class _Row:
                     self._add(event, event, event, None, ())
                 elif isinstance(event, Launch):
                     what, (place, number) = event.what, read(event)
-                    stream = streams.setdefault(event.stream, len(streams))
-                    common = "launch", stream, event.phase, place, event.blocks
+                    common = "launch", event.stream, event.phase, place, event.blocks
                     loose: Hashable = what.name if isinstance(what, Operation) else self._what(what)
                     if isinstance(what, CollectiveOperation) and event.phase in GROWS and what.size <= NUMBERS:
                         loose = what.kind, what.ranks, what.dtype
@@ -111,8 +110,7 @@ class _Row:
                     self._add(event, key, (*common, loose), number, tuple(start + place for place in event.after))
                 elif isinstance(event, Allocate):
                     before = last.get(event.storage)
-                    stream = streams.setdefault(event.stream, len(streams))
-                    own = "allocate", event.category, event.on_host, stream, before is None
+                    own = "allocate", event.category, event.on_host, event.stream, before is None
                     last[event.storage] = len(self.events)
                     self._add(event, (*own, event.size), own, None, () if before is None else (before,))
                 else:
