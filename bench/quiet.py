@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 
 FIRST = "-20"
-INTERVAL = 0.05
+INTERVAL = 1.0
+"""Seconds from one look at the processes to the next. Each look takes some milliseconds of a core."""
 
 
 @contextlib.contextmanager

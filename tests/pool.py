@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -133,10 +133,13 @@ class Pool:
         message = cloudpickle.dumps((function, arguments))
         for line in self._lines:
             line.send_bytes(message)
-        deadline, answers = time.monotonic() + timeout, {}
+        deadline = time.monotonic() + timeout
+        answers: dict[int, tuple[bool, Any]] = {}
         while len(answers) < self.size:
+            left = [line for rank, line in enumerate(self._lines) if rank not in answers]
+            ready = wait(left, timeout=0.5)  # looking at each again and again would take the workers' cores
             for rank, line in enumerate(self._lines):
-                if rank not in answers and line.poll(0.002):
+                if line in ready:
                     answers[rank] = self._answer(line)
             failed = [(rank, what) for rank, (fine, what) in sorted(answers.items()) if not fine]
             if failed and (len(answers) == self.size or self._others_wait(answers)):

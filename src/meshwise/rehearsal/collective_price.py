@@ -26,7 +26,7 @@ from meshwise.rehearsal.work import CollectiveOperation
 from meshwise.spec.bandwidth import bus_factor
 from meshwise.spec.machine import NODE, Link, Machine, link_between
 from meshwise.spec.machine import Collective as MeasuredCollective
-from meshwise.spec.timings import Timings, fitted, seconds_at
+from meshwise.spec.timings import Timings, fitted, in_step, seconds_at
 
 POINT_TO_POINT = ("send", "receive")
 _NO_TIMES = fitted((1,), (1.0,))
@@ -106,14 +106,15 @@ def _of_table(table: Timings, size: int) -> Priced:
     in the table, the returned interval is wider."""
     inside = size <= BEYOND * table.sizes[-1]
     spread = FIGURES["measured.collective" if inside else "measured.scaled"].spread
-    return priced(seconds_at(table, size), spread, MEASURED, COMMUNICATION)
+    return priced(seconds_at(in_step(table), size), spread, MEASURED, COMMUNICATION)
 
 
 def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
     """Scale the measured time of a ring collective to another number of ranks: the latency by the number of steps, the
     rest by the bytes on the busiest link."""
-    whole = seconds_at(table.timings, size)
-    latency = min(seconds_at(table.timings, 1), whole)
+    timings = in_step(table.timings)
+    whole = seconds_at(timings, size)
+    latency = min(seconds_at(timings, 1), whole)
     steps = (ranks - 1) / (table.ranks - 1)
     return latency * steps + (whole - latency) * bus_factor(table.kind, ranks) / bus_factor(table.kind, table.ranks)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 _ROUNDS = 60  # of reweighting; the fit moves by less than 1e-9 after some 40
@@ -22,6 +22,7 @@ class Timings:
 
     seconds: the median of repeated measurements.
     p95, p99: percentiles of the repeated measurements. They may be empty.
+    in_step: the mean seconds of a call that follows computing, as in a training step. Empty if not measured.
     latency, bandwidth: the seconds and the bytes/s of the line that was fitted to the measured times: seconds = latency
         + size / bandwidth.
     residual: the median relative error of this line.
@@ -34,10 +35,15 @@ class Timings:
     residual: float
     p95: tuple[float, ...] = ()
     p99: tuple[float, ...] = ()
+    in_step: tuple[float, ...] = ()
 
 
 def fitted(
-    sizes: Sequence[int], seconds: Sequence[float], p95: Sequence[float] = (), p99: Sequence[float] = ()
+    sizes: Sequence[int],
+    seconds: Sequence[float],
+    p95: Sequence[float] = (),
+    p99: Sequence[float] = (),
+    in_step: Sequence[float] = (),
 ) -> Timings:
     """Return the `Timings` of a table of measured times, with a line fitted to the table.
 
@@ -46,7 +52,13 @@ def fitted(
     latency, per_byte = _line(sizes, seconds)
     errors = [abs(latency + per_byte * size - time) / time for size, time in zip(sizes, seconds, strict=True)]
     bandwidth = 1 / per_byte if per_byte > 0 else math.inf
-    return Timings(tuple(sizes), tuple(seconds), latency, bandwidth, median(errors), tuple(p95), tuple(p99))
+    columns = map(tuple, (p95, p99, in_step))
+    return Timings(tuple(sizes), tuple(seconds), latency, bandwidth, median(errors), *columns)
+
+
+def in_step(timings: Timings) -> Timings:
+    """Return the times of calls in a training step: those that were measured after computing, if there are any."""
+    return replace(timings, seconds=timings.in_step or timings.seconds)
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -8,7 +8,6 @@ Tested in tests/machine/test_machine_file.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -73,10 +72,11 @@ DEVICE: Fields = {
 # ---- Links and collectives -------------------------------------------------------------------------------------------
 
 _SECONDS = fields.list_of(fields.SECONDS, "seconds, one for each size")
+_COLUMNS = ("seconds", "p95", "p99", "in_step")
 _FIT: Fields = {"latency": fields.TIME, "bandwidth": fields.RATE, "residual": fields.number(0, 1e9)}
 _TIMINGS: Fields = {
     "bytes": fields.list_of(fields.whole(1), "sizes in bytes"),
-    **dict.fromkeys(("seconds", "p95", "p99"), _SECONDS),
+    **dict.fromkeys(_COLUMNS, _SECONDS),
     "fit": fields.record(lambda values, where: values, _FIT, {}),
 }
 _TIMES = {"bytes": "[1024, 1048576]", "seconds": "[2e-05, 0.00014], one for each size"}
@@ -90,7 +90,7 @@ def _timings(values: Mapping[str, Any], where: str) -> Timings:
     for before, after in pairwise(sizes):
         if after <= before:
             raise UsageError(f"{where}: the sizes in bytes must increase, but {after} follows {before}.")
-    columns = {name: values.get(name, ()) for name in ("seconds", "p95", "p99")}
+    columns = {name: values.get(name, ()) for name in _COLUMNS}
     for name, column in columns.items():
         if column and len(column) != len(sizes):
             raise UsageError(
@@ -100,14 +100,14 @@ def _timings(values: Mapping[str, Any], where: str) -> Timings:
         return fitted(sizes, *columns.values())
     fit = values["fit"]
     bandwidth = fit.get("bandwidth") or float("inf")
-    plain = Timings(sizes, columns["seconds"], fit.get("latency") or 0.0, bandwidth, fit.get("residual", 0.0))
-    return replace(plain, p95=columns["p95"], p99=columns["p99"])
+    seconds, *others = columns.values()
+    return Timings(sizes, seconds, fit.get("latency") or 0.0, bandwidth, fit.get("residual", 0.0), *others)
 
 
 def write_timings(timings: Timings) -> dict[str, Any]:
     """Convert measured times to a table of the machine file. The table has the message sizes, a time for each size, and
     the latency and bandwidth that were fitted to these times."""
-    columns = {"bytes": timings.sizes, "seconds": timings.seconds, "p95": timings.p95, "p99": timings.p99}
+    columns = {"bytes": timings.sizes, **{name: getattr(timings, name) for name in _COLUMNS}}
     finite = {name: _FIT[name] for name in _FIT if getattr(timings, name) != float("inf")}
     return {**{name: column for name, column in columns.items() if column}, "fit": write_table(timings, finite)}
 

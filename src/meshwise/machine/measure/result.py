@@ -56,7 +56,9 @@ def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, 
     wrong: where received data was wrong, or None.
     """
     columns = zip(*((sample.seconds, sample.p95, sample.p99) for sample in samples.values()), strict=True)
-    timings = fitted(list(samples), *columns)
+    in_step = [sample.in_step for sample in samples.values() if sample.in_step is not None]
+    seconds, p95, p99 = columns
+    timings = fitted(list(samples), seconds, p95, p99, in_step)
     return PathResult(spec.operation, spec.source, spec.target, spec.path, spec.ranks, timings, wrong, note)
 
 

@@ -24,12 +24,16 @@ HOST_SECONDS = 1e-5  # of the host for one enqueued call
 
 @dataclass(frozen=True)
 class Sample:
-    """The median, 95th and 99th percentile of the seconds of one call, over `count` repeats."""
+    """The median, 95th and 99th percentile of the seconds of one call, over `count` repeats.
+
+    in_step: the mean seconds of a call that follows computing. None if not measured.
+    """
 
     seconds: float
     p95: float
     p99: float
     count: int
+    in_step: float | None = None
 
 
 def sample_of(seconds: list[float]) -> Sample:

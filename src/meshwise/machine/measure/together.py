@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -31,6 +31,7 @@ STABLE = 0.1
 TIMED_SECONDS, MOST_CALLS = 2e-3, 20  # small messages are called in a row until this, as nccl-tests do
 PING_PONGS = 20
 _SMALL = 8  # bytes of a ping
+COMPUTING, WIDTH = 5e-3, 192  # seconds of products of this width before a call, as between the collectives of a step
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,13 @@ def measure_path(
         case = path.make(member, size)
         wrong = check_path(path, member, case, 2 * number)
         share = max(budget - spent, 0.0) / (len(sizes) - number)
+        in_step = not has_streams(member.device) and (path.answered is not None or not path.source)
+        share = share / 2 if in_step else share
         sample, least = _repeat(case, member, share, latency, path.answered is not None)
+        if in_step:
+            before = time.perf_counter()
+            sample = replace(sample, in_step=_in_step(case, member, share, latency, sample.seconds))
+            at += time.perf_counter() - before  # a larger size may have fewer of these
         samples[case.size] = sample
         wrong = wrong or check_path(path, member, case, 2 * number + 1)
         cost = _agree(member, time.perf_counter() - at - least)[0]
@@ -122,6 +129,30 @@ def _repeat(case: Case, member: Member, share: float, latency: float, single: bo
         if len(seconds) == LEAST:
             at_least = spent
     return sample_of(seconds), spent - at_least
+
+
+def _in_step(case: Case, member: Member, share: float, latency: float, seconds: float) -> float:
+    """Return the mean seconds of a call on CPU workers if the ranks compute before the call, as in a training step. The
+    call is repeated for about `share` seconds. Collective.
+
+    The first ranks to arrive wait for the last one, and the scheduler lets the threads of gloo wait for a core. Calls
+    in a row show neither, and the median of a few calls does not show what a step pays for many. The source of a
+    broadcast does not wait, so the rank that waits longest counts.
+
+    latency: see `_repeat`. The target of a copy does not compute, since it may wait for the copy.
+    seconds: about how many seconds a call takes.
+    """
+    left, right = torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+    product, call = _agree(member, host_seconds(lambda: left @ right, member.device, 50), seconds)
+    products, count = round(COMPUTING / product), min(max(round(share / (COMPUTING + call)), LEAST), MOST)
+    total = 0.0
+    for _ in range(count):
+        _agree(member, 0.0)  # the source of a broadcast is not ahead by a whole call
+        for _ in range(products if case.counts else 0):
+            left @ right
+        took = _timed(case, member, 1)
+        total += max(took - latency, took / 2)
+    return _agree(member, total / count)[0]
 
 
 def _timed(case: Case, member: Member, batch: int) -> float:

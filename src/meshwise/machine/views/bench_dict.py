@@ -34,17 +34,18 @@ def bench_dict(bench: Bench) -> dict[str, Any]:
 def _result(result: PathResult) -> dict[str, Any]:
     t = result.timings
     unknown = (None,) * len(t.sizes)
-    columns = zip(t.sizes, t.seconds, t.p95 or unknown, t.p99 or unknown, strict=True)
+    columns = zip(t.sizes, t.seconds, t.p95 or unknown, t.p99 or unknown, t.in_step or unknown, strict=True)
     table = [
         {
             "bytes": size,
             "seconds": seconds,
             "p95": p95,
             "p99": p99,
+            "in_step": in_step,
             "algorithm_bandwidth": algorithm_bandwidth(size, seconds),
             "bus_bandwidth": bus_bandwidth(result.operation, result.ranks, size, seconds),
         }
-        for size, seconds, p95, p99 in columns
+        for size, seconds, p95, p99, in_step in columns
     ]
     fit = json_value({"latency": t.latency, "bandwidth": t.bandwidth, "residual": t.residual})
     return {**{name: getattr(result, name) for name in FACTS}, "fit": fit, "sizes": table}
