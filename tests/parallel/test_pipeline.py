@@ -33,7 +33,7 @@ from meshwise.parallel.buckets import local
 from meshwise.parallel.deferred import constructed, take_fakes
 from meshwise.parallel.fits import check_for_scripts
 from meshwise.parallel.load import load_weights
-from meshwise.parallel.passing import Pass
+from meshwise.parallel.passing import Pass, _form_of
 from meshwise.parallel.pipeline import STAGES, Pipeline, costs_of
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
 from meshwise.parallel.shard import Sharded
@@ -539,3 +539,14 @@ def test_code_between_blocks_sees_the_shape_that_each_gives(pool: Any) -> None:
     found = pool(2).run(followed, made, spec, one.draws)[0]
     proof = prove("net", spec, "2xcpu", one, found.trace, (), lambda again: one_device(made, again))
     assert proof.equal, (proof.comparison.first, proof.cause)
+
+
+def test_stand_ins_for_earlier_blocks_are_one_tensor_until_the_model_writes_to_it():
+    blocks = [(str(number), nn.Linear(2, 2)) for number in range(4)]
+    now = Pass(Action(True, 1, 0), (3, 4), True, blocks)
+    now.forms = dict.fromkeys(range(3), _form_of(torch.zeros(5, 2)))
+    first, second = now.passed_by(0), now.passed_by(1)
+    assert first.isnan().all() and second.data_ptr() == first.data_ptr()
+    first.zero_()
+    third = now.passed_by(1)
+    assert third.isnan().all() and not first.isnan().any()

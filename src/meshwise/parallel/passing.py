@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.compat.fake import rehearsing
+from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import map_kind, map_tensors, tensors_in
 from meshwise.parallel.schedule import Action
@@ -83,6 +84,7 @@ class Pass:
         self.output: Any = None
         self.sent: list[Tensor] = []
         self.left = False
+        self._poisons: dict[_Form, Tensor] = {}
         self._entered = self._gave = 0
         self._trains = torch.is_grad_enabled()
 
@@ -98,12 +100,20 @@ class Pass:
         again: whether a checkpoint makes the call, to recompute the forward during the backward.
         """
         if number < self.lo - 1:
-            return map_kind(_Form, lambda form: _poison(form, self.device), self.forms[number])
+            return map_kind(_Form, self._poison, self.forms[number])
         if again:
             return self.received
         stages.put_down(self.carried)
         stages.enter_own_layers(True)
         return self.received
+
+    def _poison(self, form: _Form) -> Tensor:
+        """Return a stand-in for an earlier block's output: NaN, by which a model that reads it is found out, or integer
+        0. Blocks with outputs of one form share a tensor, unless the model's code has written to it in place."""
+        if (found := self._poisons.get(form)) is None or found.is_inference() or version(found):
+            value = torch.nan if form.dtype.is_floating_point else 0
+            found = self._poisons[form] = torch.full(form.shape, value, dtype=form.dtype, device=self.device)
+        return split_again(found, form.parts)
 
     def enter(self, number: int) -> None:
         """Check a call of block `number`, a block of this stage. Raises PlanError if the model calls its blocks in
@@ -154,13 +164,13 @@ class Pass:
             if not self.is_last:
                 self.sent = sent
                 self.form = _Hidden(_form_of(self.output), self.carried, self.forms)
-        self.output = None
+        self.output, self._poisons = None, {}
         return wrong
 
     def let_go(self) -> None:
         """Free the tensors of this forward. Called after its backward."""
         self.received = self.output = None
-        self.sent = []
+        self.sent, self._poisons = [], {}
 
 
 class Passing:
@@ -338,13 +348,3 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.gradients
-
-
-def _poison(form: _Form, device: torch.device) -> Tensor:
-    """Return a stand-in for the output of a block on an earlier stage, with NaN or integer 0 in place of the values. A
-    model that computes with these values is found out by the NaN in its output.
-
-    Each call returns new memory, because the model's code may write in place to the output of a block.
-    """
-    value = torch.nan if form.dtype.is_floating_point else 0
-    return split_again(torch.full(form.shape, value, dtype=form.dtype, device=device), form.parts)
