@@ -21,14 +21,12 @@ maybe_positive = st.none() | positive
 def timings(draw: st.DrawFn) -> Timings:
     sizes = sorted(draw(st.sets(st.integers(1, 2**40), min_size=1, max_size=6)))
     column = st.lists(seconds, min_size=len(sizes), max_size=len(sizes))
-    p95, p99 = (draw(column) if draw(st.booleans()) else [] for _ in range(2))
+    others = [tuple(draw(column)) if draw(st.booleans()) else () for _ in range(3)]
     if draw(st.booleans()):
-        return fitted(sizes, draw(column), p95, p99)
+        return fitted(sizes, draw(column), *others)
     latency = draw(st.just(0.0) | st.floats(1e-12, 10.0))
     bandwidth = draw(st.just(float("inf")) | positive)
-    return Timings(
-        tuple(sizes), tuple(draw(column)), latency, bandwidth, draw(st.floats(0, 100)), tuple(p95), tuple(p99)
-    )
+    return Timings(tuple(sizes), tuple(draw(column)), latency, bandwidth, draw(st.floats(0, 100)), *others)
 
 
 @st.composite

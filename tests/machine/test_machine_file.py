@@ -88,12 +88,17 @@ def test_a_table_stands_for_many_devices_hosts_and_links_where_it_says_so() -> N
 OLD = Path(__file__).parents[1] / "old"
 
 
+def _without_in_step(table: dict[str, Any]) -> dict[str, Any]:
+    """The same without times that were not measured then."""
+    return {name: value for name, value in table.items() if name != "in_step" or value}
+
+
 @pytest.mark.parametrize("name", ["in_words", "measured", "odd"])
 def test_a_file_of_an_older_version_describes_the_machine_that_it_described_then(name: str) -> None:
     """Written by b03c2b2, which wrote equal devices and links once; the JSON is what it read from its own file."""
     machine = machine_from_toml((OLD / f"machine_{name}.toml").read_text(encoding="utf-8"), "old.toml")
     then = json.loads((OLD / f"machine_{name}.json").read_text(encoding="utf-8"))
-    now = json.loads(json.dumps(json_value(machine)))
+    now = json.loads(json.dumps(json_value(machine)), object_hook=_without_in_step)
     for told in (then, now):  # links in the order of the file; each pair of ends has one
         told["links"].sort(key=lambda link: (link["source"], link["target"]))
     assert now == then

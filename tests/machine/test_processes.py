@@ -47,6 +47,8 @@ def test_two_workers_measure_what_lies_between_them_and_tell_of_each_path() -> N
         assert (result.wrong, result.path, result.ranks) == (None, "gloo", 2)
         assert timings.sizes == SIZES or (result.note and timings.sizes == SIZES[:1])
         assert all(0 < s <= p95 <= p99 for s, p95, p99 in zip(timings.seconds, timings.p95, timings.p99, strict=True))
+        in_step = result.operation in ("copy", *COLLECTIVES)
+        assert len(timings.in_step) == len(timings.sizes) * in_step and all(each > 0 for each in timings.in_step)
 
 
 def of_three(budget: float) -> list[PathResult]:

@@ -104,6 +104,19 @@ def test_a_table_of_the_machine_comes_first() -> None:
     assert of("all-gather", 1 << 20, measured).origin == CATALOG
 
 
+def test_a_collective_takes_as_long_as_a_step_that_called_it_waited() -> None:
+    table = fitted((1 << 10, 1 << 20), [1e-3, 2e-3], in_step=[3e-3, 8e-3])
+    collective, link = MeasuredCollective("all-reduce", 2, "gloo", table), Link("cpu:0", "cpu:1", "process")
+    link = replace(link, timings={"gloo": table})
+    measured = replace(machine_from_words("4xcpu"), collectives=(collective,), links=(link,))
+    price = collective_seconds(CollectiveOperation("all-reduce", 1 << 20, (0, 1)), measured)
+    assert price is not None and price.seconds == pytest.approx(8e-3)
+    more = collective_seconds(CollectiveOperation("all-reduce", 1 << 20, (0, 1, 2, 3)), measured)
+    assert more is not None and more.seconds == pytest.approx(3e-3 * 3 + 5e-3 * 1.5)
+    sent = collective_seconds(CollectiveOperation("send", 1 << 10, (0, 1)), measured)
+    assert sent is not None and sent.seconds == pytest.approx(3e-3)
+
+
 def test_processes_of_one_host_have_only_what_was_measured() -> None:
     described = machine_from_words("4xcpu")
     assert collective_seconds(CollectiveOperation("all-reduce", 1 << 20, (0, 1)), described) is None
