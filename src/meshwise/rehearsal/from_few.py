@@ -11,7 +11,6 @@ Tested in tests/rehearsal/test_replay.py.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
@@ -28,9 +27,10 @@ from meshwise.data.source import read_slices
 from meshwise.job.job import Job
 from meshwise.job.run import open_data
 from meshwise.parallel.batch_norm import normalises
-from meshwise.parallel.schedule import CHUNKS, orders
+from meshwise.parallel.schedule import CHUNKS
+from meshwise.rehearsal.few_stages import FEW_STAGES, Stages, composed_stage, with_all_stages, with_few
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, Order, composed
+from meshwise.rehearsal.microbatches import LEAST
 from meshwise.rehearsal.replay import MICROBATCHES, GrowthAxis, lengthened
 from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Trace, trace
@@ -44,8 +44,7 @@ FEW = 3
 are special, so a third group between them is traced, too. With several devices, a fourth group is traced, because a
 rank with sharded parameters may hold three neighboring blocks in memory at once."""
 FEW_MICROBATCHES = 3
-"""How many microbatches are traced without a pipeline, to extrapolate to all microbatches. For each stage after the
-first, one more microbatch is traced with the schedule `gpipe`, and two more with 1F1B, unless the step is composed."""
+"""How many microbatches are traced without a pipeline, to extrapolate to all microbatches."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +111,69 @@ class Tracer:
         """
         few = microbatches_of(plan)
         if few is not None and self._reads_alike(plan):
-            with contextlib.suppress(MeshwiseError, Unlike):  # others may have other values
-                part, composes = self.batch_size // plan.accumulate, _is_composed(plan)
-                short, long = (
-                    self._replayed(
-                        replace(self.job, batch_size=part * count), _with_few(plan, count), kind, speeds, composes
-                    )
-                    for count in (few, few + 1)
-                )
-                if not any(each.reads_values for each in short):
-                    return [_extended(*two, plan, few) for two in zip(short, long, strict=True)]
+            for stages in dict.fromkeys((self._few_stages(plan, speeds), None)):
+                with contextlib.suppress(MeshwiseError, Unlike):  # others may have other values
+                    return self._of_few(plan, kind, speeds, few, stages)
         return self._replayed(self.job, plan, kind, speeds)
 
-    def _replayed(
-        self, job: Job, plan: Plan, kind: str, speeds: Sequence[Hashable], marked: bool = False
+    def _of_few(
+        self, plan: Plan, kind: str, speeds: Sequence[Hashable], few: int, stages: Stages | None
     ) -> list[Trace]:
-        """Trace a plan of a job. If possible, trace only a few blocks and extend the traces to all blocks."""
-        stretch = None
+        """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages. Extend the traces to all
+        of them. Raises Unlike if this is inexact."""
+        part, composes = self.batch_size // plan.accumulate, plan.pipeline > 1
+        depth = plan.pipeline if stages is None else FEW_STAGES
+        blocks = None if stages is None else stages.blocks * depth
+        short, long = (
+            self._replayed(
+                replace(self.job, batch_size=part * count),
+                with_few(plan, accumulate=count, pipeline=depth),
+                kind,
+                speeds,
+                composes,
+                blocks,
+            )
+            for count in (few, few + 1)
+        )
+        if any(each.reads_values for each in short):
+            raise Unlike("what runs may depend on the values of a batch")
+        if stages is not None and self.stretch is not None:
+            return with_all_stages(short, long, stages, few, blocks_axis(self.stretch))
+        if composes:
+            return [composed_stage(*two, plan) for two in zip(short, long, strict=True)]
+        return [lengthened(*two, plan.accumulate - few, MICROBATCHES) for two in zip(short, long, strict=True)]
+
+    @functools.cached_property
+    def stretch(self) -> Stretch | None:
+        """The longest sequence of equal blocks of the model, or None."""
         with contextlib.suppress(MeshwiseError):  # as the trace of the whole model will say
-            stretch = self.model.stretch
-        depth = None if stretch is None else depth_of(plan, stretch)
+            return self.model.stretch
+        return None
+
+    def _few_stages(self, plan: Plan, speeds: Sequence[Hashable]) -> Stages | None:
+        """Return the stages of a plan of which few are traced. None if all must be traced."""
+        stretch, alike = self.stretch, not (speeds or plan.zero1 or isinstance(plan.recompute, tuple))
+        if stretch is None or plan.pipeline <= FEW_STAGES or not alike:
+            return None
+        even = stretch.is_whole and stretch.group == 1 and stretch.count % plan.pipeline == 0
+        return Stages(plan, stretch.count // plan.pipeline) if even else None
+
+    def _replayed(
+        self,
+        job: Job,
+        plan: Plan,
+        kind: str,
+        speeds: Sequence[Hashable],
+        marked: bool = False,
+        blocks: int | None = None,
+    ) -> list[Trace]:
+        """Trace a plan of a job. If possible, trace only a few blocks and extend the traces to all blocks.
+
+        blocks: how many groups of equal blocks the model is to have. The default is all that it has.
+        """
+        stretch, depth = self.stretch, None
+        if stretch is not None:
+            depth = depth_of(plan, stretch if blocks is None else stretch.beginning(blocks))
         if stretch is not None and depth is not None:
             with contextlib.suppress(MeshwiseError, Unlike):  # what the whole model says is what counts
                 short, long = (
@@ -141,6 +183,8 @@ class Tracer:
                 axis = blocks_axis(stretch)
                 times, buckets = depth.own - depth.few, "optimizer" in plan.offload
                 return [lengthened(*two, times, axis, buckets) for two in zip(short, long, strict=True)]
+        if stretch is not None and blocks is not None:
+            job = shortened(job, stretch, blocks)
         return trace(job, plan, kind, speeds, marked)
 
     def _reads_alike(self, plan: Plan) -> bool:
@@ -191,40 +235,18 @@ class Tracer:
             return Facts(stretch, norms, size, trained, wide, heard.forward_comes_to)
 
 
-def _with_few(plan: Plan, count: int) -> Plan:
-    """Return the plan with `count` microbatches. A run refuses fewer microbatches than stages, but a trace does not."""
-    found = copy.copy(plan)
-    object.__setattr__(found, "accumulate", count)
-    return found
-
-
-def _extended(short: Trace, long: Trace, plan: Plan, few: int) -> Trace:
-    """Return the trace of the plan's step, from traces of `few` microbatches and of one more."""
-    if not _is_composed(plan):
-        return lengthened(short, long, plan.accumulate - few, MICROBATCHES)
-    ranks = plan.within_samples // plan.pipeline
-    stage = short.step.rank % plan.within_samples // ranks
-
-    def actions(count: int) -> list[Order]:
-        return [(each.forward, each.microbatch) for each in orders(plan.schedule, plan.pipeline, count)[stage]]
-
-    return composed(short, long, actions, plan.accumulate)
-
-
-def _is_composed(plan: Plan) -> bool:
-    """Return whether the step is composed of its microbatches. Under shard it is not, because a stage frees gathered
-    parameters in its next action, whichever it is."""
-    return plan.pipeline > 1 and plan.shard == 1
-
-
 def microbatches_of(plan: Plan) -> int | None:
     """Return how many microbatches to trace. Return None if all of them must be traced.
 
     All must be traced if tracing only a few would save nothing, if a rank's stages alternate (interleaved schedules),
     or if replicas have unequal shares of the batch.
+
+    Without a pipeline, FEW_MICROBATCHES are enough. Of a pipeline, a step is composed of its microbatches. Under shard,
+    a stage frees gathered parameters in its next action, so that each kind of action must follow each kind.
     """
-    few = FEW_MICROBATCHES + (plan.pipeline - 1) * (1 if plan.schedule == "gpipe" else 2)
-    few = LEAST if _is_composed(plan) else few
+    few = FEW_MICROBATCHES if plan.pipeline == 1 else LEAST
+    if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
+        few += min(plan.pipeline, FEW_STAGES) - 1
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     return few if alike and plan.accumulate > 2 * few + 1 else None
 

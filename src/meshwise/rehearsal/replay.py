@@ -20,7 +20,8 @@ from meshwise.rehearsal.growth import Insertion, Insertions, Unlike, grown
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, Launch, Mark, Operation
 
-_COUNT = re.compile(r"(?<= )\d+(?= )")
+COUNT = re.compile(r"(?<= )\d+(?= )")
+"""A number in a note, such as a number of blocks."""
 Read = Callable[[Launch], tuple[Hashable, int | None]]
 """Returns the position of a launch in its block (or microbatch), and the block's index (None outside of blocks)."""
 
@@ -343,6 +344,6 @@ def _notes(short: Sequence[str], long: Sequence[str], times: int) -> Iterator[st
     """Yield the notes of the extrapolated trace. A note is kept if both `short` and `long` have it. Whole numbers in
     the note may differ, and are extrapolated (see `grown`)."""
     for one, other in zip(short, long, strict=False):
-        (old, before), (new, now) = (([int(n) for n in _COUNT.findall(t)], _COUNT.sub("{}", t)) for t in (one, other))
+        (old, before), (new, now) = (([int(n) for n in COUNT.findall(t)], COUNT.sub("{}", t)) for t in (one, other))
         if before == now and "{}" not in one:
             yield before.format(*grown(old, new, times))

@@ -66,6 +66,11 @@ class Stretch:
         """Whether this sequence contains all blocks in `names`."""
         return self.count * self.group == len(self.names)
 
+    def beginning(self, count: int) -> Stretch:
+        """Return the sequence in a model with fewer groups, as `shortened` makes it."""
+        more = (self.count - count) * self.group
+        return replace(self, count=count, names=self.names[: len(self.names) - more])
+
 
 @dataclass
 class Forward:

@@ -1,0 +1,178 @@
+"""Trace deep pipelines with few stages.
+
+The stages between the first and the last do the same, each on its own blocks and with its own neighbors. A pipeline of
+four stages is traced. Its trace of a stage is moved to the stages of the deeper pipeline that do the same.
+
+Tested in tests/rehearsal/test_replay.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from meshwise.parallel.schedule import orders
+from meshwise.rehearsal.growth import Unlike
+from meshwise.rehearsal.microbatches import Order, check_equal, composed, composer
+from meshwise.rehearsal.replay import COUNT, GrowthAxis
+from meshwise.rehearsal.trace import Trace
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Launch, Work
+from meshwise.spec.plan import Plan
+
+ELEMENT = 8  # bytes of a parameter's element at most
+FEW_STAGES = 4
+"""How many stages are traced: the first, two of those between to see that they do the same, and the last."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a plan of which few are traced.
+
+    blocks: the number of groups of blocks in a stage.
+    """
+
+    plan: Plan
+    blocks: int
+
+    @property
+    def apart(self) -> int:
+        """How many ranks apart two stages of a pipeline are."""
+        return self.plan.within_samples // self.plan.pipeline
+
+    def like(self, stage: int) -> int:
+        """Return the traced stage that does the same as a stage of the real pipeline."""
+        return 0 if stage == 0 else FEW_STAGES - 1 if stage == self.plan.pipeline - 1 else 1
+
+    def moved(self, trace: Trace, stage: int, axis: GrowthAxis) -> Trace:
+        """Return the trace of a stage of the real pipeline, made from that of the traced stage that does the same.
+
+        axis: finds the group of blocks of a launch. Raises Unlike if a collective cannot be one of the real pipeline.
+        """
+        traced = trace.step.rank % (FEW_STAGES * self.apart) // self.apart
+        by = (stage - traced) * self.blocks
+
+        @functools.cache
+        def what(old: CollectiveOperation) -> CollectiveOperation:
+            return replace(old, ranks=tuple(self._ranks(old, traced, stage)))
+
+        def moved(event: Event) -> Event:
+            if not isinstance(event, Launch):
+                return event
+            number, module = axis.read(event)[1], event.module
+            if number is not None and number // self.blocks >= traced:  # else a stand-in for an earlier block
+                module = axis.write(event, number + by)[0]
+            if isinstance(event.what, CollectiveOperation):
+                return replace(event, what=what(event.what), module=module)
+            return event if module == event.module else replace(event, module=module)
+
+        def work(old: Work) -> Work:
+            (rank,) = self._at([old.rank], stage)
+            notes = tuple(note for note in old.notes if not note.startswith("pipeline=") and not COUNT.search(note))
+            return replace(old, rank=rank, ranks=self.plan.devices, events=tuple(map(moved, old.events)), notes=notes)
+
+        return self._with_absent(replace(trace, first=work(trace.first), step=work(trace.step)))
+
+    def _with_absent(self, trace: Trace) -> Trace:
+        """Add what each parameter of a block on another stage leaves in memory, a single element, for blocks that the
+        shorter pipeline has not."""
+        more, absent = (self.plan.pipeline - FEW_STAGES) * self.blocks, (FEW_STAGES - 1) * self.blocks
+        if not more:
+            return trace
+        run = max(_runs(trace.first.held), key=len, default=[])
+        each = run[: len(run) // absent]
+        known = run and all(run[-1] in work.held for work in (trace.first, trace.step))
+        if not known or [one.size for one in run] != [one.size for one in each] * absent:
+            raise Unlike("the blocks of other stages leave unlike elements in memory")
+        used = [
+            event.storage
+            for work in (trace.first, trace.step)
+            for event in (*work.held, *work.events)
+            if not isinstance(event, Launch)
+        ]
+        added = [replace(one, storage=max(used) + 1 + number) for number, one in enumerate(each * more)]
+
+        def held(old: tuple[Allocate, ...]) -> tuple[Allocate, ...]:
+            at = old.index(run[-1]) + 1
+            return (*old[:at], *added, *old[at:])
+
+        first, step = (replace(work, held=held(work.held)) for work in (trace.first, trace.step))
+        return replace(trace, first=first, step=step)
+
+    def _ranks(self, old: CollectiveOperation, traced: int, stage: int) -> Iterable[int]:
+        """The ranks of a collective of the real pipeline."""
+        stages = {self._stage(rank) for rank in old.ranks}
+        if stages == {traced}:
+            return self._at(old.ranks, stage)
+        if old.kind in ("send", "receive"):
+            return [self._at([rank], stage + self._stage(rank) - traced)[0] for rank in old.ranks]
+        first = [rank for rank in old.ranks if self._stage(rank) == 0]
+        if stages == set(range(FEW_STAGES)) and old.kind in ("all-reduce", "broadcast"):
+            return sorted(rank for number in range(self.plan.pipeline) for rank in self._at(first, number))
+        if stages == {0, FEW_STAGES - 1}:
+            return sorted(rank for number in (0, self.plan.pipeline - 1) for rank in self._at(first, number))
+        raise Unlike(f"a collective {old.kind} of the stages {sorted(stages)}")
+
+    def _stage(self, rank: int) -> int:
+        return rank // self.apart % FEW_STAGES
+
+    def _at(self, ranks: Iterable[int], stage: int) -> list[int]:
+        """The same ranks of the real run, at a stage."""
+        apart, found = self.apart, []
+        for rank in ranks:
+            replica, place = rank // (FEW_STAGES * apart), rank % apart
+            found.append((replica * self.plan.pipeline + stage) * apart + place)
+        return found
+
+
+def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
+    """The runs of parameters of a single element."""
+    runs = itertools.groupby(held, lambda one: one.category == "parameters" and one.size <= ELEMENT)
+    return [list(run) for single, run in runs if single]
+
+
+def with_all_stages(
+    short: Sequence[Trace], long: Sequence[Trace], stages: Stages, few: int, axis: GrowthAxis
+) -> list[Trace]:
+    """Return the traces of all stages of a plan with many microbatches.
+
+    short, long: marked traces of FEW_STAGES stages, with `few` microbatches and with one more.
+    axis: finds the group of blocks of a launch.
+
+    Raises Unlike if the stages or the microbatches do not do the same.
+    """
+    plan, few_plan = stages.plan, with_few(stages.plan, pipeline=FEW_STAGES)
+    make = [composer(*two, _orders(few_plan, like)) for like, two in enumerate(zip(short, long, strict=True))]
+
+    def made(of: Stages, stage: int, count: int) -> Trace:
+        return of.moved(make[of.like(stage)](_orders(of.plan, stage)(count)), stage, axis)
+
+    check_equal(long[2], made(Stages(few_plan, stages.blocks), 2, few + 1))
+    return [made(stages, stage, plan.accumulate) for stage in range(plan.pipeline)]
+
+
+def composed_stage(short: Trace, long: Trace, plan: Plan) -> Trace:
+    """Return the trace of a stage of a plan, from marked traces of the same stage with few microbatches."""
+    ranks = plan.within_samples // plan.pipeline
+    stage = short.step.rank % plan.within_samples // ranks
+    return composed(short, long, _orders(plan, stage), plan.accumulate)
+
+
+def _orders(plan: Plan, stage: int) -> Callable[[int], list[Order]]:
+    """Return a function that returns the actions of a stage in a step of so many microbatches."""
+
+    def of(count: int) -> list[Order]:
+        return [(each.forward, each.microbatch) for each in orders(plan.schedule, plan.pipeline, count)[stage]]
+
+    return of
+
+
+def with_few(plan: Plan, **changes: int) -> Plan:
+    """Return the plan with other numbers of microbatches and stages. A run refuses fewer microbatches than stages, but
+    a trace does not."""
+    found = copy.copy(plan)
+    for name, value in changes.items():
+        object.__setattr__(found, name, value)
+    return found

@@ -1,0 +1,159 @@
+"""Cut a marked trace into its microbatches.
+
+A marked trace says where the forward and the backward of each microbatch begin. An event refers to other events: to the
+allocation that it frees, and to the launches that it waits for. A reference leads to the same microbatch, the one
+before, the first, the action before, or the last launch of a stream.
+
+Tested in tests/rehearsal/test_replay.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from meshwise.rehearsal.growth import Unlike
+from meshwise.rehearsal.trace import Trace
+from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
+
+REST, ACTIONS = "rest", ("forward", "backward")
+
+
+class Piece(NamedTuple):
+    """A part of a trace. section: 0 and 2 are the memory held before the first and a later step, 1 and 3 the events.
+    name: `input`, `forward` or `backward`, or `rest` for what belongs to no microbatch. number: the microbatch, or a
+    running number for `rest`."""
+
+    section: int
+    name: str
+    number: int
+
+
+class Place(NamedTuple):
+    """An entry of a piece: the number `at`, from 0."""
+
+    piece: Piece
+    at: int
+
+
+class Last(NamedTuple):
+    """The last launch of a stream so far."""
+
+    stream: str
+
+
+class Left(NamedTuple):
+    """A launch of the action before, or what it has left allocated: number `back` from the last of such a `kind`.
+    place: the same in the traced step."""
+
+    kind: Hashable
+    back: int
+    place: Place
+
+
+@dataclass
+class Entry:
+    """An event, with what it refers to: the first allocation of its storage, or launches of the same section."""
+
+    event: Event
+    refers: list[Place | Last | Left]
+
+
+@dataclass
+class Pieces:
+    """A trace, cut into pieces.
+
+    entries: the events of each piece, in the order of the trace.
+    count: the number of microbatches.
+    before: the action before an action.
+    left: the launches of an action, and the allocations that it has left allocated.
+    """
+
+    entries: dict[Piece, list[Entry]]
+    count: int
+    before: dict[Piece, Piece]
+    left: dict[Piece, list[int]]
+
+    def left_by(self, action: Piece, kind: Hashable) -> list[int]:
+        """The launches of a kind of an action, or the allocations that it has left allocated."""
+        return [at for at in self.left[action] if kind_of(self.entries[action][at].event) == kind]
+
+
+def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
+    """Return the memory held before the first step, the events of the first step, and the same of a later step."""
+    return trace.first.held, trace.first.events, trace.step.held, trace.step.events
+
+
+def cut(trace: Trace) -> Pieces:
+    """Cut a marked trace into pieces. Raises Unlike if a launch waits for what is no launch."""
+    found: dict[Piece, list[Entry]] = {}
+    origin: dict[int, Place] = {}
+    pieces = Pieces(found, 0, {}, {})
+    for section, events in enumerate(sections_of(trace)):
+        piece = Piece(section, REST, 0)
+        entries = found.setdefault(piece, [])
+        places: list[Place | None] = []  # of each event of the section
+        last: dict[str, int] = {}
+        acted: Piece | None = None
+        own: dict[int, int] = {}  # what this piece has allocated
+        for event in events:
+            if isinstance(event, Mark):
+                launched = (at for at, entry in enumerate(entries) if isinstance(entry.event, Launch))
+                pieces.left[piece], own = [*own.values(), *launched], {}
+                rest = sum(each.section == section and each.name == REST for each in found)
+                piece = Piece(section, event.piece, rest if event.piece == REST else event.number)
+                if piece.name in ACTIONS:
+                    if acted is not None:
+                        pieces.before[piece] = acted
+                    acted = piece
+                entries = found[piece] = []
+                pieces.count = max(pieces.count, event.number + 1)
+                places.append(None)
+                continue
+            place = Place(piece, len(entries))
+            refers: list[Place | Last | Left] = []
+            if isinstance(event, Launch):
+                for number in event.after:
+                    target, launch = places[number], events[number]
+                    if target is None or not isinstance(launch, Launch):
+                        raise Unlike("an event waits for what is no launch")
+                    beside = target.piece.number != piece.number or target.piece.name == REST
+                    newest = beside and last[launch.stream] == number
+                    newest = newest and piece.name != REST
+                    refers.append(Last(launch.stream) if newest else _of_piece(pieces, piece, target))
+                last[event.stream] = len(places)
+            elif event.storage in origin:
+                refers.append(_of_piece(pieces, piece, origin[event.storage]))
+            else:
+                origin[event.storage] = place
+            if isinstance(event, Allocate) and origin[event.storage] is place:
+                own[event.storage] = place.at
+            elif isinstance(event, Free):
+                own.pop(event.storage, None)
+            places.append(place)
+            entries.append(Entry(event, refers))
+    return pieces
+
+
+def _of_piece(pieces: Pieces, piece: Piece, place: Place) -> Place | Left:
+    """What an event of a piece refers to, if this is a launch or an allocation at `place`."""
+    if pieces.before.get(piece) != place.piece or place.piece.number == piece.number:
+        return place
+    kind = kind_of(pieces.entries[place.piece][place.at].event)
+    same = pieces.left_by(place.piece, kind)
+    return Left(kind, len(same) - same.index(place.at), place) if place.at in same else place
+
+
+def sort_of(action: Piece | None, count: int) -> tuple[str, int]:
+    """Forward or backward, and whether it is of the first microbatch, the second, one between, or the last."""
+    if action is None:
+        return "", 0
+    return action.name, action.number if action.number < 2 else 3 if action.number == count - 1 else 2
+
+
+def kind_of(event: Event) -> Hashable:
+    """Return what events of one kind share, such as the operator and the stream of a launch."""
+    if isinstance(event, Launch):
+        return event.what, event.stream, event.module
+    return replace(event, storage=0) if isinstance(event, Allocate) else None
