@@ -64,9 +64,10 @@ class Stages:
             number, module = axis.read(event)[1], event.module
             if number is not None and number // self.blocks >= traced:  # else a stand-in for an earlier block
                 module = axis.write(event, number + by)[0]
-            if isinstance(event.what, CollectiveOperation):
-                return replace(event, what=what(event.what), module=module)
-            return event if module == event.module else replace(event, module=module)
+            same = what(event.what) if isinstance(event.what, CollectiveOperation) else event.what
+            if same is event.what and module == event.module:
+                return event
+            return Launch(same, event.stream, event.phase, module, event.microbatch, event.after, event.blocks)
 
         def work(old: Work) -> Work:
             (rank,) = self._at([old.rank], stage)
@@ -92,7 +93,7 @@ class Stages:
             for event in (*work.held, *work.events)
             if not isinstance(event, Launch)
         ]
-        added = [replace(one, storage=max(used) + 1 + number) for number, one in enumerate(each * more)]
+        added = [replace(one, storage=number) for number, one in enumerate(each * more, max(used) + 1)]
 
         def held(old: tuple[Allocate, ...]) -> tuple[Allocate, ...]:
             at = old.index(run[-1]) + 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
 LEAST = 4
 """The fewest microbatches from which a step can be composed: the first two, the last, and one between."""
 Order = tuple[bool, int]  # an action: whether it is a forward, and its microbatch
+Target = tuple[Piece | str, int]  # an entry of a piece of the longer trace, or the last launch of a stream so far
 
 
 def composed(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]], count: int) -> Trace:
@@ -42,7 +44,8 @@ def composer(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]]
     Raises Unlike, and so does the function, if a longer step cannot be composed, or if `long` is not what is composed
     of `short`.
     """
-    one, other = cut(short), cut(long)
+    known: dict[Any, Any] = {}
+    one, other = cut(short, known), cut(long, known)
     if one.count < LEAST or other.count != one.count + 1:
         raise Unlike(f"traces of {one.count} and {other.count} microbatches")
 
@@ -97,26 +100,28 @@ class _Composing:
         self._pieces, self._orders, self._count = pieces, orders, count
         self._places = {piece: n for n, piece in enumerate(pieces.entries)}
         self._before = dict(itertools.pairwise(reversed(orders)))
-        self._storages: dict[Place, int] = {}
+        self._storages: dict[Piece, dict[int, int]] = defaultdict(dict)
         self._alive: set[int] = set()
         self._next = 0
         self._events: list[Any] = []
-        self._launches: dict[Place, int] = {}
+        self._launches: dict[Piece, dict[int, int]] = defaultdict(dict)
         self._last: dict[str, int] = {}
 
     def sections(self) -> list[tuple[Any, ...]]:
         found = []
         for section in range(4):
-            self._events, self._launches, self._last = [], {}, {}
+            self._events, self._last = [], {}
+            self._launches.clear()
             if section == 2:
                 self._alive.clear()
             for piece in self._longer(section):
                 if piece.name == REST:
                     self._write_rest(piece)
                 else:
-                    like = self._like(piece)
+                    like, led = self._like(piece), dict[Piece, Piece]()
                     for at, entry in enumerate(self._pieces.entries[like]):
-                        self._write(Place(piece, at), entry, [self._of(piece, like, ref) for ref in entry.refers])
+                        refers = [self._of(piece, like, ref, led) for ref in entry.refers] if entry.refers else ()
+                        self._write(piece, at, entry, refers)
             found.append(tuple(self._events))
         return found
 
@@ -158,19 +163,31 @@ class _Composing:
         before = self._before.get((piece.name == "forward", piece.number)) if piece.name in ACTIONS else None
         return before and Piece(piece.section, "forward" if before[0] else "backward", before[1])
 
-    def _of(self, piece: Piece, like: Piece, ref: Place | Last | Left) -> Place | Last:
-        """Where a reference of the shorter trace leads, for this piece of the longer trace."""
+    def _of(self, piece: Piece, like: Piece, ref: Place | Last | Left, led: dict[Piece, Piece]) -> Target:
+        """Where a reference of the shorter trace leads, for this piece of the longer trace.
+
+        led: where references of this piece to other pieces have led so far.
+        """
         if isinstance(ref, Left):
             before = self._action_before(piece)
             if before is not None and before.name == ref.place.piece.name:
                 same = self._pieces.left_by(self._like(before), ref.kind)
                 if len(same) < ref.back:
                     raise Unlike(f"the {before.name} of microbatch {before.number} has left less allocated")
-                return Place(before, same[-ref.back])
+                return before, same[-ref.back]
             ref = ref.place
-        if isinstance(ref, Last) or ref.piece.name == REST:
+        if isinstance(ref, Last):
+            return ref.stream, 0
+        target = led.get(ref.piece)
+        if target is None:
+            target = led[ref.piece] = self._piece_of(piece, like, ref.piece)
+        return target, ref.at
+
+    def _piece_of(self, piece: Piece, like: Piece, ref: Piece) -> Piece:
+        """The piece of the longer trace to which a reference from a piece leads."""
+        if ref.name == REST:
             return ref
-        own, target = like.number, ref.piece.number
+        own, target = like.number, ref.number
         if target == own:
             number = piece.number
         elif target == 0:
@@ -179,7 +196,7 @@ class _Composing:
             number = piece.number - 1
         else:
             raise Unlike(f"the {piece.name} of microbatch {own} refers to microbatch {target}")
-        return ref._replace(piece=ref.piece._replace(number=number))
+        return ref._replace(number=number)
 
     def _write_rest(self, piece: Piece) -> None:
         """Write what belongs to no microbatch, but may visit all of them."""
@@ -188,7 +205,7 @@ class _Composing:
             sweep = self._sweep(entries, at)
             if sweep is None:
                 refers = [ref for each in entries[at].refers for ref in self._of_rest(each, entries[at].refers)]
-                self._write(Place(piece, at), entries[at], refers)
+                self._write(piece, at, entries[at], refers)
                 at += 1
                 continue
             length, backwards, by_piece = sweep
@@ -199,16 +216,16 @@ class _Composing:
                 for entry in by_piece.get(self._like(longer), ()):
                     (ref,) = entry.refers
                     assert isinstance(ref, Place)
-                    self._write(Place(piece, at), entry, [ref._replace(piece=longer)])
+                    self._write(piece, at, entry, [(longer, ref.at)])
             at += length
 
-    def _of_rest(self, ref: Place | Last | Left, refers: Sequence[Place | Last | Left]) -> Iterator[Place | Last]:
+    def _of_rest(self, ref: Place | Last | Left, refers: Sequence[Place | Last | Left]) -> Iterator[Target]:
         """Where a reference leads, from outside of the microbatches. Of launches that one waits for, to those of all
         microbatches, if the shorter trace has some of each."""
         if isinstance(ref, Left):
             ref = ref.place
         if isinstance(ref, Last) or ref.piece.name == REST:
-            yield ref
+            yield (ref.stream, 0) if isinstance(ref, Last) else ref
             return
         name, number, last = ref.piece.name, ref.piece.number, self._count - 1
         if number == 2 and not any(isinstance(each, Place) and each.piece[1:] == (name, 1) for each in refers):
@@ -216,7 +233,7 @@ class _Composing:
         # Number 2 of the shorter trace stands for all between the second and the last; those beside it for none.
         like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
         for other in like.get(number, ()):
-            yield ref._replace(piece=ref.piece._replace(number=other))
+            yield ref.piece._replace(number=other), ref.at
 
     def _sweep(self, entries: Sequence[Entry], at: int) -> tuple[int, bool, dict[Piece, list[Entry]]] | None:
         """Return how many entries from `at` on visit the microbatches in order, whether from the last to the first, and
@@ -249,33 +266,34 @@ class _Composing:
             assert isinstance(ref, Place)
             yield ref
 
-    def _write(self, place: Place, entry: Entry, refers: Sequence[Place | Last]) -> None:
+    def _write(self, piece: Piece, at: int, entry: Entry, refers: Sequence[Target]) -> None:
         event = entry.event
         if isinstance(event, Launch):
-            after = tuple(sorted({self._launched(ref) for ref in refers}))
-            number = event.microbatch
-            if number >= 0 and place.piece.name != REST:
-                number = place.piece.number
-            self._launches[place] = self._last[event.stream] = len(self._events)
-            self._events.append(replace(event, after=after, microbatch=number))
+            after = tuple(sorted({self._launched(*ref) for ref in refers})) if refers else ()
+            number = event.microbatch if event.microbatch < 0 or piece.name == REST else piece.number
+            self._launches[piece][at] = self._last[event.stream] = len(self._events)
+            moved = Launch(event.what, event.stream, event.phase, event.module, number, after, event.blocks)
+            self._events.append(moved)
             return
         if not isinstance(event, Allocate | Free):
             raise Unlike("a mark")
         if refers:
-            storage = self._storages.get(refers[0], -1) if isinstance(refers[0], Place) else -1
+            target, number = refers[0]
+            storage = -1 if isinstance(target, str) else self._storages[target].get(number, -1)
         else:
             storage, self._next = self._next, self._next + 1
-            self._storages[place] = storage
+            self._storages[piece][at] = storage
         if storage < 0 or (storage in self._alive) is isinstance(event, Allocate):
             raise Unlike("the longer step would allocate or free the same storage twice")
         if isinstance(event, Allocate):
             self._alive.add(storage)
+            self._events.append(Allocate(storage, event.size, event.category, event.on_host, event.stream))
         else:
             self._alive.remove(storage)
-        self._events.append(replace(event, storage=storage))
+            self._events.append(Free(storage))
 
-    def _launched(self, ref: Place | Last) -> int:
-        found = self._last.get(ref.stream) if isinstance(ref, Last) else self._launches.get(ref)
+    def _launched(self, of: Piece | str, at: int) -> int:
+        found = self._last.get(of) if isinstance(of, str) else self._launches[of].get(at)
         if found is None:
             raise Unlike("an event of the longer step would wait for a launch that is not there")
         return found

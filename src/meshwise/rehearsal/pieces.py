@@ -9,8 +9,9 @@ Tested in tests/rehearsal/test_replay.py.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from meshwise.rehearsal.growth import Unlike
@@ -68,16 +69,22 @@ class Pieces:
     count: the number of microbatches.
     before: the action before an action.
     left: the launches of an action, and the allocations that it has left allocated.
+    kinds: the same by kind.
     """
 
     entries: dict[Piece, list[Entry]]
     count: int
     before: dict[Piece, Piece]
     left: dict[Piece, list[int]]
+    kinds: dict[Piece, dict[Hashable, list[int]]] = field(default_factory=dict)
 
     def left_by(self, action: Piece, kind: Hashable) -> list[int]:
         """The launches of a kind of an action, or the allocations that it has left allocated."""
-        return [at for at in self.left[action] if kind_of(self.entries[action][at].event) == kind]
+        if action not in self.kinds:
+            kinds = self.kinds[action] = defaultdict(list)
+            for at in self.left[action]:
+                kinds[kind_of(self.entries[action][at].event)].append(at)
+        return self.kinds[action][kind]
 
 
 def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
@@ -85,8 +92,11 @@ def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
     return trace.first.held, trace.first.events, trace.step.held, trace.step.events
 
 
-def cut(trace: Trace) -> Pieces:
-    """Cut a marked trace into pieces. Raises Unlike if a launch waits for what is no launch."""
+def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
+    """Cut a marked trace into pieces. Raises Unlike if a launch waits for what is no launch.
+
+    known: operators and collectives by themselves. Equal ones become one object, so that comparing them is quick.
+    """
     found: dict[Piece, list[Entry]] = {}
     origin: dict[int, Place] = {}
     pieces = Pieces(found, 0, {}, {})
@@ -132,6 +142,8 @@ def cut(trace: Trace) -> Pieces:
             elif isinstance(event, Free):
                 own.pop(event.storage, None)
             places.append(place)
+            if isinstance(event, Launch):
+                event = replace(event, what=known.setdefault(event.what, event.what))
             entries.append(Entry(event, refers))
     return pieces
 
