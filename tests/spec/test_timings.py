@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.spec.timings import Timings, fitted, rate_at, seconds_at
+from meshwise.spec.timings import Timings, fitted, in_step, rate_at, seconds_at
 
 SIZES = tuple(2**power for power in range(10, 31, 2))
 latencies = st.floats(1e-7, 1e-2)
@@ -102,3 +102,9 @@ def test_between_two_sizes_the_table_is_straight_on_logarithmic_axes() -> None:
     timings = Timings((100, 10_000), (1e-6, 1e-4), 0.0, 1e8, 0.0)
     assert seconds_at(timings, 1000) == pytest.approx(1e-5)
     assert rate_at(timings, 1000) == pytest.approx(1e8)
+
+
+def test_times_of_a_step_are_those_after_computing_and_never_shorter_over_a_network() -> None:
+    assert in_step(fitted((1, 2), (3.0, 4.0))).seconds == (3.0, 4.0)
+    both = fitted((1, 2), (3.0, 4.0), in_step=(5.0, 2.0))
+    assert in_step(both).seconds == (5.0, 2.0) and in_step(both, network=True).seconds == (5.0, 4.0)

@@ -93,7 +93,7 @@ def _measured(collective: CollectiveOperation, machine: Machine, group: Group, b
     whole = len(machine.hosts) == 1 or group.ranks == len(machine.devices)
     same = next((table for table in tables if table.ranks == group.ranks), None)
     if same is not None and whole:
-        return _of_table(same.timings, collective.size)
+        return _of_table(same.timings, collective.size, network=group.hosts > 1)
     if len(machine.hosts) > 1:
         return None
     nearest = min(tables, key=lambda table: abs(math.log(table.ranks / group.ranks)))
@@ -101,12 +101,12 @@ def _measured(collective: CollectiveOperation, machine: Machine, group: Group, b
     return priced(seconds, FIGURES["measured.scaled"].spread, MODEL, COMMUNICATION)
 
 
-def _of_table(table: Timings, size: int) -> Priced:
+def _of_table(table: Timings, size: int, network: bool) -> Priced:
     """Estimate the time of a message of `size` bytes from a table of measurements. For sizes far above the largest size
     in the table, the returned interval is wider."""
     inside = size <= BEYOND * table.sizes[-1]
     spread = FIGURES["measured.collective" if inside else "measured.scaled"].spread
-    return priced(seconds_at(in_step(table), size), spread, MEASURED, COMMUNICATION)
+    return priced(seconds_at(in_step(table, network=network), size), spread, MEASURED, COMMUNICATION)
 
 
 def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
@@ -134,7 +134,7 @@ def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Pr
         return None
     table = link.timings.get(backend) or link.timings.get("peer")
     if table is not None:
-        return _of_table(table, collective.size)
+        return _of_table(table, collective.size, network=source.host != target.host)
     return _modelled_send(collective, machine, link, share, backend)
 
 

@@ -56,9 +56,16 @@ def fitted(
     return Timings(tuple(sizes), tuple(seconds), latency, bandwidth, median(errors), *columns)
 
 
-def in_step(timings: Timings) -> Timings:
-    """Return the times of calls in a training step: those that were measured after computing, if there are any."""
-    return replace(timings, seconds=timings.in_step or timings.seconds)
+def in_step(timings: Timings, *, network: bool = False) -> Timings:
+    """Return the times of calls in a training step: those that were measured after computing, if there are any.
+
+    network: whether hosts are apart. After a pause a network may be faster for a while (cloud providers sell such
+        bursts), which the calls of a step, one after the other, use up. So the longer of both times is taken.
+    """
+    found = timings.in_step or timings.seconds
+    if network:
+        found = tuple(map(max, found, timings.seconds))
+    return replace(timings, seconds=found)
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
