@@ -49,10 +49,15 @@ def composer(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]]
     if one.count < LEAST or other.count != one.count + 1:
         raise Unlike(f"traces of {one.count} and {other.count} microbatches")
 
+    grows = one.all_kinds() != other.all_kinds()
+
     def made(actions: Sequence[Order]) -> Trace:
         count = sum(forward for forward, _ in actions)
-        mine, its = (_Composing(pieces, actions, count).sections() for pieces in (one, other))
-        held, first, held_later, step = (tuple(_grown(*two, count - one.count)) for two in zip(mine, its, strict=True))
+        found = _Composing(one, actions, count).sections()
+        if grows:
+            more = _Composing(other, actions, count).sections()
+            found = [tuple(_grown(*two, count - one.count)) for two in zip(found, more, strict=True)]
+        held, first, held_later, step = found
         return Trace(
             replace(long.first, held=held, events=first),
             replace(long.step, held=held_later, events=step),

@@ -86,6 +86,10 @@ class Pieces:
                 kinds[kind_of(self.entries[action][at].event)].append(at)
         return self.kinds[action][kind]
 
+    def all_kinds(self) -> set[Hashable]:
+        """The kinds of all events. Two traces have the same ones if no size depends on the number of microbatches."""
+        return {kind_of(entry.event) for entries in self.entries.values() for entry in entries}
+
 
 def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
     """Return the memory held before the first step, the events of the first step, and the same of a later step."""
