@@ -51,7 +51,7 @@ class Stages:
 
         axis: finds the group of blocks of a launch. Raises Unlike if a collective cannot be one of the real pipeline.
         """
-        traced = trace.step.rank % (FEW_STAGES * self.apart) // self.apart
+        traced = self._stage(trace.step.rank)
         by = (stage - traced) * self.blocks
 
         @functools.cache

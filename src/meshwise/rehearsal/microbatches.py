@@ -176,7 +176,7 @@ class _Composing:
         if isinstance(ref, Left):
             before = self._action_before(piece)
             if before is not None and before.name == ref.place.piece.name:
-                same = self._pieces.left_by(self._like(before), ref.kind)
+                same = self._pieces.left[self._like(before)][ref.kind]
                 if len(same) < ref.back:
                     raise Unlike(f"the {before.name} of microbatch {before.number} has left less allocated")
                 return before, same[-ref.back]

@@ -10,8 +10,8 @@ Tested in tests/rehearsal/test_replay.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from meshwise.rehearsal.growth import Unlike
@@ -68,23 +68,13 @@ class Pieces:
     entries: the events of each piece, in the order of the trace.
     count: the number of microbatches.
     before: the action before an action.
-    left: the launches of an action, and the allocations that it has left allocated.
-    kinds: the same by kind.
+    left: by kind, the launches of a piece, and the allocations that it has left allocated.
     """
 
     entries: dict[Piece, list[Entry]]
     count: int
     before: dict[Piece, Piece]
-    left: dict[Piece, list[int]]
-    kinds: dict[Piece, dict[Hashable, list[int]]] = field(default_factory=dict)
-
-    def left_by(self, action: Piece, kind: Hashable) -> list[int]:
-        """The launches of a kind of an action, or the allocations that it has left allocated."""
-        if action not in self.kinds:
-            kinds = self.kinds[action] = defaultdict(list)
-            for at in self.left[action]:
-                kinds[kind_of(self.entries[action][at].event)].append(at)
-        return self.kinds[action][kind]
+    left: dict[Piece, dict[Hashable, list[int]]]
 
     def all_kinds(self) -> set[Hashable]:
         """The kinds of all events. Two traces have the same ones if no size depends on the number of microbatches."""
@@ -113,8 +103,7 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
         own: dict[int, int] = {}  # what this piece has allocated
         for event in events:
             if isinstance(event, Mark):
-                launched = (at for at, entry in enumerate(entries) if isinstance(entry.event, Launch))
-                pieces.left[piece], own = [*own.values(), *launched], {}
+                pieces.left[piece], own = _left(entries, own.values()), {}
                 rest = sum(each.section == section and each.name == REST for each in found)
                 piece = Piece(section, event.piece, rest if event.piece == REST else event.number)
                 if piece.name in ACTIONS:
@@ -133,10 +122,10 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
                     if target is None or not isinstance(launch, Launch):
                         raise Unlike("an event waits for what is no launch")
                     beside = target.piece.number != piece.number or target.piece.name == REST
-                    newest = beside and last[launch.stream] == number
-                    newest = newest and piece.name != REST
+                    newest = beside and piece.name != REST and last[launch.stream] == number
                     refers.append(Last(launch.stream) if newest else _of_piece(pieces, piece, target))
                 last[event.stream] = len(places)
+                event = replace(event, what=known.setdefault(event.what, event.what))
             elif event.storage in origin:
                 refers.append(_of_piece(pieces, piece, origin[event.storage]))
             else:
@@ -146,10 +135,16 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
             elif isinstance(event, Free):
                 own.pop(event.storage, None)
             places.append(place)
-            if isinstance(event, Launch):
-                event = replace(event, what=known.setdefault(event.what, event.what))
             entries.append(Entry(event, refers))
     return pieces
+
+
+def _left(entries: Sequence[Entry], allocated: Iterable[int]) -> dict[Hashable, list[int]]:
+    """By kind, the launches among the entries of a piece, and those that have allocated what is still there."""
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    for at in (*allocated, *(at for at, entry in enumerate(entries) if isinstance(entry.event, Launch))):
+        found[kind_of(entries[at].event)].append(at)
+    return found
 
 
 def _of_piece(pieces: Pieces, piece: Piece, place: Place) -> Place | Left:
@@ -157,7 +152,7 @@ def _of_piece(pieces: Pieces, piece: Piece, place: Place) -> Place | Left:
     if pieces.before.get(piece) != place.piece or place.piece.number == piece.number:
         return place
     kind = kind_of(pieces.entries[place.piece][place.at].event)
-    same = pieces.left_by(place.piece, kind)
+    same = pieces.left[place.piece][kind]
     return Left(kind, len(same) - same.index(place.at), place) if place.at in same else place
 
 

@@ -55,9 +55,8 @@ def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, 
     samples: the median and the percentiles of the measured times, by message size in bytes.
     wrong: where received data was wrong, or None.
     """
-    columns = zip(*((sample.seconds, sample.p95, sample.p99) for sample in samples.values()), strict=True)
+    seconds, p95, p99 = zip(*((sample.seconds, sample.p95, sample.p99) for sample in samples.values()), strict=True)
     in_step = [sample.in_step for sample in samples.values() if sample.in_step is not None]
-    seconds, p95, p99 = columns
     timings = fitted(list(samples), seconds, p95, p99, in_step)
     return PathResult(spec.operation, spec.source, spec.target, spec.path, spec.ranks, timings, wrong, note)
 
