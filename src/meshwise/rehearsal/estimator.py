@@ -22,6 +22,7 @@ from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, Operation, Work
+from meshwise.spec.garbage import no_collections
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import plural
@@ -61,6 +62,7 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
     program = Tracer(job) if isinstance(job, Job) else job
     speeds = [speed_of(device) for device in machine.devices]
 
+    @no_collections()
     def rehearse(plan: Plan) -> Rehearsed:
         own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
         traces = trace_script(program, plan, kind, own) if isinstance(program, Script) else program(plan, kind, own)

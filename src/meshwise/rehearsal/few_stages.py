@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.parallel.schedule import orders
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import Order, check_equal, composed, composer
+from meshwise.rehearsal.microbatches import Composer, Order, check_equal
 from meshwise.rehearsal.replay import COUNT, GrowthAxis
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Launch, Work
@@ -135,33 +135,31 @@ def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
 
 
 def with_all_stages(
-    short: Sequence[Trace], long: Sequence[Trace], stages: Stages, few: int, axis: GrowthAxis
+    make: Callable[[int], Composer], stages: Stages, second: Trace, few: int, axis: GrowthAxis
 ) -> list[Trace]:
     """Return the traces of all stages of a plan with many microbatches.
 
-    short, long: marked traces of FEW_STAGES stages, with `few` microbatches and with one more.
+    make: returns what composes a step of one of the FEW_STAGES stages.
+    second: the marked trace of the third of these stages, with `few` microbatches.
     axis: finds the group of blocks of a launch.
 
-    Raises Unlike if the stages or the microbatches do not do the same.
+    Raises Unlike if the stages do not do the same.
     """
     plan, few_plan = stages.plan, with_few(stages.plan, pipeline=FEW_STAGES)
-    make = [composer(*two, _orders(few_plan, like)) for like, two in enumerate(zip(short, long, strict=True))]
 
     def made(of: Stages, stage: int, count: int) -> Trace:
-        return of.moved(make[of.like(stage)](_orders(of.plan, stage)(count)), stage, axis)
+        return of.moved(make(of.like(stage))(actions_of(of.plan, stage)(count)), stage, axis)
 
-    check_equal(long[2], made(Stages(few_plan, stages.blocks), 2, few + 1))
+    check_equal(second, made(Stages(few_plan, stages.blocks), 2, few))
     return [made(stages, stage, plan.accumulate) for stage in range(plan.pipeline)]
 
 
-def composed_stage(short: Trace, long: Trace, plan: Plan) -> Trace:
-    """Return the trace of a stage of a plan, from marked traces of the same stage with few microbatches."""
-    ranks = plan.within_samples // plan.pipeline
-    stage = short.step.rank % plan.within_samples // ranks
-    return composed(short, long, _orders(plan, stage), plan.accumulate)
+def stage_of(plan: Plan, rank: int) -> int:
+    """Return the pipeline stage of a rank."""
+    return rank % plan.within_samples // (plan.within_samples // plan.pipeline)
 
 
-def _orders(plan: Plan, stage: int) -> Callable[[int], list[Order]]:
+def actions_of(plan: Plan, stage: int) -> Callable[[int], list[Order]]:
     """Return a function that returns the actions of a stage in a step of so many microbatches."""
 
     def of(count: int) -> list[Order]:

@@ -28,9 +28,9 @@ from meshwise.job.job import Job
 from meshwise.job.run import open_data
 from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.schedule import CHUNKS
-from meshwise.rehearsal.few_stages import FEW_STAGES, Stages, composed_stage, with_all_stages, with_few
+from meshwise.rehearsal.few_stages import FEW_STAGES, Stages, actions_of, stage_of, with_all_stages, with_few
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST
+from meshwise.rehearsal.microbatches import LEAST, composer, growth_of
 from meshwise.rehearsal.replay import MICROBATCHES, GrowthAxis, lengthened
 from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Trace, trace
@@ -87,6 +87,17 @@ class Facts:
     stepped: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What to trace: the arguments of `trace`."""
+
+    job: Job
+    plan: Plan
+    kind: str
+    speeds: Sequence[Hashable]
+    marked: bool = False
+
+
 class Tracer:
     """Traces plans of one job like `trace`, but faster if blocks or microbatches are alike.
 
@@ -114,34 +125,38 @@ class Tracer:
             for stages in dict.fromkeys((self._few_stages(plan, speeds), None)):
                 with contextlib.suppress(MeshwiseError, Unlike):  # others may have other values
                     return self._of_few(plan, kind, speeds, few, stages)
-        return self._replayed(self.job, plan, kind, speeds)
+        return self._replayed(_Asked(self.job, plan, kind, speeds))[0]
 
     def _of_few(
         self, plan: Plan, kind: str, speeds: Sequence[Hashable], few: int, stages: Stages | None
     ) -> list[Trace]:
         """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages. Extend the traces to all
         of them. Raises Unlike if this is inexact."""
-        part, composes = self.batch_size // plan.accumulate, plan.pipeline > 1
-        depth = plan.pipeline if stages is None else FEW_STAGES
-        blocks = None if stages is None else stages.blocks * depth
+        depth, composes = plan.pipeline if stages is None else FEW_STAGES, plan.pipeline > 1
         short, long = (
-            self._replayed(
-                replace(self.job, batch_size=part * count),
+            _Asked(
+                replace(self.job, batch_size=self.batch_size // plan.accumulate * count),
                 with_few(plan, accumulate=count, pipeline=depth),
                 kind,
                 speeds,
                 composes,
-                blocks,
             )
             for count in (few, few + 1)
         )
-        if any(each.reads_values for each in short):
+        blocks = None if stages is None else stages.blocks * depth
+        found, least, groups = self._replayed(short, blocks)
+        if any(each.reads_values for each in found):
             raise Unlike("what runs may depend on the values of a batch")
+        if not composes:
+            pairs = zip(found, self._replayed(long, blocks)[0], strict=True)
+            return [lengthened(*two, plan.accumulate - few, MICROBATCHES) for two in pairs]
+        more = self._traced(long, groups)
+        actions = [actions_of(short.plan, stage_of(short.plan, each.step.rank)) for each in found]
+        growth = [growth_of(*three) for three in zip(least, more, actions, strict=True)]
+        make = functools.cache(lambda at: composer(found[at], growth[at]))
         if stages is not None and self.stretch is not None:
-            return with_all_stages(short, long, stages, few, blocks_axis(self.stretch))
-        if composes:
-            return [composed_stage(*two, plan) for two in zip(short, long, strict=True)]
-        return [lengthened(*two, plan.accumulate - few, MICROBATCHES) for two in zip(short, long, strict=True)]
+            return with_all_stages(make, stages, found[2], few, blocks_axis(self.stretch))
+        return [make(at)(own(plan.accumulate)) for at, own in enumerate(actions)]
 
     @functools.cached_property
     def stretch(self) -> Stretch | None:
@@ -158,34 +173,31 @@ class Tracer:
         even = stretch.is_whole and stretch.group == 1 and stretch.count % plan.pipeline == 0
         return Stages(plan, stretch.count // plan.pipeline) if even else None
 
-    def _replayed(
-        self,
-        job: Job,
-        plan: Plan,
-        kind: str,
-        speeds: Sequence[Hashable],
-        marked: bool = False,
-        blocks: int | None = None,
-    ) -> list[Trace]:
+    def _replayed(self, asked: _Asked, blocks: int | None = None) -> tuple[list[Trace], list[Trace], int | None]:
         """Trace a plan of a job. If possible, trace only a few blocks and extend the traces to all blocks.
+
+        Return the traces, those of the fewest blocks that were traced, and how many groups of blocks these have.
 
         blocks: how many groups of equal blocks the model is to have. The default is all that it has.
         """
         stretch, depth = self.stretch, None
         if stretch is not None:
-            depth = depth_of(plan, stretch if blocks is None else stretch.beginning(blocks))
+            depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks))
         if stretch is not None and depth is not None:
             with contextlib.suppress(MeshwiseError, Unlike):  # what the whole model says is what counts
-                short, long = (
-                    trace(shortened(job, stretch, count * depth.stages), plan, kind, speeds, marked)
-                    for count in (depth.few, depth.few + 1)
-                )
-                axis = blocks_axis(stretch)
-                times, buckets = depth.own - depth.few, "optimizer" in plan.offload
-                return [lengthened(*two, times, axis, buckets) for two in zip(short, long, strict=True)]
-        if stretch is not None and blocks is not None:
-            job = shortened(job, stretch, blocks)
-        return trace(job, plan, kind, speeds, marked)
+                least = depth.few * depth.stages
+                short, long = (self._traced(asked, groups) for groups in (least, least + depth.stages))
+                axis, buckets = blocks_axis(stretch), "optimizer" in asked.plan.offload
+                pairs = zip(short, long, strict=True)
+                return [lengthened(*two, depth.own - depth.few, axis, buckets) for two in pairs], short, least
+        found = self._traced(asked, blocks)
+        return found, found, blocks
+
+    def _traced(self, asked: _Asked, groups: int | None) -> list[Trace]:
+        """Trace a plan of a job whose model has so many groups of equal blocks. None for all that it has."""
+        stretch = self.stretch
+        job = asked.job if stretch is None or groups is None else shortened(asked.job, stretch, groups)
+        return trace(job, asked.plan, asked.kind, asked.speeds, asked.marked)
 
     def _reads_alike(self, plan: Plan) -> bool:
         """Return whether all microbatches of the first replica in its first steps have tensors of the same shapes and

@@ -13,12 +13,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.pieces import ACTIONS, REST, Entry, Last, Left, Piece, Pieces, Place, cut, sections_of, sort_of
+from meshwise.rehearsal.pieces import (
+    ACTIONS,
+    REST,
+    Entry,
+    Kind,
+    Last,
+    Left,
+    Piece,
+    Pieces,
+    Place,
+    cut,
+    sections_of,
+    sort_of,
+)
 from meshwise.rehearsal.replay import grown_event
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
@@ -26,76 +39,91 @@ from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
 LEAST = 4
 """The fewest microbatches from which a step can be composed: the first two, the last, and one between."""
 Order = tuple[bool, int]  # an action: whether it is a forward, and its microbatch
+Composer = Callable[[Sequence[Order]], Trace]
+Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1 microbatches
 Target = tuple[Piece | str, int]  # an entry of a piece of the longer trace, or the last launch of a stream so far
 
 
-def composed(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]], count: int) -> Trace:
-    """Return the trace of a step of `count` microbatches. See `composer`."""
-    return composer(short, long, orders)(orders(count))
-
-
-def composer(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]]) -> Callable[[Sequence[Order]], Trace]:
+def composer(short: Trace, growth: Growth) -> Composer:
     """Return a function that returns the trace of a step of many microbatches, from the actions of this step in order.
     Storages are numbered anew.
 
-    short, long: marked traces of n and n + 1 microbatches, n at least LEAST.
-    orders: returns the actions of the traced steps of so many microbatches, in order.
+    short: a marked trace of n microbatches, n at least LEAST.
+    growth: the events whose sizes grow with the number of microbatches, see `growth_of`.
 
-    Raises Unlike, and so does the function, if a longer step cannot be composed, or if `long` is not what is composed
-    of `short`.
+    Raises Unlike, and so does the function, if a longer step cannot be composed.
     """
-    known: dict[Any, Any] = {}
-    one, other = cut(short, known), cut(long, known)
-    if one.count < LEAST or other.count != one.count + 1:
-        raise Unlike(f"traces of {one.count} and {other.count} microbatches")
-
-    grows = one.all_kinds() != other.all_kinds()
+    pieces = cut(short, {})
+    if pieces.count < LEAST:
+        raise Unlike(f"a trace of {pieces.count} microbatches")
+    growing = [(place, growth[kind]) for place, kind in pieces.kinds({kind[0] for kind in growth}) if kind in growth]
 
     def made(actions: Sequence[Order]) -> Trace:
         count = sum(forward for forward, _ in actions)
-        found = _Composing(one, actions, count).sections()
-        if grows:
-            more = _Composing(other, actions, count).sections()
-            found = [tuple(_grown(*two, count - one.count)) for two in zip(found, more, strict=True)]
-        held, first, held_later, step = found
-        return Trace(
-            replace(long.first, held=held, events=first),
-            replace(long.step, held=held_later, events=step),
-            short.reads_values or long.reads_values,
-        )
+        grown = {place: _grown(pieces.at(place).event, pair, count - pieces.count) for place, pair in growing}
+        held, first, held_later, step = _Composing(pieces.with_events(grown), actions, count).sections()
+        works = replace(short.first, held=held, events=first), replace(short.step, held=held_later, events=step)
+        return Trace(*works, short.reads_values)
 
-    check_equal(long, made(orders(other.count)))
     return made
+
+
+def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]]) -> Growth:
+    """Return the events whose sizes grow with the number of microbatches. Raises Unlike if `long` is not what is
+    composed of `short`, or if only some events of a kind grow.
+
+    short, long: marked traces of n and n + 1 microbatches.
+    orders: returns the actions of the traced steps of so many microbatches, in order.
+    """
+    pieces, other = cut(short, {}), cut(long, {})
+    if other.count != pieces.count + 1:
+        raise Unlike(f"traces of {pieces.count} and {other.count} microbatches")
+    actions = orders(other.count)
+    composing = _Composing(pieces, actions, other.count)
+    kinds = {id(pieces.at(place)): kind for place, kind in pieces.kinds()}
+    growth: dict[Kind, tuple[Event, Event]] = {}
+    same: set[Kind] = set()
+    for entry, (event, traced) in zip(composing.written, _pairs(composing.sections(), long), strict=False):
+        kind = kinds[id(entry)]
+        if event == traced:
+            same.add(kind)
+        else:
+            growth.setdefault(kind, (event, traced))
+    if same & growth.keys():
+        raise Unlike("some events of a kind grow with the number of microbatches, and others do not")
+    check_equal(long, composer(short, growth)(actions))
+    return growth
 
 
 def check_equal(traced: Trace, made: Trace) -> None:
     """Raise Unlike if the two differ in more than marks and the numbers of storages."""
+    if any(event != other for event, other in _pairs(sections_of(made), traced)):
+        raise Unlike("a step of few microbatches is not what is composed of its pieces")
+
+
+def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, Any]]:
+    """Yield each event of a composed trace, and the same event of a traced one, with its references as if it had no
+    marks."""
     numbers: dict[int, int] = {}
-    for events, others in zip(sections_of(traced), sections_of(made), strict=True):
+    for others, events in zip(made, sections_of(traced), strict=True):
         before = list(itertools.accumulate((isinstance(event, Mark) for event in events), initial=0))
         unmarked = [event for event in events if not isinstance(event, Mark)]
-        for event, other in itertools.zip_longest(unmarked, others):
+        for other, event in itertools.zip_longest(others, unmarked):
             if isinstance(event, Launch):
                 event = replace(event, after=tuple(place - before[place] for place in event.after))
             elif event is not None and isinstance(other, Allocate | Free):
                 event = replace(event, storage=numbers.setdefault(event.storage, other.storage))
-            if event != other:
-                raise Unlike("a step of few microbatches is not what is composed of its pieces")
+            yield other, event
 
 
-def _grown(short: Sequence[Event], long: Sequence[Event], times: int) -> Iterator[Any]:
-    """Yield the events, with sizes that grow with the number of microbatches. Raises Unlike if they differ in more."""
-    if len(short) != len(long):
-        raise Unlike("a step that is composed of few microbatches has another number of events")
-    for one, other in zip(short, long, strict=True):
-        if one == other:
-            yield other
-            continue
-        found = grown_event(one, other, times)
-        changed = {"size": other.size} if isinstance(other, Allocate) else {"what": getattr(other, "what", None)}
-        if isinstance(one, Free) or type(one) is not type(other) or replace(one, **changed) != other:
-            raise Unlike("a step that is composed of few microbatches has another order of events")
-        yield found
+def _grown(event: Event, pair: tuple[Event, Event], times: int) -> Event:
+    """Return an event as it is in a step of `times` more microbatches, by the same in traces of n and n + 1."""
+    found = grown_event(*pair, times)
+    if isinstance(event, Launch) and isinstance(found, Launch):
+        return replace(event, what=found.what)
+    if isinstance(event, Allocate) and isinstance(found, Allocate):
+        return replace(event, size=found.size)
+    raise Unlike("an event has a counterpart of another kind in a step of one more microbatch")
 
 
 class _Composing:
@@ -111,6 +139,7 @@ class _Composing:
         self._events: list[Any] = []
         self._launches: dict[Piece, dict[int, int]] = defaultdict(dict)
         self._last: dict[str, int] = {}
+        self.written: list[Entry] = []  # of each event, what it was made from
 
     def sections(self) -> list[tuple[Any, ...]]:
         found = []
@@ -273,6 +302,7 @@ class _Composing:
 
     def _write(self, piece: Piece, at: int, entry: Entry, refers: Sequence[Target]) -> None:
         event = entry.event
+        self.written.append(entry)
         if isinstance(event, Launch):
             after = tuple(sorted({self._launched(*ref) for ref in refers})) if refers else ()
             number = event.microbatch if event.microbatch < 0 or piece.name == REST else piece.number

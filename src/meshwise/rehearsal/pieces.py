@@ -10,7 +10,7 @@ Tested in tests/rehearsal/test_replay.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
 
 REST, ACTIONS = "rest", ("forward", "backward")
+Kind = tuple[str, int, int, Hashable, Hashable]
+"""What is the same at another depth: a piece's name, section and number, the kinds of an event and the next launch."""
 
 
 class Piece(NamedTuple):
@@ -76,9 +78,25 @@ class Pieces:
     before: dict[Piece, Piece]
     left: dict[Piece, dict[Hashable, list[int]]]
 
-    def all_kinds(self) -> set[Hashable]:
-        """The kinds of all events. Two traces have the same ones if no size depends on the number of microbatches."""
-        return {kind_of(entry.event) for entries in self.entries.values() for entry in entries}
+    def at(self, place: Place) -> Entry:
+        """Return the entry at a place."""
+        return self.entries[place.piece][place.at]
+
+    def kinds(self, names: Container[str] = (REST, "input", *ACTIONS)) -> Iterator[tuple[Place, Kind]]:
+        """Yield the places in pieces of these names, with their kinds."""
+        for piece, own in self.entries.items():
+            following: Hashable = None
+            for at in reversed(range(len(own) if piece.name in names else 0)):
+                kind = kind_of(own[at].event)
+                following = kind if isinstance(own[at].event, Launch) else following
+                yield Place(piece, at), (piece.name, piece.section, piece.number, kind, following)
+
+    def with_events(self, changed: Mapping[Place, Event]) -> Pieces:
+        """Return the pieces with other events in some places."""
+        entries = {piece: list(own) for piece, own in self.entries.items()} if changed else self.entries
+        for (piece, at), event in changed.items():
+            entries[piece][at] = Entry(event, entries[piece][at].refers)
+        return replace(self, entries=entries)
 
 
 def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
