@@ -3,6 +3,7 @@
     python bench/ranking.py [--sample 60] [--seed 0] [--minutes 30]     rehearse the plans that were drawn, then compare
     python bench/ranking.py --most 32                                   drawn from those that are rehearsed in a minute
     python bench/ranking.py --all --minutes 600                         rehearse all of them, the drawn ones first
+    python bench/ranking.py --all --only-rehearse --part 1/2            the second half of them, beside the first
 
 Llama-3-70B, 1,024 rows of 4,096 tokens in bf16, on 512 H100: all plans of `rehearsal/candidates.py` whose stages hold
 equally many blocks, in the order of `rehearsal/likely.py`. The five likely best of those that are drawn from are
@@ -33,7 +34,7 @@ from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.candidates import Space, candidates
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.estimator import rehearser
-from meshwise.rehearsal.from_few import Tracer, microbatches_of
+from meshwise.rehearsal.from_few import Tracer, microbatches_of, parts_of
 from meshwise.rehearsal.likely import Guess, Likely
 from meshwise.rehearsal.small_traces import small_traces
 from meshwise.spec.errors import MeshwiseError
@@ -54,8 +55,7 @@ def plans_of_it() -> list[Plan]:
 
 def work_of(plan: Plan) -> int:
     """Microbatches on a stage that a rehearsal traces, about: the cheap ones are rehearsed first."""
-    few = microbatches_of(plan)
-    return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (1 + (plan.tensor > 1))
+    return parts_of(plan, microbatches_of(plan)) * (1 + (plan.tensor > 1))
 
 
 def spearman(one: Sequence[float], two: Sequence[float]) -> float:
@@ -111,10 +111,14 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="drawn of plans of which so many microbatches on a stage are traced")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--only-rehearse", action="store_true")
+    parser.add_argument("--part", default="0/1", help="of several processes that rehearse at once, this one's")
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     machine, program = machine_from_words(MACHINE), Tracer(llama_70b)
-    rehearsed, began = rehearser(program, machine), time.process_time()  # what was imported took time before
+    rehearsed, began = (
+        rehearser(program, machine, interval=False),
+        time.process_time(),
+    )  # what was imported took time before
 
     def rehearse(plan: Plan) -> Estimate:
         return rehearsed(plan).estimate
@@ -126,9 +130,9 @@ def main() -> None:
     ranking = time.process_time() - began
     among = [plan for plan in plans if options.most is None or work_of(plan) <= options.most]
     drawn = random.Random(options.seed).sample(among, min(options.sample, len(among)))
-    rehearse_more(sorted(drawn, key=work_of), rehearse, until)
-    if options.all:
-        rehearse_more(sorted(plans, key=work_of), rehearse, until)
+    part, parts = map(int, options.part.split("/"))
+    for each in (drawn, plans if options.all else []):
+        rehearse_more(sorted(each, key=lambda plan: (work_of(plan), plan.accumulate))[part::parts], rehearse, until)
     if options.only_rehearse:
         return
     tried = [plan for plan in ranked if plan in set(among)][:FIRST]

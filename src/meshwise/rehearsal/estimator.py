@@ -51,11 +51,14 @@ def kind_of(machine: Machine) -> str:
     return "cpu" if machine.devices[0].kind == "cpu" else "gpu"
 
 
-def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = None) -> Callable[[Plan], Rehearsed]:
+def rehearser(
+    job: Job | Tracer | Script, machine: Machine, cap: int | None = None, interval: bool = True
+) -> Callable[[Plan], Rehearsed]:
     """Return a function that traces and simulates a step of this job under a plan on this machine. The function returns
     the plan's estimate and the data from which the estimate was computed.
 
     cap: the most bytes of each device's memory that a step may use. None for all of the memory.
+    interval: whether to compute the interval of the time, see `simulate`.
     """
     described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)
@@ -78,7 +81,7 @@ def rehearser(job: Job | Tracer | Script, machine: Machine, cap: int | None = No
         if unknown := missing(steps, prices):
             return Rehearsed(replace(estimate, unknown=unknown[0]), traces, prices)
         try:
-            step = simulate(steps, prices)
+            step = simulate(steps, prices, interval=interval)
         except ValueError as error:  # the ranks that were traced wait for each other
             return Rehearsed(replace(estimate, unknown=str(error)), traces, prices)
         seconds, parts = Range(step.seconds, step.low, step.high), slowest_rank(step).kinds

@@ -257,10 +257,19 @@ def microbatches_of(plan: Plan) -> int | None:
     a stage frees gathered parameters in its next action, so that each kind of action must follow each kind.
     """
     few = FEW_MICROBATCHES if plan.pipeline == 1 else LEAST
+    alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
-    alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
-    return few if alike and plan.accumulate > 2 * few + 1 else None
+        alike = alike and plan.accumulate > plan.pipeline + 1  # else a stage's last forward follows a forward
+    return few if alike and plan.accumulate * plan.pipeline > parts_of(plan, few) else None
+
+
+def parts_of(plan: Plan, few: int | None) -> int:
+    """Return how many microbatches on a stage a rehearsal of a plan traces, about. It traces `few` microbatches and one
+    more, the latter in a pipeline at the fewest blocks alone, of FEW_STAGES stages. None stands for all."""
+    if few is None:
+        return plan.accumulate * plan.pipeline
+    return 2 * few + 1 if plan.pipeline == 1 else (3 * few + 1) * min(plan.pipeline, FEW_STAGES) // 2
 
 
 def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:

@@ -66,7 +66,8 @@ class Curve:
         at = int(self.total.argmax())
         place = int(self.places[at])
         split = {name: int(size) for name, size in zip(CATEGORIES, self.by_category[at], strict=True) if size}
-        launch = next(iter(next_launches(self.work)[max(place, 0) :]), None)
+        launch = next((event for event in self.work.events[max(place, 0) :] if isinstance(event, Launch)), None)
+        launch = launch or next((event for event in reversed(self.work.events) if isinstance(event, Launch)), None)
         where = (launch.phase, launch.module, launch.microbatch) if launch is not None else ("", "", -1)
         return Peak(int(self.total[at]), place, split, *where)
 
@@ -79,7 +80,8 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
     column = {name: number for number, name in enumerate(CATEGORIES)}
     unit = 1 if on_host or work.kind == "cpu" else 0
     alive: dict[int, tuple[int, int]] = {}
-    places, changes = [-1], [np.zeros(len(CATEGORIES), np.int64)]
+    begins = np.zeros(len(CATEGORIES), np.int64)
+    places, columns, sizes = list[int](), list[int](), list[int]()
     for place, event in _memory_events(work):
         if isinstance(event, Allocate):
             if event.storage in alive:
@@ -95,13 +97,15 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
         if size == 0:
             continue
         if place < 0:
-            changes[0][which] += size
+            begins[which] += size
         else:
-            row = np.zeros(len(CATEGORIES), np.int64)
-            row[which] = size
             places.append(place)
-            changes.append(row)
-    return Curve(work, np.array(places, np.int64), np.cumsum(np.stack(changes), axis=0))
+            columns.append(which)
+            sizes.append(size)
+    changes = np.zeros((len(places) + 1, len(CATEGORIES)), np.int64)
+    changes[0] = begins
+    changes[np.arange(1, len(places) + 1), columns] = sizes
+    return Curve(work, np.array([-1, *places], np.int64), np.cumsum(changes, axis=0))
 
 
 def with_inside(work: Work, inside: Callable[[Operation], Sequence[int]]) -> Work:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
-from meshwise.rehearsal.from_few import microbatches_of
+from meshwise.rehearsal.from_few import microbatches_of, parts_of
 from meshwise.rehearsal.likely import Guess
 from meshwise.rehearsal.places import OutOfTime, until
 from meshwise.spec.errors import PlanError, UsageError
@@ -285,8 +285,7 @@ def _parts_traced(plan: Plan) -> int:
     This is the number of microbatches that are traced, times the number of pipeline stages. With tensor parallelism, it
     is doubled.
     """
-    few = microbatches_of(plan)
-    return (plan.accumulate if few is None else 2 * few + 1) * plan.pipeline * (2 if plan.tensor > 1 else 1)
+    return parts_of(plan, microbatches_of(plan)) * (2 if plan.tensor > 1 else 1)
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:

@@ -29,6 +29,7 @@ from meshwise.compat.fake_values import fake_batch, fake_without_values
 from meshwise.compat.loss_scale import always_steps
 from meshwise.compat.moved import waiting
 from meshwise.compat.sharding import local_of
+from meshwise.compat.strategies import strategies_remembered
 from meshwise.compat.tree import tensors_in
 from meshwise.data.order import epoch_order, epoch_slices
 from meshwise.data.source import read_slices
@@ -181,6 +182,7 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
         stack.enter_context(start_values_unread())
         stack.enter_context(fake_without_values())
         stack.enter_context(fake.plain_for_optimizers())
+        stack.enter_context(strategies_remembered())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # one order of operators
         stack.callback(make_current, make_current(record.places))
         state = torch.get_rng_state()
