@@ -41,8 +41,8 @@ from meshwise.spec.world import World
 
 FEW = 3
 """How many groups of blocks per pipeline stage are traced, to extrapolate to all groups. The first and the last group
-are special, so a third group between them is traced, too. With several devices, a fourth group is traced, because a
-rank with sharded parameters may hold three neighboring blocks in memory at once."""
+are special, so a third group between them is traced, too. Under shard, a fourth group is traced, because a rank may
+hold three neighboring blocks in memory at once."""
 FEW_MICROBATCHES = 3
 """How many microbatches are traced without a pipeline, to extrapolate to all microbatches."""
 
@@ -286,7 +286,7 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
         or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
     ):
         return None
-    own, few = stretch.count // stages, FEW + (plan.devices > 1)
+    own, few = stretch.count // stages, FEW + plan.parameters_divided
     return Depth(own, few, stages) if own > 2 * few + 1 else None
 
 
