@@ -26,7 +26,7 @@ ENOUGH = 64
 
 class Unlike(Exception):
     """Raised if a long trace cannot be extrapolated exactly from short traces. For example, the longer of two traces
-    may have events that do not repeat other events.
+    may have events that do not repeat other events, or the model may do something between its blocks.
     """
 
 

@@ -32,16 +32,11 @@ from meshwise.compat.flops import flops_of
 from meshwise.compat.tree import tensors_in
 from meshwise.job.job import Job
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.rehearsal.growth import Unlike
 
 LONGEST_GROUP = 6
 _OWN_NUMBER = re.compile(r"idx|index|number|layer_id")
 _OF_MODULES = set(vars(nn.Module()))
-
-
-class Unlike(Exception):
-    """Raised if a model with fewer blocks would not show what the whole model does, so that the whole model must be
-    traced. This is so if a block's output is not the next block's input, or if the model does something between
-    blocks."""
 
 
 @dataclass(frozen=True)
