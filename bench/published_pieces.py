@@ -20,7 +20,7 @@ from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.collective_price import collective_seconds
 from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.simulate import Step, simulate
-from meshwise.rehearsal.work import CollectiveOperation, Launch, Operation, Work
+from meshwise.rehearsal.work import CollectiveOperation, Launch, Operation, What, Work
 from meshwise.spec.machine import Machine
 
 KEPT = Path(__file__).parent / "results" / "published-pieces"
@@ -63,8 +63,9 @@ class Case:
     microbatches may be broken where the last one is smaller. reduces: whether each microbatch ends with the reduction
     of its gradients, not the last one alone: such a row is traced with one. tf32: whether products of float32 may be.
     ranks: of DistributedDataParallel, traced as two. within: ranks of a tensor axis. attention: the kernel, where it is
-    not torch's; compiled: whether blocks are. narrow: whether replicas reduce gradients in 16 bits. memory: whether
-    bytes are asked for. deep: whether the model has blocks.
+    not torch's; compiled: whether blocks are. memory: whether bytes are asked for. deep: whether the model has blocks.
+    fused: whether sums over ranks need no copy, and a bias, the dropout behind it and the sum with what flows past the
+    layer are one kernel, as Megatron writes them.
     differs: what is known to differ from the row.
     """
 
@@ -84,7 +85,7 @@ class Case:
     compiled: bool = False
     memory: bool = False
     deep: bool = True
-    narrow: bool = False
+    fused: bool = False
 
     @property
     def traced(self) -> int:
@@ -222,16 +223,15 @@ def prices_of(machine: str, compiled: bool) -> Prices:
 
 
 @functools.lru_cache(maxsize=8192)
-def _adapted(key: str, ranks: int, attention: str, narrow: bool, old: bool) -> Work:
-    """The piece with so many replicas, which reduce in 16 bits where narrow, and with this kernel of attention. old: on
-    devices without bfloat16."""
+def _adapted(key: str, ranks: int, attention: str, old: bool, fused: bool) -> Work:
+    """The piece with so many replicas and with this kernel of attention. old: on devices without bfloat16."""
     piece = _read(key)
     assert piece is not None
-    work, changed = piece.work, {}
+    work, changed = _fused(piece.work) if fused else piece.work, {}
 
     def other(what: Any) -> Any:
         if isinstance(what, CollectiveOperation) and ranks > 1 and what.ranks == (0, 1):
-            return replace(what, ranks=tuple(range(ranks)), size=what.size // (1 + narrow))
+            return replace(what, ranks=tuple(range(ranks)))
         if isinstance(what, Operation) and attention and "attention" in what.name:
             what = replace(what, name=what.name.replace("aten.", f"aten.{attention}"))
         if isinstance(what, Operation) and old and "bf16" in what.dtypes:
@@ -246,12 +246,45 @@ def _adapted(key: str, ranks: int, attention: str, narrow: bool, old: bool) -> W
     return replace(work, ranks=max(ranks, work.ranks), events=tuple(events))
 
 
+def _fused(work: Work) -> Work:
+    """Without the copies before sums over ranks; a bias and a sum around a dropout are its own."""
+    found: list[Launch] = []
+    places: list[int] = []  # of each launch, that of the one that now stands for it
+    whats = [launch.what for launch in work.launches]
+    for launch, following in zip(work.launches, [*whats[1:], None], strict=True):
+        what, before = launch.what, found[-1].what if found else None
+        if _is_within(what, following):
+            places.append(len(found))
+        elif isinstance(before, Operation) and isinstance(what, Operation) and _is_sum_behind(what, before):
+            found[-1] = replace(found[-1], what=replace(before, read=before.read + what.read // 2))
+            places.append(len(found) - 1)
+        else:
+            places.append(len(found))
+            found.append(replace(launch, after=tuple(min(places[one], len(found) - 1) for one in launch.after)))
+    return replace(work, events=tuple(found))
+
+
+def _is_within(what: What, following: What | None) -> bool:
+    """Whether it is part of what follows: a copy of what is summed over ranks, or a bias."""
+    if not isinstance(what, Operation) or following is None:
+        return False
+    if isinstance(following, CollectiveOperation):
+        return what.name == "aten.clone" and following.kind == "all-reduce" and following.size == what.written
+    bias = what.name == "aten.add" and len(what.shapes[-1]) == 1
+    return bias and isinstance(following, Operation) and following.name in ("aten.native_dropout", "aten.add")
+
+
+def _is_sum_behind(what: Operation, before: Operation) -> bool:
+    dropped = before.name == "aten.native_dropout" and what.name == "aten.add"
+    return dropped and before.shapes[0] == what.shapes[0] == what.shapes[-1]
+
+
 @functools.lru_cache(maxsize=8192)
 def _times_kept(
-    key: str, ranks: int, attention: str, narrow: bool, machine: str, compiled: bool, interval: bool
+    key: str, ranks: int, attention: str, machine: str, compiled: bool, interval: bool, fused: bool
 ) -> Times:
     old = "bf16" not in prices_of(machine, compiled).machine.devices[0].peak
-    return _times(_adapted(key, ranks, attention, narrow, old), machine, compiled, interval)
+    return _times(_adapted(key, ranks, attention, old, fused), machine, compiled, interval)
 
 
 def _times(work: Work, machine: str, compiled: bool, interval: bool) -> Times:
@@ -289,7 +322,7 @@ def estimate(case: Case, interval: bool = True) -> dict[str, Any]:
 def seconds_of(case: Case, keys: Sequence[str], interval: bool) -> dict[str, Any]:
     """Of pieces that are there."""
     found = [
-        _times_kept(key, case.ranks, case.attention, case.narrow, case.machine, case.compiled, interval) for key in keys
+        _times_kept(key, case.ranks, case.attention, case.machine, case.compiled, interval, case.fused) for key in keys
     ]
     one, other = found[0], found[-1]
 

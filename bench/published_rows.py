@@ -300,6 +300,8 @@ def _megatron(row: Row) -> Case:
     replicas = Replicas(data, wide * block / tensor, wide * rest / tensor, 52 / wide, zero)
     word, notes = row["vpp"], row["notes"]
     chunks = math.ceil(layers / stages) if word.startswith("max") else number(row, "vpp", 1)
+    if held := re.search(r"num-layers-per-virtual-pipeline-stage=(\d+)", notes):  # the column holds this number there
+        chunks = max(layers // stages // int(held[1]), 1)
     kind = re.search(r"schedule (ZB-[12]p|1F1B(?:-interleaved)?)", notes)
     schedule = {"ZB-1p": "zb-1p", "ZB-2p": "zb-2p"}.get(kind[1] if kind else "", "1f1b")
     message = each * length * width * 2 // (tensor if sequence else 1)
@@ -307,6 +309,7 @@ def _megatron(row: Row) -> Case:
     return Case(
         job, plan, machine_of(row), layers, batch / (data * each), replicas=replicas, within=tensor,
         pipeline=Pipeline(stages, chunks, schedule, message, even), attention="" if not flash else kernel_of(row),
+        fused=True,
     )  # fmt: skip
 
 
@@ -321,13 +324,14 @@ BERTS = {
 
 def _replicas(row: Row) -> Case:
     """NVIDIA's examples: DistributedDataParallel, AMP or float32; in their containers TF32 is on. Encoders in fp16 are
-    apex's O2, whose gradients are in fp16."""
+    apex's O2: all of the model in 16 bits (bfloat16 here, priced as fp16 where a device has none), and an optimizer on
+    float32 copies, which moves 44 bytes a parameter: gradients in float32, Adam, weights; 30 more than the trace."""
     ranks = number(row, "n_gpus")
     each = number(row, "micro_batch")
     half = "AMP" in row["precision"] or row["precision"].startswith(("fp16", "bf16"))
     precision = ("bf16" if "bf16" in row["precision"] else "fp16") if half else "fp32"
     sizes = next((size for name, size in BERTS.items() if row["model"].startswith(name)), None)
-    length = number(row, "seq_len", 384)
+    length, stored, replicas = number(row, "seq_len", 384), None, Replicas()
     if row["model"].startswith("ResNet-50"):
         layers, build = 1, partial(ResNet50, last=half)
         rows: tuple[object, ...] = (((3, 224, 224), torch.float32), ((), torch.long))
@@ -335,6 +339,9 @@ def _replicas(row: Row) -> Case:
     elif sizes is not None and row["seq_len"]:
         layers, width, heads = sizes
         build = partial(Bert, width=width, heads=heads)
+        if half:
+            block, rest = 2.0 * 12 * width**2, 2.0 * 31_000 * width
+            replicas, stored = Replicas(1, block, rest, 30 / 2), "bf16"
         rows = (((length,), torch.long), ((2,), torch.long))
         optimizer = partial(torch.optim.AdamW, fused=True)
     else:
@@ -344,7 +351,8 @@ def _replicas(row: Row) -> Case:
     traced = min(ranks, 2)
 
     def plan(microbatches: int) -> mw.Plan:
-        return mw.Plan(data=traced, precision=precision, batch_norm="local" if ranks > 1 and layers == 1 else "global")
+        norm = "local" if ranks > 1 and layers == 1 else "global"
+        return mw.Plan(data=traced, precision=stored or precision, param_dtype=stored, batch_norm=norm)
 
     def job(layers: int, microbatches: int) -> mw.Job:
         data = Random(traced * each, *rows)  # type: ignore[arg-type]
@@ -356,7 +364,7 @@ def _replicas(row: Row) -> Case:
     differs = ("its loader, its fused norms and optimizers are not built",)
     return Case(
         job, plan, machine_of(row), layers, 1, tf32=tf32, ranks=ranks, deep=layers > 1, differs=differs,
-        narrow=half and precision == "fp16" and layers > 1,
+        replicas=replicas,
     )  # fmt: skip
 
 
