@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from published_models import Gpt, Llama, Random, Size, own_loss
-from published_pieces import Case, Pipeline, Replicas, padded
+from published_pieces import SWITCHED, Case, Pipeline, Replicas, padded
 from published_vision import Bert, ResNet50
 from torch import nn
 
@@ -101,7 +101,8 @@ def machine_of(row: Row) -> str:
     part = part_of(row)
     each, devices = number(row, "gpus_per_node", 8), number(row, "n_gpus")
     if devices <= each:
-        return f"{max(each, devices)}x{part}"
+        switched = part.startswith("V100") and "NVSwitch" in row["intra_link"]
+        return f"{max(each, devices)}x{part}{SWITCHED if switched else ''}"
     return f"{math.ceil(devices / each)}x{each}x{part}@{_network(row, part, each):g}Gb"
 
 
@@ -224,6 +225,8 @@ def _kempnerforge(row: Row) -> Case:
 
 def _fsdp(row: Row) -> Case:
     """PyTorch's FSDP1 around a Llama: bfloat16 gathered and reduced."""
+    if "CPU Adam" in row["notes"]:
+        raise Unusable("an optimizer that computes on the host: no estimate")
     ranks, each = number(row, "n_gpus"), number(row, "micro_batch")
     size = _size(row, stream=torch.bfloat16)
     recompute = "full" if row["activation_ckpt"] == "full" else "none"
@@ -240,8 +243,9 @@ def _fsdp(row: Row) -> Case:
     )
 
 
-FLASH_1 = ("Composer", "FSDP1", "lit-gpt", "fairscale")
-"""Frameworks of rows whose attention is the first FlashAttention: their tables are of torch 2.0 and before (2023)."""
+FLASH_1 = ("Composer", "lit-gpt")
+"""Frameworks of rows whose attention is the first FlashAttention: their tables are of torch 2.0 and before (2023).
+fms-fsdp's page says that it has the second one."""
 
 
 def kernel_of(row: Row) -> str:
@@ -251,6 +255,12 @@ def kernel_of(row: Row) -> str:
 
 # ---- Megatron -------------------------------------------------------------------------------------------------------
 
+SC21: Mapping[int, tuple[int, int | None]] = {
+    **dict.fromkeys((2304, 3072, 4096), (16, None)), 6144: (8, None), 8192: (4, None), 10240: (2, 5), 12288: (2, 5),
+    16384: (1, 3), 20480: (1, 1), 25600: (1, None),
+}  # fmt: skip
+"""By width: samples of a microbatch, and blocks of a virtual stage, of NVIDIA/Megatron-LM examples/sc21/run_table_1.sh:
+the script of the table whose rows do not say them."""
 GATED = ("llama", "qwen", "mistral", "yi-", "gemma")
 
 
@@ -258,9 +268,9 @@ def _megatron(row: Row) -> Case:
     """Megatron-LM: replicas of pipelines of tensor parallel stages.
 
     Weights in 16 bits, the optimizer on float32 copies (52 bytes a parameter moved: gradients widened, scaled, their
-    norm, Adam, weights narrowed); gradients are reduced behind the last backward, in 16 bits where training is in fp16,
-    else in float32. Attention has no kernel of its own until 2023, but one for its softmax; blocks are those of Llamas
-    where the model is one."""
+    norm, Adam, weights narrowed; 20 of them are traced: Adam and the norm in 16 bits); gradients are reduced behind the
+    last backward, in 16 bits where training is in fp16, else in float32. Attention has no kernel of its own until 2023,
+    but one for its softmax; blocks are those of Llamas where the model is one."""
     data, tensor, stages = (number(row, name, 1) for name in ("dp", "tp", "pp"))
     each, batch = number(row, "micro_batch", 1), number(row, "global_batch")
     if number(row, "ep", 1) > 1:
@@ -270,6 +280,9 @@ def _megatron(row: Row) -> Case:
     context = number(row, "cp", 1)
     names = ("layers", "hidden", "heads")
     layers, width, heads = (number(row, name) for name in names)
+    held = None
+    if "SC21" in row["framework"] and not row["micro_batch"] and width in SC21:
+        each, held = SC21[width]
     hidden, groups = number(row, "ffn", 4 * width), number(row, "kv_heads", heads)
     vocabulary, length = padded(number(row, "vocab", 50257), tensor), number(row, "seq_len")
     if context > 1:
@@ -297,11 +310,13 @@ def _megatron(row: Row) -> Case:
     block = width * (width + 2 * groups * (width // heads) + width) + (3 if gated else 2) * width * hidden
     rest = vocabulary * width
     zero = "ZeRO-1" in row["fsdp_or_zero"]
-    replicas = Replicas(data, wide * block / tensor, wide * rest / tensor, 52 / wide, zero)
+    replicas = Replicas(data, wide * block / tensor, wide * rest / tensor, 32 / wide, zero)
     word, notes = row["vpp"], row["notes"]
     chunks = math.ceil(layers / stages) if word.startswith("max") else number(row, "vpp", 1)
-    if held := re.search(r"num-layers-per-virtual-pipeline-stage=(\d+)", notes):  # the column holds this number there
-        chunks = max(layers // stages // int(held[1]), 1)
+    if said := re.search(r"num-layers-per-virtual-pipeline-stage=(\d+)", notes):  # the column holds this number there
+        held = int(said[1])
+    if held is not None:
+        chunks = max(layers // stages // held, 1)
     kind = re.search(r"schedule (ZB-[12]p|1F1B(?:-interleaved)?)", notes)
     schedule = {"ZB-1p": "zb-1p", "ZB-2p": "zb-2p"}.get(kind[1] if kind else "", "1f1b")
     message = each * length * width * 2 // (tensor if sequence else 1)
@@ -309,8 +324,15 @@ def _megatron(row: Row) -> Case:
     return Case(
         job, plan, machine_of(row), layers, batch / (data * each), replicas=replicas, within=tensor,
         pipeline=Pipeline(stages, chunks, schedule, message, even), attention="" if not flash else kernel_of(row),
-        fused=True,
+        fused="overlapped" if _overlaps(row) else "fused",
     )  # fmt: skip
+
+
+def _overlaps(row: Row) -> bool:
+    """Whether a sum over tensor ranks runs beside the product for the gradient of the weights: since arXiv 2205.05198
+    (section 4.2.2), where nobody switched it off."""
+    later = row["framework"] == "Megatron-LM" or "Core" in row["framework"] or "TE" in row["framework"]
+    return later and "disabled on purpose" not in row["notes"]
 
 
 # ---- Replicas --------------------------------------------------------------------------------------------------------
