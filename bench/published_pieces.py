@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from meshwise.machine.catalog import part
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.collective_price import collective_seconds
 from meshwise.rehearsal.prices import Prices
 from meshwise.rehearsal.simulate import Step, simulate
-from meshwise.rehearsal.work import CollectiveOperation, Launch, Operation, Work
+from meshwise.rehearsal.work import CollectiveOperation, Launch, Operation, What, Work
 from meshwise.spec.machine import Machine
 
 KEPT = Path(__file__).parent / "results" / "published-pieces"
@@ -63,8 +64,10 @@ class Case:
     microbatches may be broken where the last one is smaller. reduces: whether each microbatch ends with the reduction
     of its gradients, not the last one alone: such a row is traced with one. tf32: whether products of float32 may be.
     ranks: of DistributedDataParallel, traced as two. within: ranks of a tensor axis. attention: the kernel, where it is
-    not torch's; compiled: whether blocks are. narrow: whether replicas reduce gradients in 16 bits. memory: whether
-    bytes are asked for. deep: whether the model has blocks.
+    not torch's; compiled: whether blocks are. memory: whether bytes are asked for. deep: whether the model has blocks.
+    fused: `fused` where sums over ranks need no copy, and a bias, the dropout behind it and the sum with what flows
+    past the layer are one kernel, as Megatron writes them; `overlapped` where sums of a backward also run beside the
+    product for the gradient of the weights.
     differs: what is known to differ from the row.
     """
 
@@ -84,7 +87,7 @@ class Case:
     compiled: bool = False
     memory: bool = False
     deep: bool = True
-    narrow: bool = False
+    fused: str = ""
 
     @property
     def traced(self) -> int:
@@ -114,8 +117,8 @@ def key_of(case: Case, layers: int) -> str:
     """What a piece hangs on, besides the sources."""
     job, plan = case.job(layers, case.traced), case.plan(case.traced)
     made = [(one.func.__name__, one.args, sorted(one.keywords.items())) for one in (job.model, job.optimizer)]
-    part = case.machine if case.memory else ""
-    return hashlib.sha256(repr((made, job.batch_size, plan, case.tf32, part)).encode()).hexdigest()[:20]
+    of = case.machine if case.memory else ""
+    return hashlib.sha256(repr((made, job.batch_size, plan, case.tf32, of)).encode()).hexdigest()[:20]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,7 +143,7 @@ def trace_piece(case: Case, layers: int) -> None:
 
     torch.set_float32_matmul_precision("high" if case.tf32 else "highest")
     traced = trace(case.job(layers, case.traced), case.plan(case.traced))[0]
-    peaks, reserved = _memory(traced, machine_from_words(case.machine).devices[0].part) if case.memory else ({}, 0.0)
+    peaks, reserved = _memory(traced, machine_in(case.machine).devices[0].part) if case.memory else ({}, 0.0)
     KEPT.mkdir(parents=True, exist_ok=True)
     path = KEPT / f"{key_of(case, layers)}.pickle.gz"
     partial = path.with_suffix(".partial")
@@ -218,20 +221,35 @@ class Times:
 @functools.lru_cache(maxsize=64)
 def prices_of(machine: str, compiled: bool) -> Prices:
     """Of a machine in words; kept until the constants change (`cache_clear`)."""
-    return Prices(machine_from_words(machine), compiled=compiled)
+    return Prices(machine_in(machine), compiled=compiled)
+
+
+SWITCHED = " switched"
+"""What stands behind the words of a machine whose devices have all of their links to each other, as in a DGX-2."""
+
+
+def machine_in(words: str) -> Machine:
+    """As the tool reads them, but for a switch that its catalog does not know of."""
+    found = machine_from_words(words.removesuffix(SWITCHED))
+    known = part(found.devices[0].part)
+    if not words.endswith(SWITCHED) or known is None or known.link is None:
+        return found
+    width, kind = known.link.width, known.link.kind
+    links = tuple(replace(link, width=width) if link.kind == kind else link for link in found.links)
+    return replace(found, links=links)
 
 
 @functools.lru_cache(maxsize=8192)
-def _adapted(key: str, ranks: int, attention: str, narrow: bool, old: bool) -> Work:
-    """The piece with so many replicas, which reduce in 16 bits where narrow, and with this kernel of attention. old: on
-    devices without bfloat16."""
+def _adapted(key: str, ranks: int, attention: str, old: bool, fused: str) -> Work:
+    """The piece with so many replicas and with this kernel of attention. old: on devices without bfloat16."""
     piece = _read(key)
     assert piece is not None
-    work, changed = piece.work, {}
+    work, changed = _fused(piece.work) if fused else piece.work, {}
+    work = _overlapped(work) if fused == "overlapped" else work
 
     def other(what: Any) -> Any:
         if isinstance(what, CollectiveOperation) and ranks > 1 and what.ranks == (0, 1):
-            return replace(what, ranks=tuple(range(ranks)), size=what.size // (1 + narrow))
+            return replace(what, ranks=tuple(range(ranks)))
         if isinstance(what, Operation) and attention and "attention" in what.name:
             what = replace(what, name=what.name.replace("aten.", f"aten.{attention}"))
         if isinstance(what, Operation) and old and "bf16" in what.dtypes:
@@ -246,12 +264,78 @@ def _adapted(key: str, ranks: int, attention: str, narrow: bool, old: bool) -> W
     return replace(work, ranks=max(ranks, work.ranks), events=tuple(events))
 
 
+def _fused(work: Work) -> Work:
+    """Without the copies before sums over ranks; a bias and a sum around a dropout are its own; the softmax of scores
+    reads what lies before each position; products take heads where they lie."""
+    found: list[Launch] = []
+    places: list[int] = []  # of each launch, that of the one that now stands for it
+    whats = [launch.what for launch in work.launches]
+    for launch, following in zip(work.launches, [*whats[1:], None], strict=True):
+        what, before = launch.what, found[-1].what if found else None
+        if isinstance(what, Operation) and "softmax" in what.name and len(what.shapes[0]) == 4:
+            launch = replace(launch, what=replace(what, read=what.read // 2))
+        if _is_within(what, following) or _is_layout(what, before, following):
+            places.append(len(found))
+        elif isinstance(before, Operation) and isinstance(what, Operation) and _is_sum_behind(what, before):
+            found[-1] = replace(found[-1], what=replace(before, read=before.read + what.read // 2))
+            places.append(len(found) - 1)
+        else:
+            places.append(len(found))
+            found.append(replace(launch, after=tuple(min(places[one], len(found) - 1) for one in launch.after)))
+    return replace(work, events=tuple(found))
+
+
+def _is_within(what: What, following: What | None) -> bool:
+    """Whether it is part of what follows: a copy of what is summed over ranks, or a bias."""
+    if not isinstance(what, Operation) or following is None:
+        return False
+    if isinstance(following, CollectiveOperation):
+        return what.name == "aten.clone" and following.kind == "all-reduce" and following.size == what.written
+    bias = what.name == "aten.add" and len(what.shapes[-1]) == 1
+    return bias and isinstance(following, Operation) and following.name in ("aten.native_dropout", "aten.add")
+
+
+def _is_layout(what: What, before: What | None, following: What | None) -> bool:
+    """Whether it copies queries, keys and values for a product, or their gradients behind one: Megatron's lie by head,
+    as products of batches take them."""
+    if not isinstance(what, Operation) or what.name != "aten.clone" or len(what.shapes[0]) != 4:
+        return False
+    names = [one.name if isinstance(one, Operation) else "" for one in (before, following)]
+    return names[0] == "aten.cat" or (names[1] in ("aten.bmm", "aten.clone") and what.shapes[0][1] < what.shapes[0][2])
+
+
+def _is_sum_behind(what: Operation, before: Operation) -> bool:
+    dropped = before.name == "aten.native_dropout" and what.name == "aten.add"
+    return dropped and before.shapes[0] == what.shapes[0] == what.shapes[-1]
+
+
+def _overlapped(work: Work) -> Work:
+    """With sums of a backward on a stream of their own, from when the gradient of the input is there until what follows
+    the gradient of the weights."""
+    found: list[Launch] = []
+    waited: tuple[int, ...] = ()
+    for launch in work.launches:
+        what, place = launch.what, len(found)
+        last = [one.what for one in found[-3:] if isinstance(one.what, Operation) and one.what.name != "aten.sum"][-2:]
+        both = len(last) == 2 and all(one.name == "aten.mm" for one in last)
+        summed = isinstance(what, CollectiveOperation) and what.kind in ("all-reduce", "reduce-scatter")
+        if summed and both and launch.phase == "backward":
+            while found[place - 1].what is not last[1]:
+                place -= 1
+            found.insert(place - 1, replace(launch, stream="tensor", after=(place - 2,)))
+            waited = (place - 1,)
+        else:
+            found.append(replace(launch, after=waited))
+            waited = ()
+    return replace(work, events=tuple(found))
+
+
 @functools.lru_cache(maxsize=8192)
 def _times_kept(
-    key: str, ranks: int, attention: str, narrow: bool, machine: str, compiled: bool, interval: bool
+    key: str, ranks: int, attention: str, machine: str, compiled: bool, interval: bool, fused: str
 ) -> Times:
     old = "bf16" not in prices_of(machine, compiled).machine.devices[0].peak
-    return _times(_adapted(key, ranks, attention, narrow, old), machine, compiled, interval)
+    return _times(_adapted(key, ranks, attention, old, fused), machine, compiled, interval)
 
 
 def _times(work: Work, machine: str, compiled: bool, interval: bool) -> Times:
@@ -289,7 +373,7 @@ def estimate(case: Case, interval: bool = True) -> dict[str, Any]:
 def seconds_of(case: Case, keys: Sequence[str], interval: bool) -> dict[str, Any]:
     """Of pieces that are there."""
     found = [
-        _times_kept(key, case.ranks, case.attention, case.narrow, case.machine, case.compiled, interval) for key in keys
+        _times_kept(key, case.ranks, case.attention, case.machine, case.compiled, interval, case.fused) for key in keys
     ]
     one, other = found[0], found[-1]
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from published_models import Gpt, Llama, Random, Size, own_loss
-from published_pieces import Case, Pipeline, Replicas, padded
+from published_pieces import SWITCHED, Case, Pipeline, Replicas, padded
 from published_vision import Bert, ResNet50
 from torch import nn
 
@@ -101,7 +101,8 @@ def machine_of(row: Row) -> str:
     part = part_of(row)
     each, devices = number(row, "gpus_per_node", 8), number(row, "n_gpus")
     if devices <= each:
-        return f"{max(each, devices)}x{part}"
+        switched = part.startswith("V100") and "NVSwitch" in row["intra_link"]
+        return f"{max(each, devices)}x{part}{SWITCHED if switched else ''}"
     return f"{math.ceil(devices / each)}x{each}x{part}@{_network(row, part, each):g}Gb"
 
 
@@ -224,6 +225,8 @@ def _kempnerforge(row: Row) -> Case:
 
 def _fsdp(row: Row) -> Case:
     """PyTorch's FSDP1 around a Llama: bfloat16 gathered and reduced."""
+    if "CPU Adam" in row["notes"]:
+        raise Unusable("an optimizer that computes on the host: no estimate")
     ranks, each = number(row, "n_gpus"), number(row, "micro_batch")
     size = _size(row, stream=torch.bfloat16)
     recompute = "full" if row["activation_ckpt"] == "full" else "none"
@@ -240,8 +243,9 @@ def _fsdp(row: Row) -> Case:
     )
 
 
-FLASH_1 = ("Composer", "FSDP1", "lit-gpt", "fairscale")
-"""Frameworks of rows whose attention is the first FlashAttention: their tables are of torch 2.0 and before (2023)."""
+FLASH_1 = ("Composer", "lit-gpt")
+"""Frameworks of rows whose attention is the first FlashAttention: their tables are of torch 2.0 and before (2023).
+fms-fsdp's page says that it has the second one."""
 
 
 def kernel_of(row: Row) -> str:
@@ -251,6 +255,12 @@ def kernel_of(row: Row) -> str:
 
 # ---- Megatron -------------------------------------------------------------------------------------------------------
 
+SC21: Mapping[int, tuple[int, int | None]] = {
+    **dict.fromkeys((2304, 3072, 4096), (16, None)), 6144: (8, None), 8192: (4, None), 10240: (2, 5), 12288: (2, 5),
+    16384: (1, 3), 20480: (1, 1), 25600: (1, None),
+}  # fmt: skip
+"""By width: samples of a microbatch, and blocks of a virtual stage, of NVIDIA/Megatron-LM examples/sc21/run_table_1.sh:
+the script of the table whose rows do not say them."""
 GATED = ("llama", "qwen", "mistral", "yi-", "gemma")
 
 
@@ -258,9 +268,9 @@ def _megatron(row: Row) -> Case:
     """Megatron-LM: replicas of pipelines of tensor parallel stages.
 
     Weights in 16 bits, the optimizer on float32 copies (52 bytes a parameter moved: gradients widened, scaled, their
-    norm, Adam, weights narrowed); gradients are reduced behind the last backward, in 16 bits where training is in fp16,
-    else in float32. Attention has no kernel of its own until 2023, but one for its softmax; blocks are those of Llamas
-    where the model is one."""
+    norm, Adam, weights narrowed; 20 of them are traced: Adam and the norm in 16 bits); gradients are reduced behind the
+    last backward, in 16 bits where training is in fp16, else in float32. Attention has no kernel of its own until 2023,
+    but one for its softmax; blocks are those of Llamas where the model is one."""
     data, tensor, stages = (number(row, name, 1) for name in ("dp", "tp", "pp"))
     each, batch = number(row, "micro_batch", 1), number(row, "global_batch")
     if number(row, "ep", 1) > 1:
@@ -270,6 +280,9 @@ def _megatron(row: Row) -> Case:
     context = number(row, "cp", 1)
     names = ("layers", "hidden", "heads")
     layers, width, heads = (number(row, name) for name in names)
+    held = None
+    if "SC21" in row["framework"] and not row["micro_batch"] and width in SC21:
+        each, held = SC21[width]
     hidden, groups = number(row, "ffn", 4 * width), number(row, "kv_heads", heads)
     vocabulary, length = padded(number(row, "vocab", 50257), tensor), number(row, "seq_len")
     if context > 1:
@@ -297,9 +310,13 @@ def _megatron(row: Row) -> Case:
     block = width * (width + 2 * groups * (width // heads) + width) + (3 if gated else 2) * width * hidden
     rest = vocabulary * width
     zero = "ZeRO-1" in row["fsdp_or_zero"]
-    replicas = Replicas(data, wide * block / tensor, wide * rest / tensor, 52 / wide, zero)
+    replicas = Replicas(data, wide * block / tensor, wide * rest / tensor, 32 / wide, zero)
     word, notes = row["vpp"], row["notes"]
     chunks = math.ceil(layers / stages) if word.startswith("max") else number(row, "vpp", 1)
+    if said := re.search(r"num-layers-per-virtual-pipeline-stage=(\d+)", notes):  # the column holds this number there
+        held = int(said[1])
+    if held is not None:
+        chunks = max(layers // stages // held, 1)
     kind = re.search(r"schedule (ZB-[12]p|1F1B(?:-interleaved)?)", notes)
     schedule = {"ZB-1p": "zb-1p", "ZB-2p": "zb-2p"}.get(kind[1] if kind else "", "1f1b")
     message = each * length * width * 2 // (tensor if sequence else 1)
@@ -307,7 +324,15 @@ def _megatron(row: Row) -> Case:
     return Case(
         job, plan, machine_of(row), layers, batch / (data * each), replicas=replicas, within=tensor,
         pipeline=Pipeline(stages, chunks, schedule, message, even), attention="" if not flash else kernel_of(row),
+        fused="overlapped" if _overlaps(row) else "fused",
     )  # fmt: skip
+
+
+def _overlaps(row: Row) -> bool:
+    """Whether a sum over tensor ranks runs beside the product for the gradient of the weights: since arXiv 2205.05198
+    (section 4.2.2), where nobody switched it off."""
+    later = row["framework"] == "Megatron-LM" or "Core" in row["framework"] or "TE" in row["framework"]
+    return later and "disabled on purpose" not in row["notes"]
 
 
 # ---- Replicas --------------------------------------------------------------------------------------------------------
@@ -321,13 +346,14 @@ BERTS = {
 
 def _replicas(row: Row) -> Case:
     """NVIDIA's examples: DistributedDataParallel, AMP or float32; in their containers TF32 is on. Encoders in fp16 are
-    apex's O2, whose gradients are in fp16."""
+    apex's O2: all of the model in 16 bits (bfloat16 here, priced as fp16 where a device has none), and an optimizer on
+    float32 copies, which moves 44 bytes a parameter: gradients in float32, Adam, weights; 30 more than the trace."""
     ranks = number(row, "n_gpus")
     each = number(row, "micro_batch")
     half = "AMP" in row["precision"] or row["precision"].startswith(("fp16", "bf16"))
     precision = ("bf16" if "bf16" in row["precision"] else "fp16") if half else "fp32"
     sizes = next((size for name, size in BERTS.items() if row["model"].startswith(name)), None)
-    length = number(row, "seq_len", 384)
+    length, stored, replicas = number(row, "seq_len", 384), None, Replicas()
     if row["model"].startswith("ResNet-50"):
         layers, build = 1, partial(ResNet50, last=half)
         rows: tuple[object, ...] = (((3, 224, 224), torch.float32), ((), torch.long))
@@ -335,6 +361,9 @@ def _replicas(row: Row) -> Case:
     elif sizes is not None and row["seq_len"]:
         layers, width, heads = sizes
         build = partial(Bert, width=width, heads=heads)
+        if half:
+            block, rest = 2.0 * 12 * width**2, 2.0 * 31_000 * width
+            replicas, stored = Replicas(1, block, rest, 30 / 2), "bf16"
         rows = (((length,), torch.long), ((2,), torch.long))
         optimizer = partial(torch.optim.AdamW, fused=True)
     else:
@@ -344,7 +373,8 @@ def _replicas(row: Row) -> Case:
     traced = min(ranks, 2)
 
     def plan(microbatches: int) -> mw.Plan:
-        return mw.Plan(data=traced, precision=precision, batch_norm="local" if ranks > 1 and layers == 1 else "global")
+        norm = "local" if ranks > 1 and layers == 1 else "global"
+        return mw.Plan(data=traced, precision=stored or precision, param_dtype=stored, batch_norm=norm)
 
     def job(layers: int, microbatches: int) -> mw.Job:
         data = Random(traced * each, *rows)  # type: ignore[arg-type]
@@ -356,7 +386,7 @@ def _replicas(row: Row) -> Case:
     differs = ("its loader, its fused norms and optimizers are not built",)
     return Case(
         job, plan, machine_of(row), layers, 1, tf32=tf32, ranks=ranks, deep=layers > 1, differs=differs,
-        narrow=half and precision == "fp16" and layers > 1,
+        replicas=replicas,
     )  # fmt: skip
 
 

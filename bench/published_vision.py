@@ -81,7 +81,7 @@ class Bert(nn.Module):
     def forward(self, tokens: Tensor, spans: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = F.dropout(self.norm(self.words(tokens) + self.places(places) + self.kinds(torch.zeros_like(tokens))), 0.1)
-        mask = ((tokens < 0).float() * -1e4)[:, None, None]
+        mask = ((tokens < 0).to(x.dtype) * -1e4)[:, None, None]
         for block in self.blocks:
             x = block(x, mask)
         starts, ends = self.head(x).unbind(-1)

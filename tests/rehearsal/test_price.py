@@ -53,7 +53,7 @@ def of(operation: Operation, device: Device = H100) -> Priced:
 def test_a_large_matmul_runs_near_what_was_reached_of_the_peak() -> None:
     price = of(matmul(8192, 8192, 8192))
     rate = 2 * 8192**3 / price.seconds
-    assert 0.85 * 0.803 * 989.5e12 < rate <= 0.803 * 989.5e12
+    assert 0.7 * 0.803 * 989.5e12 < rate <= 0.803 * 989.5e12
     assert (price.origin, price.factor) == (CATALOG, COMPUTE)
 
 
@@ -113,7 +113,8 @@ def test_embeddings_reach_less_of_the_bandwidth_than_sums_and_those_less_than_ad
         ("aten._scaled_dot_product_flash_attention_backward", "attention"),
         ("aten._scaled_dot_product_efficient_attention", "attention"),
         ("aten.native_layer_norm", "reduction"),
-        ("aten.native_batch_norm_backward", "reduction"),
+        ("aten.native_batch_norm_backward", "batch-norm"),
+        ("aten.native_dropout", "dropout"),
         ("aten.max_pool2d_with_indices", "reduction"),
         ("aten.embedding", "gather"),
         ("aten.index_put_", "gather"),
@@ -241,11 +242,9 @@ def test_copies_to_the_host_take_the_time_of_their_link() -> None:
     assert copy_seconds(Copy(1, "host"), machine.devices[0], Machine("bare", machine.devices)) is None
 
 
-def test_a_host_launches_as_fast_as_the_processors_of_its_devices_time() -> None:
-    parts = {"V100-SXM2-32GB": "volta", "A100-SXM-80GB": "ampere", "H100-SXM": "hopper"}
-    found = [launch_seconds(machine_from_words(name).devices[0]).seconds for name in parts]
-    assert found == [FIGURES[f"launch.{line}"].value for line in parts.values()]
-    assert launch_seconds(machine_from_words("MI300X").devices[0]).seconds == FIGURES["launch"].value
+def test_a_host_takes_as_long_to_launch_on_each_kind_of_device() -> None:
+    found = {launch_seconds(machine_from_words(name).devices[0]).seconds for name in ("A100", "H100", "MI300X")}
+    assert found == {FIGURES["launch"].value}
 
 
 def test_compiled_blocks_fuse_what_waits_for_memory_and_launch_less() -> None:

@@ -162,12 +162,14 @@ def expected_collective(machine: Machine, collective: Collective) -> Expected:
 def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link, int | None, str]:
     """Return (bytes/s one way, link, link generation, source of the rate) for a collective in a ring of `ranks`
     devices, which are connected by links such as `link`. If each device has direct links to several devices, several
-    rings run at the same time, and their rates are summed. The rate is None if unknown."""
+    rings run at the same time, and their rates are summed. Where a switch joins all links, `link.width` counts them.
+    The rate is None if unknown."""
     nominal, generation, origin = device_nominal(machine, link)
     end = part_at(machine, link.source)
     own = None if end is None else end.link_of(link.kind)
     if own is not None and own.mesh:
-        return min(own.bandwidth, own.pair * max(ranks - 1, 1)), link, generation, f"{origin}, {ranks} ranks"
+        most = own.pair * max(ranks - 1, link.width or 1)
+        return min(own.bandwidth, most), link, generation, f"{origin}, {ranks} ranks"
     return nominal, link, generation, origin
 
 

@@ -257,7 +257,7 @@ def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: i
     else:
         between = twice * (group.hosts - 1)
         hops = (twice * (group.ranks - 1) - between) * inside + between * across
-    return (BASE[algorithm][protocol] + hops) * 1e-6
+    return (BASE[algorithm][protocol] + hops) * FIGURES["nccl.small"].value * 1e-6
 
 
 def _all_to_all(collective: CollectiveOperation, group: Group, inside: Rate | None, across: Rate | None) -> Priced:

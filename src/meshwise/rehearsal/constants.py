@@ -33,7 +33,8 @@ class Figure:
 
 _FITTED = "fitted to published runs by bench/fit.py, docs/accuracy.md; rows that say most"
 _GUIDE = "NVIDIA, Matrix Multiplication Background guide (order of tiles and alignment); the figure is ours"
-_TUNING = "NVIDIA/nccl src/graph/tuning.cc, as ported in meta-pytorch/autoparallel@a54c2529b1 nccl_cost_model.py"
+_TABLES = "VIA-Research/vTrain@f8dda84, trace/: all-reduces of 1 to 32 MB on A100 and V100 over NCCL's tuning.cc"
+_EAGER = "stas00/ml-engineering@744d01e18b: a step of 16 blocks, host-bound on a B200, 58.8 ms, compiled 18.7 ms"
 _OVERLAP = "arXiv 2507.03114: overlapped compute slows by 18.9 % on average, 40 % at most; Galvatron: 1.1 to 1.3"
 _GLOO_AND_COMPUTE = (
     "our measurement, two workers of a core each: a sum of gradients and products that last as long take 1.9 to 2.1 "
@@ -45,50 +46,48 @@ _NCCL_MEMORY = "NVIDIA/nccl#964: 544 to 688 MB a group on A100; #1685: 1.06 GB w
 
 FIGURES: Mapping[str, Figure] = {
     # Shares of the best matmul that the catalog knows (`achievable`); of the peak for attention.
-    "matmul": Figure(0.835, 1.15, f"{_FITTED}: language models in 16 bits"),
-    "matmul.hopper": Figure(0.906, 1.15, f"{_FITTED}: language models on H100 and H200"),
-    "matmul.blackwell": Figure(0.626, 1.15, f"{_FITTED}: language models on B200 and GB200"),
-    "matmul.tf32": Figure(0.52, 1.2, f"{_FITTED}: encoders in TF32 on Ampere and later"),
-    "matmul.fp32": Figure(1.06, 1.2, f"{_FITTED}: encoders in float32 on Volta and Turing"),
+    "matmul": Figure(0.845, 1.15, f"{_FITTED}: language models in 16 bits"),
+    "matmul.hopper": Figure(0.742, 1.15, f"{_FITTED}: language models on H100 and H200"),
+    "matmul.blackwell": Figure(0.682, 1.15, f"{_FITTED}: language models on B200 and GB200"),
+    "matmul.tf32": Figure(0.952, 1.2, f"{_FITTED}: encoders in TF32, over what 16 bits reach"),
+    "matmul.fp32": Figure(1.1, 1.2, f"{_FITTED}: encoders in float32 on Volta and Turing, likewise"),
     "matmul.unknown-share": Figure(0.75, 1.25, "median of `achievable` over the catalog's parts"),
     "matmul.shape-unknown": Figure(0.85, 1.3, f"{OURS}: a product whose shape is not seen"),
     "matmul.misaligned": Figure(0.6, 1.4, _GUIDE),
-    "matmul.fill": Figure(161, 1.5, f"{_FITTED}: small products of tensor axes"),
-    "convolution": Figure(0.595, 1.35, f"{_FITTED}: convolutional networks in 16 bits"),
-    "convolution.tf32": Figure(1.3, 1.35, f"{_FITTED}: the same in TF32"),
-    "convolution.fp32": Figure(1.01, 1.35, f"{_FITTED}: the same in float32 (Winograd among them)"),
+    "matmul.fill": Figure(115.0, 1.5, f"{_FITTED}: small products of tensor axes"),
+    "convolution": Figure(0.734, 1.35, f"{_FITTED}: convolutional networks in 16 bits"),
+    "convolution.tf32": Figure(0.902, 1.35, f"{_FITTED}: the same in TF32"),
+    "convolution.fp32": Figure(1.02, 1.35, f"{_FITTED}: the same in float32 (Winograd among them)"),
     "recurrent": Figure(0.4, 1.6, f"{OURS}: of a matmul of the same size"),
-    "attention.ampere.forward": Figure(0.64, 1.25, f"{_FITTED}: FSDP2 on A100"),
-    "attention.ampere.backward": Figure(0.533, 1.25, f"{_FITTED}: FSDP2 on A100"),
-    "attention.hopper.forward": Figure(0.26, 1.3, f"{_FITTED}: FSDP2 on H100 and H200"),
-    "attention.hopper.backward": Figure(0.214, 1.35, f"{_FITTED}: FSDP2 on H100 and H200"),
+    "attention.ampere.forward": Figure(0.562, 1.25, f"{_FITTED}: FSDP2 on A100"),
+    "attention.ampere.backward": Figure(0.467, 1.25, f"{_FITTED}: FSDP2 on A100"),
+    "attention.hopper.forward": Figure(0.363, 1.3, f"{_FITTED}: FSDP2 on H100 and H200"),
+    "attention.hopper.backward": Figure(0.299, 1.35, f"{_FITTED}: FSDP2 on H100 and H200"),
     "attention.other.forward": Figure(0.30, 1.7, f"{OURS}: no figure of this architecture"),
     "attention.other.backward": Figure(0.24, 1.7, f"{OURS}: no figure of this architecture"),
     "attention.cudnn": Figure(1.6, 1.3, "FlashAttention-3, arXiv 2407.08608, figure 5: cuDNN over FlashAttention-2"),
-    "attention.flash1": Figure(0.502, 1.3, f"{_FITTED}: 512 to 65,536 positions under FSDP1 on A100"),
+    "attention.flash1": Figure(0.564, 1.3, f"{_FITTED}: 512 to 65,536 positions under FSDP1 on A100"),
     "attention.efficient": Figure(0.6, 1.4, f"{OURS}: of flash attention"),
     # Shares of the nominal memory bandwidth, beside what a copy reaches.
     "memory.copy": Figure(0.89, 1.1, "catalog.toml, [[reached]] memory: device-to-device copy on an H200"),
-    "memory.elementwise": Figure(0.95, 1.15, f"{OURS}: of what a copy reaches"),
-    "memory.reduction": Figure(0.789, 1.3, f"{_FITTED}: all"),
-    "memory.gather": Figure(0.45, 1.8, f"{OURS}: of what a copy reaches"),
-    "memory.optimizer": Figure(0.942, 1.2, f"{_FITTED}: all"),
-    "memory.transpose": Figure(0.709, 1.4, f"{_FITTED}: convolutional networks in TF32"),
+    "memory.elementwise": Figure(0.882, 1.15, f"{_FITTED}: all"),
+    "memory.reduction": Figure(0.605, 1.3, f"{_FITTED}: all"),
+    "memory.batch-norm": Figure(0.54, 1.3, f"{_FITTED}: convolutional networks"),
+    "memory.dropout": Figure(0.613, 1.3, f"{_FITTED}: encoders and Megatron"),
+    "memory.gather": Figure(0.434, 1.8, f"{_FITTED}: all"),
+    "memory.optimizer": Figure(0.856, 1.2, f"{_FITTED}: all"),
+    "memory.transpose": Figure(0.768, 1.4, f"{_FITTED}: convolutional networks in TF32"),
     "memory.depthwise": Figure(0.35, 1.6, f"{OURS}: of what a copy reaches; convolutions of one channel a group"),
     # Seconds.
-    "kernel": Figure(2.68e-06, 1.5, f"{_FITTED}: small blocks on A100"),
-    "launch": Figure(6e-6, 1.3, "stas00/ml-engineering@744d01e18b: 5 to 7 µs of the CPU a kernel"),
-    "launch.volta": Figure(6e-6, 1.3, f"{OURS}: as others"),
-    "launch.ampere": Figure(1.1e-05, 1.3, f"{_FITTED}: small blocks on A100"),
-    "launch.hopper": Figure(6e-6, 1.3, f"{OURS}: as others"),
-    "compile.memory": Figure(0.573, 1.4, f"{_FITTED}: compiled blocks on H100 and H200"),
-    "compile.launch": Figure(0.5, 1.4, f"{OURS}: launches that fused kernels leave"),
+    "kernel": Figure(2.03e-06, 1.5, f"{_FITTED}: all"),
+    "launch": Figure(1.18e-5, 1.3, _EAGER),
+    "compile.memory": Figure(0.484, 1.4, f"{_FITTED}: compiled blocks on H100 and H200"),
+    "compile.launch": Figure(0.26, 1.4, _EAGER),
     "program.forward": Figure(3.0, 1.7, f"{OURS}: modules and Python, of a launch; eager inference of small batches"),
     "program.backward": Figure(1.7, 1.6, f"{OURS}: autograd, of a launch"),
     "program.optimizer": Figure(2.0, 1.7, f"{OURS}: Python, of a launch"),
     "program.other": Figure(2.0, 1.7, f"{OURS}: Python, of a launch"),
-    "launch.all-reduce": Figure(4.19e-06, 2.0, f"{_FITTED}: tensor axes of small blocks on A100"),
-    "launch.collective": Figure(2.7e-05, 1.6, f"{_FITTED}: tensor axes of small blocks on A100"),
+    "launch.collective": Figure(25e-6, 1.6, f"{OURS}: the host's share of one collective of torch.distributed"),
     # A processor whose operators were not measured one by one.
     "cpu.matmul": Figure(1.0, 1.35, f"{OURS}: interpolated between measured products"),
     "cpu.convolution": Figure(0.6, 1.6, f"{OURS}: of a matmul of the same size"),
@@ -103,8 +102,8 @@ FIGURES: Mapping[str, Figure] = {
     "measured.scaled": Figure(1.0, 1.35, f"{OURS}: from another number of ranks"),
     # Collectives.
     "nccl.large": Figure(1.0, 1.15, "catalog.toml, [[reached]]: bus bandwidths measured inside hosts"),
-    "nccl.small": Figure(1.0, 1.6, _TUNING),
-    "nccl.network": Figure(0.9, 1.3, f"{OURS}: of the host's nominal rate"),
+    "nccl.small": Figure(2.2, 1.4, _TABLES),
+    "nccl.network": Figure(0.912, 1.3, f"{_FITTED}: shards over hosts"),
     "nccl.pcie": Figure(0.593, 1.5, f"{_FITTED}: replicas on consumer cards"),
     "nccl.unknown": Figure(0.75, 1.3, "nearest of the catalog's shares"),
     "gloo.step": Figure(150e-6, 2.0, f"{OURS}: one step of gloo over TCP"),
@@ -113,9 +112,9 @@ FIGURES: Mapping[str, Figure] = {
     "step": Figure(
         1.0, 1.25, "bench/pairs.py on four of its jobs, and two sets of published runs: what no price knows"
     ),
-    "step.gpu": Figure(1.0, 1.25, f"{OURS}: what no price knows"),
+    "step.gpu": Figure(1.0, 1.1, "bench/fit.py: four of five runs that were left out lie in the interval"),
     # What computing and communicating at once cost each other, as factors on the overlapped part.
-    "overlap.compute.gpu": Figure(1.19, 1.1, _OVERLAP),
+    "overlap.compute.gpu": Figure(1.18, 1.1, _OVERLAP),
     "overlap.communication.gpu": Figure(1.15, 1.15, "Galvatron: 1.1 to 1.3"),
     "overlap.compute.cpu": Figure(1.3, 1.3, _GLOO_AND_COMPUTE),
     "overlap.communication.cpu": Figure(1.5, 1.4, _GLOO_AND_COMPUTE),

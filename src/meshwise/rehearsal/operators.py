@@ -63,6 +63,10 @@ def _sort_of_name(name: str) -> str:
         return "recurrent"
     if any(part in word for part in GATHERS):
         return "gather"
+    if "batch_norm" in word:
+        return "batch-norm"
+    if word == "native_dropout":
+        return "dropout"
     parts = word.strip("_").split("_")
     return (
         "reduction" if any(part in REDUCTIONS or part.startswith(("pool", "norm")) for part in parts) else "elementwise"
@@ -71,7 +75,8 @@ def _sort_of_name(name: str) -> str:
 
 def sort_of(operation: Operation) -> str:
     """Return the kind of work that an operator does: `matmul`, `attention`, `convolution`, `recurrent`, `depthwise`,
-    `gather`, `reduction`, `optimizer` or `elementwise`.
+    `gather`, `reduction`, `batch-norm`, `dropout`, `optimizer` or
+    `elementwise`.
 
     An operator with an unknown name and many FLOPs per byte counts as a matmul.
     """

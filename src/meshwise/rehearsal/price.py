@@ -28,6 +28,7 @@ from meshwise.spec.timings import seconds_at
 
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
+FUSED = ("elementwise", "reduction", "batch-norm", "dropout")
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
 """Kinds of estimated times. If one time of a kind is too long, the others of this kind tend to be too long as well."""
 Known = Callable[[Operation], float | None]
@@ -91,7 +92,7 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
 def fused_share(operation: Operation) -> float:
     """Return which fraction of its usual time an operator takes in a compiled block. It is less than 1 for memory-bound
     operators, because compilation fuses them."""
-    return FIGURES["compile.memory"].value if sort_of(operation) in ("elementwise", "reduction") else 1.0
+    return FIGURES["compile.memory"].value if sort_of(operation) in FUSED else 1.0
 
 
 def launch_seconds(device: Device, phase: str = "") -> Priced:
@@ -103,8 +104,7 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
     """
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
-    known = part(device.part)
-    figure = FIGURES.get(f"launch.{known.architecture}" if known else "") or FIGURES["launch"]
+    figure = FIGURES["launch"]
     seconds, origin = (figure.value, MODEL) if device.launch is None else (device.launch, MEASURED)
     if not phase:
         return priced(seconds, figure.spread, origin, LAUNCH)
@@ -203,9 +203,11 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
     if peak is None:
         return None
     line = known.architecture if known else ""
-    typical = FIGURES.get(f"matmul.{dtype}") or FIGURES.get(f"matmul.{line}") or FIGURES["matmul"]
+    typical = FIGURES.get(f"matmul.{line}") or FIGURES["matmul"]
+    if other := FIGURES.get(f"matmul.{dtype}"):
+        typical = replace(typical, value=typical.value * other.value, spread=_joint(typical.spread, other.spread))
     found = device.achievable.get(dtype)
-    if found is None and known is not None and (share := achievable(known, dtype)) is not None:
+    if found is None and known is not None and (share := achievable(known, dtype) or achievable(known, "bf16")):
         found = share[0]
     if found is not None:
         return peak * found * typical.value, typical.spread, CATALOG

@@ -91,8 +91,7 @@ class Prices:
         self._known = known or {}
         self._asked: dict[tuple[int, What], Priced | None] = {}
         self._objects: dict[tuple[int, int], tuple[What, Priced | None]] = {}
-        self._hosts: dict[tuple[int, type, str, bool, int], Priced] = {}
-        self._each = max(Counter(device.host for device in machine.devices).values(), default=1)
+        self._hosts: dict[tuple[int, type, str, bool], Priced] = {}
         alike: dict[str, int] = {}
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
@@ -125,18 +124,16 @@ class Prices:
 
         dtensors: whether the optimizer's parameters are DTensors, with which each operator takes the host longer.
         """
-        ranks = len(what.ranks) if isinstance(what, CollectiveOperation) and what.kind == "all-reduce" else 0
-        key = self._alike[rank], type(what), phase, dtensors, min(ranks, self._each)
+        key = self._alike[rank], type(what), phase, dtensors
         if key not in self._hosts:
-            self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors, key[-1])
+            self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors)
         return self._hosts[key]
 
-    def _host(self, what: What, device: Device, phase: str, dtensors: bool, ranks: int) -> Priced:
+    def _host(self, what: What, device: Device, phase: str, dtensors: bool) -> Priced:
         if device.kind != "cpu":
             if isinstance(what, CollectiveOperation):
                 figure = FIGURES["launch.collective"]
-                more = ranks * FIGURES["launch.all-reduce"].value
-                return priced(figure.value + more, figure.spread, MODEL, LAUNCH)
+                return priced(figure.value, figure.spread, MODEL, LAUNCH)
         elif self._program is not None and isinstance(what, Operation):
             seconds = self._program + (self._dtensor if dtensors and phase == "optimizer" else 0.0)
             return priced(seconds * self._crowd, FIGURES["measured.program"].spread, MEASURED, LAUNCH)
