@@ -207,7 +207,7 @@ def test_a_machine_prices_what_is_alike_once() -> None:
 
 def test_the_interval_is_never_narrower_than_what_no_price_knows() -> None:
     step = step_of(work(computes()), overlap=None)
-    assert step.factors["step"] > 0.2 * step.seconds and step.high > 1.2 * step.seconds > 1.4 * step.low
+    assert step.factors["step"] > 0.09 * step.seconds and step.high > 1.09 * step.seconds > 1.18 * step.low
 
 
 def test_the_interval_tells_what_overlap_may_cost() -> None:
