@@ -11,8 +11,9 @@ rehearsed whole. Of `--sample` plans drawn by a seed the guessed seconds and byt
 rehearsals. Goals: all ranked within 60 seconds of a processor, the five rehearsed within 60 more, Spearman's rank
 correlation at least 0.9.
 
-Each rehearsal is a line of bench/results/ranking_rehearsed.jsonl as soon as it is made, and is not made again. The
-result: bench/results/ranking.json.
+Each rehearsal is a line of bench/results/ranking_rehearsed.jsonl as soon as it is made, and is not made again; it says
+which constants it was priced with (lines without are of before 2026-11-28, 18:00). The result:
+bench/results/ranking.json.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from llamas import llama_70b
 
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.candidates import Space, candidates
+from meshwise.rehearsal.constants import digest
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.estimator import rehearser
 from meshwise.rehearsal.from_few import Tracer, microbatches_of, parts_of
@@ -73,7 +75,7 @@ def spearman(one: Sequence[float], two: Sequence[float]) -> float:
 
 def told(plan: Plan, rehearse: Callable[[Plan], Estimate]) -> dict[str, Any]:
     """What a rehearsal says of a plan."""
-    start, found = time.process_time(), {"plan": settings_text(plan)}
+    start, found = time.process_time(), {"plan": settings_text(plan), "constants": digest()}
     try:
         one = rehearse(plan)
     except MeshwiseError as error:

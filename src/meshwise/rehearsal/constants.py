@@ -112,7 +112,7 @@ FIGURES: Mapping[str, Figure] = {
     "step": Figure(
         1.0, 1.25, "bench/pairs.py on four of its jobs, and two sets of published runs: what no price knows"
     ),
-    "step.gpu": Figure(1.0, 1.1, "bench/fit.py: four of five runs that were left out lie in the interval"),
+    "step.gpu": Figure(1.0, 1.1, "bench/fit.py: four of five runs lie in the interval, units counted alike"),
     # What computing and communicating at once cost each other, as factors on the overlapped part.
     "overlap.compute.gpu": Figure(1.18, 1.1, _OVERLAP),
     "overlap.communication.gpu": Figure(1.15, 1.15, "Galvatron: 1.1 to 1.3"),
