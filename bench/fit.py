@@ -62,7 +62,8 @@ PRIORS: Mapping[str, tuple[float | str, float]] = {
     "nccl.large": (1.0, 1.15),
 }
 """What is fitted, and what was known of it before any fit: the value, or the constant that it is near to, and within
-which factor it lies in 80 of 100 cases. Values and factors are those of constants.py before its first fit."""
+which factor it lies in 80 of 100 cases. Values and factors are those of constants.py before its first fit; what it had
+not then (parts of a kind, batch norm, dropout, compiled blocks) is our judgement."""
 WAYS = {
     f"attention.{line}": (f"attention.{line}.forward", f"attention.{line}.backward") for line in ("ampere", "hopper")
 }

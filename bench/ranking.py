@@ -36,7 +36,7 @@ from meshwise.rehearsal.candidates import Space, candidates
 from meshwise.rehearsal.constants import digest
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.estimator import rehearser
-from meshwise.rehearsal.from_few import Tracer, microbatches_of, parts_of
+from meshwise.rehearsal.from_few import Tracer, parts_traced
 from meshwise.rehearsal.likely import Guess, Likely
 from meshwise.rehearsal.small_traces import small_traces
 from meshwise.spec.errors import MeshwiseError
@@ -53,11 +53,6 @@ def plans_of_it() -> list[Plan]:
     """Those whose stages hold equally many blocks."""
     found = candidates(Space((512,), 8, llama_70b.batch_size, ("precision=bf16",)))
     return [plan for plan in found if BLOCKS % plan.pipeline == 0]
-
-
-def work_of(plan: Plan) -> int:
-    """Microbatches on a stage that a rehearsal traces, about: the cheap ones are rehearsed first."""
-    return parts_of(plan, microbatches_of(plan)) * (1 + (plan.tensor > 1))
 
 
 def spearman(one: Sequence[float], two: Sequence[float]) -> float:
@@ -117,10 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     machine, program = machine_from_words(MACHINE), Tracer(llama_70b)
-    rehearsed, began = (
-        rehearser(program, machine, interval=False),
-        time.process_time(),
-    )  # what was imported took time before
+    rehearsed = rehearser(program, machine, interval=False)
+    began = time.process_time()  # what was imported took time before
 
     def rehearse(plan: Plan) -> Estimate:
         return rehearsed(plan).estimate
@@ -130,11 +123,13 @@ def main() -> None:
     room = min(device.memory or 0 for device in machine.devices)
     ranked = sorted(plans, key=lambda plan: (guesses[plan].memory > room, guesses[plan].seconds))
     ranking = time.process_time() - began
-    among = [plan for plan in plans if options.most is None or work_of(plan) <= options.most]
+    among = [plan for plan in plans if options.most is None or parts_traced(plan) <= options.most]
     drawn = random.Random(options.seed).sample(among, min(options.sample, len(among)))
     part, parts = map(int, options.part.split("/"))
     for each in (drawn, plans if options.all else []):
-        rehearse_more(sorted(each, key=lambda plan: (work_of(plan), plan.accumulate))[part::parts], rehearse, until)
+        rehearse_more(
+            sorted(each, key=lambda plan: (parts_traced(plan), plan.accumulate))[part::parts], rehearse, until
+        )
     if options.only_rehearse:
         return
     tried = [plan for plan in ranked if plan in set(among)][:FIRST]

@@ -261,14 +261,18 @@ def microbatches_of(plan: Plan) -> int | None:
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
         alike = alike and plan.accumulate > plan.pipeline + 1  # else a stage's last forward follows a forward
-    return few if alike and plan.accumulate * plan.pipeline > parts_of(plan, few) else None
+    return few if alike and plan.accumulate * plan.pipeline > _few_parts(plan, few) else None
 
 
-def parts_of(plan: Plan, few: int | None) -> int:
-    """Return how many microbatches on a stage a rehearsal of a plan traces, about. It traces `few` microbatches and one
-    more, the latter in a pipeline at the fewest blocks alone, of FEW_STAGES stages. None stands for all."""
-    if few is None:
-        return plan.accumulate * plan.pipeline
+def parts_traced(plan: Plan) -> int:
+    """Estimate how much work it is to trace a step under the plan: how many microbatches are traced, counted once for
+    each pipeline stage that is traced. With tensor parallelism, the number is doubled."""
+    few = microbatches_of(plan)
+    return (plan.accumulate * plan.pipeline if few is None else _few_parts(plan, few)) * (2 if plan.tensor > 1 else 1)
+
+
+def _few_parts(plan: Plan, few: int) -> int:
+    """The same for `few` microbatches and one more. In a pipeline, the latter is traced at the fewest blocks alone."""
     return 2 * few + 1 if plan.pipeline == 1 else (3 * few + 1) * min(plan.pipeline, FEW_STAGES) // 2
 
 

@@ -44,16 +44,17 @@ Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1
 Target = tuple[Piece | str, int]  # an entry of a piece of the longer trace, or the last launch of a stream so far
 
 
-def composer(short: Trace, growth: Growth) -> Composer:
+def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Composer:
     """Return a function that returns the trace of a step of many microbatches, from the actions of this step in order.
     Storages are numbered anew.
 
     short: a marked trace of n microbatches, n at least LEAST.
     growth: the events whose sizes grow with the number of microbatches, see `growth_of`.
+    pieces: those of `short`, if it is cut already.
 
     Raises Unlike, and so does the function, if a longer step cannot be composed.
     """
-    pieces = cut(short, {})
+    pieces = pieces or cut(short, {})
     if pieces.count < LEAST:
         raise Unlike(f"a trace of {pieces.count} microbatches")
     growing = [(place, growth[kind]) for place, kind in pieces.kinds({kind[0] for kind in growth}) if kind in growth]
@@ -91,7 +92,7 @@ def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]
             growth.setdefault(kind, (event, traced))
     if same & growth.keys():
         raise Unlike("some events of a kind grow with the number of microbatches, and others do not")
-    check_equal(long, composer(short, growth)(actions))
+    check_equal(long, composer(short, growth, pieces)(actions))
     return growth
 
 

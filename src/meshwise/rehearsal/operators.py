@@ -75,8 +75,7 @@ def _sort_of_name(name: str) -> str:
 
 def sort_of(operation: Operation) -> str:
     """Return the kind of work that an operator does: `matmul`, `attention`, `convolution`, `recurrent`, `depthwise`,
-    `gather`, `reduction`, `batch-norm`, `dropout`, `optimizer` or
-    `elementwise`.
+    `gather`, `reduction`, `batch-norm`, `dropout`, `optimizer` or `elementwise`.
 
     An operator with an unknown name and many FLOPs per byte counts as a matmul.
     """

@@ -28,9 +28,10 @@ from meshwise.spec.timings import seconds_at
 
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
-FUSED = ("elementwise", "reduction", "batch-norm", "dropout")
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
 """Kinds of estimated times. If one time of a kind is too long, the others of this kind tend to be too long as well."""
+FUSED = ("elementwise", "reduction", "batch-norm", "dropout")
+"""Kinds of operators (see `sort_of`) that compilation fuses."""
 Known = Callable[[Operation], float | None]
 """Returns the measured seconds of an operator at its shapes, or None if it was not measured on this device."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
-from meshwise.rehearsal.from_few import microbatches_of, parts_of
+from meshwise.rehearsal.from_few import parts_traced
 from meshwise.rehearsal.likely import Guess
 from meshwise.rehearsal.places import OutOfTime, until
 from meshwise.spec.errors import PlanError, UsageError
@@ -30,7 +30,7 @@ UNLIKELY = 1.25
 """A plan is not simulated if its step is expected to take more than this many times as long as the best one."""
 MOST_TRACED = 7
 SOON = 2 * MOST_TRACED
-"""Until a plan has been simulated, plans with more to trace than this (see `_parts_traced`) are tried last."""
+"""Until a plan has been simulated, plans with more to trace than this (see `parts_traced`) are tried last."""
 SIMPLER = 0.04
 """A plan with twice the microbatches, stages or layer parts is tried later, unless it is faster by this fraction."""
 FIRST = 5
@@ -165,7 +165,7 @@ class _Searching:
         for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
             del self._open[plan]
         left = self._seconds - (self._clock() - self._begun)
-        able = [plan for plan in self._open if not self._rate or self._rate * _parts_traced(plan) < left]
+        able = [plan for plan in self._open if not self._rate or self._rate * parts_traced(plan) < left]
         if not able or self._guess is None:
             return next(iter(able), None)
         plan = min(able, key=self._likely)
@@ -189,7 +189,7 @@ class _Searching:
         over = guess.memory > self._room
         parts = plan.tensor * plan.pipeline
         simple = guess.seconds * (1 + SIMPLER * math.log2(parts * plan.accumulate))
-        later = 0 if self.estimates else (parts > 1) + (_parts_traced(plan) > SOON)
+        later = 0 if self.estimates else (parts > 1) + (parts_traced(plan) > SOON)
         return over, later, guess.memory if over else simple, guess.memory
 
     def _fitting(self) -> list[Estimate]:
@@ -234,7 +234,7 @@ class _Searching:
             began = self._clock()
             with limit:
                 self.estimates[plan] = self._rehearse(plan)
-            self._rate = max(self._rate, (self._clock() - began) / _parts_traced(plan))
+            self._rate = max(self._rate, (self._clock() - began) / parts_traced(plan))
             self._refused.pop(plan, None)
         except OutOfTime:
             self._over = True
@@ -277,15 +277,6 @@ class _Searching:
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return
-
-
-def _parts_traced(plan: Plan) -> int:
-    """Estimate how much work it is to trace a step under the plan.
-
-    This is the number of microbatches that are traced, times the number of pipeline stages. With tensor parallelism, it
-    is doubled.
-    """
-    return parts_of(plan, microbatches_of(plan)) * (2 if plan.tensor > 1 else 1)
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:

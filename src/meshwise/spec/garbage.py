@@ -1,6 +1,6 @@
 """Pause Python's collector of reference cycles.
 
-Tested in tests/cli/test_start_up.py.
+Tested in tests/spec/test_garbage.py.
 """
 
 from __future__ import annotations
