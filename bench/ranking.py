@@ -36,6 +36,7 @@ from meshwise.rehearsal.candidates import Space, candidates
 from meshwise.rehearsal.constants import digest
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.estimator import rehearser
+from meshwise.rehearsal.few_stages import FEW_STAGES
 from meshwise.rehearsal.from_few import Tracer, parts_traced
 from meshwise.rehearsal.likely import Guess, Likely
 from meshwise.rehearsal.small_traces import small_traces
@@ -99,6 +100,13 @@ def rehearse_more(plans: Sequence[Plan], rehearse: Callable[[Plan], Estimate], u
                 file.write(json.dumps(told(plan, rehearse)) + "\n")
 
 
+def shared(plan: Plan) -> tuple[Any, ...]:
+    """What plans have in common that share their traces, after how much is traced: they are rehearsed one by one."""
+    rows = llama_70b.batch_size // plan.replicas // plan.accumulate
+    parts = min(plan.pipeline, FEW_STAGES), plan.data > 1, plan.shard, plan.tensor, plan.sequence, str(plan.recompute)
+    return parts_traced(plan), rows, *parts
+
+
 def main() -> None:
     """Rank, rehearse the first, rehearse what was drawn, compare, keep."""
     parser = argparse.ArgumentParser()
@@ -127,9 +135,8 @@ def main() -> None:
     drawn = random.Random(options.seed).sample(among, min(options.sample, len(among)))
     part, parts = map(int, options.part.split("/"))
     for each in (drawn, plans if options.all else []):
-        rehearse_more(
-            sorted(each, key=lambda plan: (parts_traced(plan), plan.accumulate))[part::parts], rehearse, until
-        )
+        own = sorted({shared(plan) for plan in each})[part::parts]
+        rehearse_more(sorted((p for p in each if shared(p) in own), key=shared), rehearse, until)
     if options.only_rehearse:
         return
     tried = [plan for plan in ranked if plan in set(among)][:FIRST]

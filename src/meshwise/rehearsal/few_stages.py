@@ -25,6 +25,9 @@ from meshwise.spec.plan import Plan
 ELEMENT = 8  # bytes of a parameter's element at most
 FEW_STAGES = 4
 """How many stages are traced: the first, two of those between to see that they do the same, and the last."""
+FEW_COPIES = 2
+"""How many of the copies that the axis `data` makes are in the mesh of such a trace, so that the plans of all sizes of
+`data` share it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class Stages:
 
     plan: Plan
     blocks: int
+
+    @functools.cached_property
+    def few(self) -> Plan:
+        """The plan that is traced, but for its number of microbatches."""
+        return with_few(self.plan, pipeline=FEW_STAGES, data=min(self.plan.data, FEW_COPIES))
 
     @property
     def apart(self) -> int:
@@ -103,7 +111,18 @@ class Stages:
         return replace(trace, first=first, step=step)
 
     def _ranks(self, old: CollectiveOperation, traced: int, stage: int) -> Iterable[int]:
-        """The ranks of a collective of the real pipeline."""
+        """The ranks of a collective of the real run."""
+        few, many = self.few.devices // self.few.data, self.plan.devices // self.plan.data  # of one copy
+        first = replace(old, ranks=tuple(rank for rank in old.ranks if rank < few))
+        found = list(self._of_copy(first, traced, stage))
+        if first == old:
+            return found
+        if old.ranks != tuple(rank + few * copy for copy in range(self.few.data) for rank in first.ranks):
+            raise Unlike(f"a collective {old.kind} of some of the copies that the axis data makes")
+        return [rank + many * copy for copy in range(self.plan.data) for rank in found]
+
+    def _of_copy(self, old: CollectiveOperation, traced: int, stage: int) -> Iterable[int]:
+        """The same for a collective of one of the copies that the axis `data` makes."""
         stages = {self._stage(rank) for rank in old.ranks}
         if stages == {traced}:
             return self._at(old.ranks, stage)
@@ -145,12 +164,12 @@ def with_all_stages(
 
     Raises Unlike if the stages do not do the same.
     """
-    plan, few_plan = stages.plan, with_few(stages.plan, pipeline=FEW_STAGES)
+    plan = stages.plan
 
     def made(of: Stages, stage: int, count: int) -> Trace:
         return of.moved(make(of.like(stage))(actions_of(of.plan, stage)(count)), stage, axis)
 
-    check_equal(second, made(Stages(few_plan, stages.blocks), 2, few))
+    check_equal(second, made(Stages(stages.few, stages.blocks), 2, few))
     return [made(stages, stage, plan.accumulate) for stage in range(plan.pipeline)]
 
 

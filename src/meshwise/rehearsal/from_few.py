@@ -43,6 +43,8 @@ FEW = 3
 """How many groups of blocks per pipeline stage are traced, to extrapolate to all groups. The first and the last group
 are special, so a third group between them is traced, too. Under shard, a fourth group is traced, because a rank may
 hold three neighboring blocks in memory at once."""
+KEPT = 6
+"""How many traces of few stages are kept for plans that share them. A plan needs three."""
 FEW_MICROBATCHES = 3
 """How many microbatches are traced without a pipeline, to extrapolate to all microbatches."""
 
@@ -110,6 +112,7 @@ class Tracer:
         """
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
+        self._kept: dict[Hashable, list[Trace]] = {}
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = ()) -> list[Trace]:
         """Trace the job's step under a plan. Return one trace for each group of ranks that do the same work, as `trace`
@@ -132,18 +135,13 @@ class Tracer:
     ) -> list[Trace]:
         """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages. Extend the traces to all
         of them. Raises Unlike if this is inexact."""
-        depth, composes = plan.pipeline if stages is None else FEW_STAGES, plan.pipeline > 1
+        traced, composes = plan if stages is None else stages.few, plan.pipeline > 1
+        rows = self.batch_size // plan.accumulate // plan.data * traced.data
         short, long = (
-            _Asked(
-                replace(self.job, batch_size=self.batch_size // plan.accumulate * count),
-                with_few(plan, accumulate=count, pipeline=depth),
-                kind,
-                speeds,
-                composes,
-            )
-            for count in (few, few + 1)
+            _Asked(replace(self.job, batch_size=rows * n), with_few(traced, accumulate=n), kind, speeds, composes)
+            for n in (few, few + 1)
         )
-        blocks = None if stages is None else stages.blocks * depth
+        blocks = None if stages is None else stages.blocks * FEW_STAGES
         found, least, groups = self._replayed(short, blocks)
         if any(each.reads_values for each in found):
             raise Unlike("what runs may depend on the values of a batch")
@@ -182,7 +180,7 @@ class Tracer:
         """
         stretch, depth = self.stretch, None
         if stretch is not None:
-            depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks))
+            depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks), blocks is not None)
         if stretch is not None and depth is not None:
             with contextlib.suppress(MeshwiseError, Unlike):  # what the whole model says is what counts
                 least = depth.few * depth.stages
@@ -195,9 +193,14 @@ class Tracer:
 
     def _traced(self, asked: _Asked, groups: int | None) -> list[Trace]:
         """Trace a plan of a job whose model has so many groups of equal blocks. None for all that it has."""
-        stretch = self.stretch
+        stretch, key = self.stretch, (asked.job.batch_size, asked.plan, asked.kind, tuple(asked.speeds), groups)
+        if asked.marked and key in self._kept:
+            return self._kept[key]
         job = asked.job if stretch is None or groups is None else shortened(asked.job, stretch, groups)
-        return trace(job, asked.plan, asked.kind, asked.speeds, asked.marked)
+        found = trace(job, asked.plan, asked.kind, asked.speeds, asked.marked)
+        if asked.marked:
+            self._kept = dict([*self._kept.items(), (key, found)][-KEPT:])
+        return found
 
     def _reads_alike(self, plan: Plan) -> bool:
         """Return whether all microbatches of the first replica in its first steps have tensors of the same shapes and
@@ -276,12 +279,14 @@ def _few_parts(plan: Plan, few: int) -> int:
     return 2 * few + 1 if plan.pipeline == 1 else (3 * few + 1) * min(plan.pipeline, FEW_STAGES) // 2
 
 
-def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
+def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None:
     """Return how many groups of blocks to trace, so that the others can be extrapolated. Return None if the whole model
     must be traced.
 
     The whole model must be traced if extrapolating would save little, or if the plan treats equal blocks differently.
     For example, `recompute` may name single blocks, or the pipeline stages may have different numbers of blocks.
+
+    shared: whether plans with other numbers of blocks share the trace, so that it may save a little only.
     """
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
@@ -290,8 +295,8 @@ def depth_of(plan: Plan, stretch: Stretch) -> Depth | None:
         or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
     ):
         return None
-    own, few = stretch.count // stages, FEW + plan.parameters_divided
-    return Depth(own, few, stages) if own > 2 * few + 1 else None
+    own, few = stretch.count // stages, FEW + (plan.shard > 1)
+    return Depth(own, few, stages) if own > (few if shared else 2 * few + 1) else None
 
 
 def blocks_axis(stretch: Stretch) -> GrowthAxis:
