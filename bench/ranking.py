@@ -120,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     machine, program = machine_from_words(MACHINE), Tracer(llama_70b)
-    rehearsed = rehearser(program, machine, interval=False)
+    rehearsed = rehearser(program, machine, interval=False, brief=True)
     began = time.process_time()  # what was imported took time before
 
     def rehearse(plan: Plan) -> Estimate:

@@ -1,8 +1,9 @@
 """Pass hidden states forwards and gradients backwards between pipeline stages.
 
-Sends do not wait. A rank receives from another rank in the order in which that rank sends, which both know from the
-schedule, and keeps what it does not need yet. Shapes and structure are sent once for each kind of batch. Of a split
-tensor, each rank sends its part to the rank at the same position in the other stage, which holds the same part there.
+Sends do not wait. What a forward has sent is kept until its gradients come, and these until the next ones are sent. A
+rank receives from another rank in the order in which that rank sends, which both know from the schedule, and keeps what
+it does not need yet. Shapes and structure are sent once for each kind of batch. Of a split tensor, each rank sends its
+part to the rank at the same position in the other stage, which holds the same part there.
 
 Tested in tests/parallel/test_pipeline.py.
 """
@@ -180,7 +181,7 @@ class Passing:
         """count: the number of stages. device: the device on which received tensors are stored."""
         self._pipe, self._stages, self._device = pipe, count, device
         self._known: dict[tuple[int, object], _Hidden] = {}
-        self._sends: deque[Callable[[], None]] = deque()
+        self._sends: dict[Action, list[Callable[[], None]]] = {}
         self._keys: Sequence[object] = ()
         self._coming: dict[int, deque[Action]] = {}
         self._kept: dict[Action, tuple[_Hidden, list[Tensor]]] = {}
@@ -203,8 +204,13 @@ class Passing:
 
     def finish(self) -> None:
         """Wait until all sends are complete."""
-        while self._sends:
-            self._sends.popleft()()
+        for action in list(self._sends):
+            self._free_sent(action)
+
+    def _free_sent(self, action: Action) -> None:
+        """Free what an action has sent, which the other rank has received by now, or else wait until it has."""
+        for wait in self._sends.pop(action, ()):
+            wait()
 
     def _rank(self, stage: int) -> int:
         return stage % self._pipe.size
@@ -237,12 +243,18 @@ class Passing:
 
     # Backwards.
 
+    def begin_backward(self, now: Pass) -> None:
+        """Free what the backward of the microbatch before has sent."""
+        if self._stages == self._pipe.size:  # else the other rank may need more from this one before it receives
+            self._free_sent(Action(False, now.action.stage, now.action.microbatch - 1))
+
     def receive_backward(self, now: Pass) -> Tensor:
         """Receive the gradients of the hidden state that this stage sent to the next stage. Returns a scalar whose
         `backward()` runs this stage's backward from these gradients. The scalar itself is always 0."""
         after = Action(False, now.action.stage + 1, now.action.microbatch)
         pairs = [tensor for tensor in now.sent if tensor.requires_grad]
         _, gradients = self._receive(after)
+        self._free_sent(now.action)
         with on_parts():
             return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-untyped-call]
 
@@ -266,12 +278,13 @@ class Passing:
 
     def _send(self, action: Action, target: int, hidden: _Hidden | None, tensors: Sequence[Tensor]) -> None:
         group = self._pipe.towards(self._pipe.rank, target)
+        sends = self._sends[action] = []
         if hidden is not None:
             key = action.stage, self._keys[action.microbatch]
             known = self._known.get(key)
             if known is None:
                 self._known[key] = hidden
-                self._sends.append(stages.send_object(hidden, target, group))
+                sends.append(stages.send_object(hidden, target, group))
             elif known.tensors != hidden.tensors:
                 raise PlanError(
                     f"pipeline={self._pipe.size}: for two batches of the same shapes, hidden states have the shapes "
@@ -279,7 +292,7 @@ class Passing:
                     "stages, batches of equal shapes need hidden states of equal shapes. Use shard for this model."
                 )
         with on_parts():
-            self._sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
+            sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
 
     def _receive(self, wanted: Action) -> tuple[_Hidden, list[Tensor]]:
         """Receive the result of an action of another stage. Results that arrive earlier than the wanted one are kept

@@ -182,6 +182,7 @@ class Pipeline:
         run: called once with a scalar, and must call `backward()` on it. In the last stage, the scalar is the loss. In
             other stages, the backward of the scalar starts from the gradients that the next stage has sent.
         """
+        self._passing.begin_backward(now)
         scalar = self._passing.receive_backward(now) if loss is None else loss
         if not self.holding.decided:
             self.holding.reached |= reached_parameters(scalar)

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from meshwise.rehearsal.period import within_period
 from meshwise.rehearsal.play import Done
 from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.work import CollectiveOperation, Copy, Operation
@@ -44,12 +46,32 @@ def breakdown(step: Step, rank: int) -> RankStep:
     """Return how a simulated rank spends the time of the step: how many seconds of each kind (see KINDS) in each
     phase."""
     done = step.done[rank]
+    found = _breakdown(done, step.seconds - len(step.left_out) * step.period, rank)
+    if not step.left_out:
+        return found
+    each = _breakdown(within_period(done, step.left_out, step.period), step.period, rank)
+
+    def both(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
+        return {key: one.get(key, 0.0) + len(step.left_out) * other.get(key, 0.0) for key in {**one, **other}}
+
+    return RankStep(
+        rank,
+        step.seconds,
+        both(found.kinds, each.kinds),
+        both(found.phases, each.phases),
+        found.hidden + len(step.left_out) * each.hidden,
+        both(found.operators, each.operators),
+    )
+
+
+def _breakdown(done: tuple[Done, ...], seconds: float, rank: int) -> RankStep:
+    """The same for launches of which none are left out."""
     edges = _edges(done)
     begun = sorted(done, key=lambda one: one.start)
     active: list[list[str]] = [[] for _ in KINDS[:4]]
     phases: dict[tuple[str, str], float] = defaultdict(float)
     hidden, last, following = 0.0, 0.0, 0
-    for time, began, kind, phase in [*edges, (step.seconds, False, -1, "")]:
+    for time, began, kind, phase in [*edges, (seconds, False, -1, "")]:
         if time > last:
             while following < len(begun) and begun[following].start < time:
                 following += 1
@@ -68,7 +90,7 @@ def breakdown(step: Step, rank: int) -> RankStep:
     for one in done:
         if isinstance(one.launch.what, Operation):
             operators[one.launch.what.name] += one.end - one.start
-    return RankStep(rank, step.seconds, kinds, dict(phases), hidden, dict(operators))
+    return RankStep(rank, seconds, kinds, dict(phases), hidden, dict(operators))
 
 
 def slowest_rank(step: Step) -> RankStep:

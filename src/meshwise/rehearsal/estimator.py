@@ -5,6 +5,7 @@ Tested in tests/rehearsal/test_estimate.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from meshwise.rehearsal.breakdown import breakdown, slowest_rank
 from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range
 from meshwise.rehearsal.from_few import Tracer
+from meshwise.rehearsal.growth import Unlike
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.prices import Prices, missing, speed_of
@@ -52,13 +54,19 @@ def kind_of(machine: Machine) -> str:
 
 
 def rehearser(
-    job: Job | Tracer | Script, machine: Machine, cap: int | None = None, interval: bool = True
+    job: Job | Tracer | Script,
+    machine: Machine,
+    cap: int | None = None,
+    interval: bool = True,
+    brief: bool = False,
 ) -> Callable[[Plan], Rehearsed]:
     """Return a function that traces and simulates a step of this job under a plan on this machine. The function returns
     the plan's estimate and the data from which the estimate was computed.
 
     cap: the most bytes of each device's memory that a step may use. None for all of the memory.
     interval: whether to compute the interval of the time, see `simulate`.
+    brief: whether the traces and the step may leave microbatches of a pipeline out, see `Work.left_out`. The estimate
+        counts them.
     """
     described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)
@@ -67,8 +75,17 @@ def rehearser(
 
     @no_collections()
     def rehearse(plan: Plan) -> Rehearsed:
+        if brief:
+            with contextlib.suppress(Unlike):  # microbatches that are left out would have made a difference
+                return rehearsed(plan, True)
+        return rehearsed(plan, False)
+
+    def rehearsed(plan: Plan, brief: bool) -> Rehearsed:
         own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
-        traces = trace_script(program, plan, kind, own) if isinstance(program, Script) else program(plan, kind, own)
+        if isinstance(program, Script):
+            traces = trace_script(program, plan, kind, own)
+        else:
+            traces = program(plan, kind, own, brief)
         steps = [each.step for each in traces]
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described[plan.compile]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.parallel.schedule import orders
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import Composer, Order, check_equal
+from meshwise.rehearsal.microbatches import Composer, Order, check_equal, with_left_out
 from meshwise.rehearsal.replay import COUNT, GrowthAxis
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Launch, Work
@@ -154,23 +154,25 @@ def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
 
 
 def with_all_stages(
-    make: Callable[[int], Composer], stages: Stages, second: Trace, few: int, axis: GrowthAxis
+    make: Callable[[int], Composer], stages: Stages, second: Trace, few: int, axis: GrowthAxis, runs: int
 ) -> list[Trace]:
     """Return the traces of all stages of a plan with many microbatches.
 
     make: returns what composes a step of one of the FEW_STAGES stages.
     second: the marked trace of the third of these stages, with `few` microbatches.
     axis: finds the group of blocks of a launch.
+    runs: how many of the microbatches are not left out.
 
     Raises Unlike if the stages do not do the same.
     """
     plan = stages.plan
 
-    def made(of: Stages, stage: int, count: int) -> Trace:
-        return of.moved(make(of.like(stage))(actions_of(of.plan, stage)(count)), stage, axis)
+    def made(of: Stages, stage: int, count: int, runs: int) -> Trace:
+        actions = with_left_out(actions_of(of.plan, stage), count, runs)
+        return of.moved(make(of.like(stage))(*actions), stage, axis)
 
-    check_equal(second, made(Stages(stages.few, stages.blocks), 2, few))
-    return [made(stages, stage, plan.accumulate) for stage in range(plan.pipeline)]
+    check_equal(second, made(Stages(stages.few, stages.blocks), 2, few, few))
+    return [made(stages, stage, plan.accumulate, runs) for stage in range(plan.pipeline)]
 
 
 def stage_of(plan: Plan, rank: int) -> int:

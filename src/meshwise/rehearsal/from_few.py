@@ -30,7 +30,7 @@ from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.schedule import CHUNKS
 from meshwise.rehearsal.few_stages import FEW_STAGES, Stages, actions_of, stage_of, with_all_stages, with_few
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, composer, growth_of
+from meshwise.rehearsal.microbatches import LEAST, composer, growth_of, with_left_out
 from meshwise.rehearsal.replay import MICROBATCHES, GrowthAxis, lengthened
 from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Trace, trace
@@ -45,6 +45,9 @@ are special, so a third group between them is traced, too. Under shard, a fourth
 hold three neighboring blocks in memory at once."""
 KEPT = 6
 """How many traces of few stages are kept for plans that share them. A plan needs three."""
+AROUND = 2
+"""If microbatches of a pipeline are left out, as many run as it has stages, LEAST before, and these, so that two on
+each side of those that are left out follow each other as evenly as they do."""
 FEW_MICROBATCHES = 3
 """How many microbatches are traced without a pipeline, to extrapolate to all microbatches."""
 
@@ -114,7 +117,7 @@ class Tracer:
         self.batch_size = job.batch_size
         self._kept: dict[Hashable, list[Trace]] = {}
 
-    def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = ()) -> list[Trace]:
+    def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = (), brief: bool = False) -> list[Trace]:
         """Trace the job's step under a plan. Return one trace for each group of ranks that do the same work, as `trace`
         does.
 
@@ -122,19 +125,22 @@ class Tracer:
 
         kind: the kind of device, `gpu` or `cpu`.
         speeds: one value for each rank, equal for ranks with equal devices. By default, all devices are equal.
+        brief: whether microbatches of a pipeline may be left out, see `Work.left_out`.
         """
-        few = microbatches_of(plan)
+        few, runs = microbatches_of(plan), plan.accumulate
+        if brief and plan.schedule == "1f1b" and not speeds:
+            runs = min(runs, LEAST + plan.pipeline + AROUND)
         if few is not None and self._reads_alike(plan):
             for stages in dict.fromkeys((self._few_stages(plan, speeds), None)):
                 with contextlib.suppress(MeshwiseError, Unlike):  # others may have other values
-                    return self._of_few(plan, kind, speeds, few, stages)
+                    return self._of_few(plan, kind, speeds, few, stages, runs)
         return self._replayed(_Asked(self.job, plan, kind, speeds))[0]
 
     def _of_few(
-        self, plan: Plan, kind: str, speeds: Sequence[Hashable], few: int, stages: Stages | None
+        self, plan: Plan, kind: str, speeds: Sequence[Hashable], few: int, stages: Stages | None, runs: int
     ) -> list[Trace]:
         """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages. Extend the traces to all
-        of them. Raises Unlike if this is inexact."""
+        of them, but leave all but `runs` microbatches of a pipeline out. Raises Unlike if this is inexact."""
         traced, composes = plan if stages is None else stages.few, plan.pipeline > 1
         rows = self.batch_size // plan.accumulate // plan.data * traced.data
         short, long = (
@@ -153,8 +159,8 @@ class Tracer:
         growth = [growth_of(*three) for three in zip(least, more, actions, strict=True)]
         make = functools.cache(lambda at: composer(found[at], growth[at]))
         if stages is not None and self.stretch is not None:
-            return with_all_stages(make, stages, found[2], few, blocks_axis(self.stretch))
-        return [make(at)(own(plan.accumulate)) for at, own in enumerate(actions)]
+            return with_all_stages(make, stages, found[2], few, blocks_axis(self.stretch), runs)
+        return [make(at)(*with_left_out(own, plan.accumulate, runs)) for at, own in enumerate(actions)]
 
     @functools.cached_property
     def stretch(self) -> Stretch | None:

@@ -39,14 +39,14 @@ from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
 LEAST = 4
 """The fewest microbatches from which a step can be composed: the first two, the last, and one between."""
 Order = tuple[bool, int]  # an action: whether it is a forward, and its microbatch
-Composer = Callable[[Sequence[Order]], Trace]
+Composer = Callable[[Sequence[Order], range], Trace]
 Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1 microbatches
 Target = tuple[Piece | str, int]  # an entry of a piece of the longer trace, or the last launch of a stream so far
 
 
 def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Composer:
-    """Return a function that returns the trace of a step of many microbatches, from the actions of this step in order.
-    Storages are numbered anew.
+    """Return a function that returns the trace of a step of many microbatches, from the actions of this step in order,
+    and the microbatches among them that are left out (see `Work.left_out`). Storages are numbered anew.
 
     short: a marked trace of n microbatches, n at least LEAST.
     growth: the events whose sizes grow with the number of microbatches, see `growth_of`.
@@ -59,14 +59,28 @@ def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Comp
         raise Unlike(f"a trace of {pieces.count} microbatches")
     growing = [(place, growth[kind]) for place, kind in pieces.kinds({kind[0] for kind in growth}) if kind in growth]
 
-    def made(actions: Sequence[Order]) -> Trace:
+    def made(actions: Sequence[Order], left_out: range = range(0)) -> Trace:
         count = sum(forward for forward, _ in actions)
         grown = {place: _grown(pieces.at(place).event, pair, count - pieces.count) for place, pair in growing}
-        held, first, held_later, step = _Composing(pieces.with_events(grown), actions, count).sections()
+        held, first, held_later, step = _Composing(pieces.with_events(grown), actions, count, left_out).sections()
         works = replace(short.first, held=held, events=first), replace(short.step, held=held_later, events=step)
-        return Trace(*works, short.reads_values)
+        return Trace(*(replace(work, left_out=left_out) for work in works), short.reads_values)
 
     return made
+
+
+def with_left_out(orders: Callable[[int], Sequence[Order]], count: int, runs: int) -> tuple[list[Order], range]:
+    """Return the actions of a step of `count` microbatches of which only `runs` run, and which are left out. Those are
+    among the actions, but at one place.
+
+    orders: returns the actions of a step of so many microbatches, in order.
+    """
+    if runs >= count:
+        return list(orders(count)), range(0)
+    left_out = range(LEAST, LEAST + count - runs)
+    run = [(forward, number if number < LEAST else number + len(left_out)) for forward, number in orders(runs)]
+    at = next(place for place, (_, number) in enumerate(run) if number >= left_out.stop)
+    return [*run[:at], *((forward, number) for number in left_out for forward in (True, False)), *run[at:]], left_out
 
 
 def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]]) -> Growth:
@@ -130,10 +144,10 @@ def _grown(event: Event, pair: tuple[Event, Event], times: int) -> Event:
 class _Composing:
     """Writes the longer trace, piece by piece."""
 
-    def __init__(self, pieces: Pieces, orders: Sequence[Order], count: int) -> None:
-        self._pieces, self._orders, self._count = pieces, orders, count
+    def __init__(self, pieces: Pieces, orders: Sequence[Order], count: int, left_out: range = range(0)) -> None:
+        self._pieces, self._orders, self._count, self._left_out = pieces, orders, count, left_out
         self._places = {piece: n for n, piece in enumerate(pieces.entries)}
-        self._before = dict(itertools.pairwise(reversed(orders)))
+        self._before = dict(itertools.pairwise(order for order in reversed(orders) if order[1] not in left_out))
         self._storages: dict[Piece, dict[int, int]] = defaultdict(dict)
         self._alive: set[int] = set()
         self._next = 0
@@ -154,7 +168,10 @@ class _Composing:
                     self._write_rest(piece)
                 else:
                     like, led = self._like(piece), dict[Piece, Piece]()
-                    for at, entry in enumerate(self._pieces.entries[like]):
+                    entries = enumerate(self._pieces.entries[like])
+                    if piece.name in ACTIONS and piece.number in self._left_out:
+                        entries = self._pieces.lasting(like)
+                    for at, entry in entries:
                         refers = [self._of(piece, like, ref, led) for ref in entry.refers] if entry.refers else ()
                         self._write(piece, at, entry, refers)
             found.append(tuple(self._events))
@@ -229,6 +246,10 @@ class _Composing:
             number = 0
         elif target == own - 1:
             number = piece.number - 1
+            if number in self._left_out and ref.name in ACTIONS:
+                number = self._left_out[0] - 1
+            elif number in self._left_out and piece.name in ACTIONS:
+                raise Unlike(f"the {piece.name} of microbatch {own} refers to what another gets")
         else:
             raise Unlike(f"the {piece.name} of microbatch {own} refers to microbatch {target}")
         return ref._replace(number=number)
@@ -268,7 +289,8 @@ class _Composing:
         # Number 2 of the shorter trace stands for all between the second and the last; those beside it for none.
         like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
         for other in like.get(number, ()):
-            yield ref.piece._replace(number=other), ref.at
+            if other not in self._left_out or name not in ACTIONS:
+                yield ref.piece._replace(number=other), ref.at
 
     def _sweep(self, entries: Sequence[Entry], at: int) -> tuple[int, bool, dict[Piece, list[Entry]]] | None:
         """Return how many entries from `at` on visit the microbatches in order, whether from the last to the first, and

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from meshwise.rehearsal.growth import Unlike
 from meshwise.rehearsal.trace import Trace
-from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, Launch, Mark
 
 REST, ACTIONS = "rest", ("forward", "backward")
 Kind = tuple[str, int, int, Hashable, Hashable]
@@ -77,10 +77,26 @@ class Pieces:
     count: int
     before: dict[Piece, Piece]
     left: dict[Piece, dict[Hashable, list[int]]]
+    _freed: set[Any] | None = None
 
     def at(self, place: Place) -> Entry:
         """Return the entry at a place."""
         return self.entries[place.piece][place.at]
+
+    def lasting(self, piece: Piece) -> list[tuple[int, Entry]]:
+        """Return what an action allocates that no action frees, with its place in the piece."""
+        if self._freed is None:
+            self._freed = {
+                ref.place if isinstance(ref, Left) else ref
+                for name, own in self.entries.items()
+                for entry in (own if name.name in ACTIONS else ())
+                for ref in (entry.refers if isinstance(entry.event, Free) else ())
+            }
+        return [
+            (at, entry)
+            for at, entry in enumerate(self.entries[piece])
+            if isinstance(entry.event, Allocate) and not entry.refers and Place(piece, at) not in self._freed
+        ]
 
     def kinds(self, names: Container[str] = (REST, "input", *ACTIONS)) -> Iterator[tuple[Place, Kind]]:
         """Yield the places in pieces of these names, with their kinds."""
@@ -140,7 +156,8 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
                     if target is None or not isinstance(launch, Launch):
                         raise Unlike("an event waits for what is no launch")
                     beside = target.piece.number != piece.number or target.piece.name == REST
-                    newest = beside and piece.name != REST and last[launch.stream] == number
+                    sent = isinstance(launch.what, CollectiveOperation) and launch.what.kind == "send"  # waited for alone
+                    newest = beside and piece.name != REST and last[launch.stream] == number and not sent
                     refers.append(Last(launch.stream) if newest else _of_piece(pieces, piece, target))
                 last[event.stream] = len(places)
                 event = replace(event, what=known.setdefault(event.what, event.what))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.costs import Cost, costs_of, items
+from meshwise.rehearsal.period import period_of
 from meshwise.rehearsal.play import Done, play
 from meshwise.rehearsal.price import FACTORS
 from meshwise.rehearsal.prices import Overlap, Prices, missing, overlap_of
@@ -34,9 +35,12 @@ class Step:
 
     seconds: the time until the last simulated rank has ended.
     low, high: the ends of the 80 % interval of `seconds`.
-    done: the launches of each rank, in the order in which they began.
+    done: the launches of each rank, in the order in which they began. Their times are those of a step without
+        the microbatches that are left out.
     factors: for each cause of uncertainty (FACTORS, OVERLAP, STEP), how many seconds longer the step may be. This is
         the case when all times that depend on the cause are at the upper end of their interval.
+    left_out: microbatches that are not in `done`, though `seconds` counts them, see `Work.left_out`.
+    period: the seconds of each of them.
     """
 
     seconds: float
@@ -44,6 +48,8 @@ class Step:
     high: float
     done: Mapping[int, tuple[Done, ...]]
     factors: Mapping[str, float]
+    left_out: range = range(0)
+    period: float = 0.0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -62,7 +68,7 @@ def simulate(
     """Simulate the step of several ranks, such as one rank of each pipeline stage.
 
     Raises UsageError if the time of a launch is unknown (see `missing`) or if the machine has too few devices. Raises
-    ValueError if ranks wait for each other forever.
+    ValueError if ranks wait for each other forever, and Unlike if it matters that microbatches are left out.
 
     works: the step of each rank.
     machine: the machine, or a `Prices` for it. A `Prices` can be used again, which saves time.
@@ -76,23 +82,30 @@ def simulate(
     costs = _costs(works, prices)
     devices = prices.machine.devices
     overlaps = {rank: overlap or overlap_of(devices[rank]) for rank in costs}
+    left_out = works[0].left_out if works else range(0)
 
-    def played(ends: Mapping[str, str], merged: bool, overlapping: Mapping[int, Overlap] = overlaps) -> list[Done]:
-        return play({rank: items(own, ends, merged) for rank, own in costs.items()}, overlapping)
+    def played(ends: Mapping[str, str], merged: bool, overlapping: Mapping[int, Overlap]) -> tuple[list[Done], float]:
+        own = {rank: items(each, ends, merged) for rank, each in costs.items()}
+        done = play(own, overlapping)
+        return done, period_of(own, done, left_out)
 
-    done = played({}, merged)
-    seconds = low = high = _length(done)
+    def length(ends: Mapping[str, str], overlapping: Mapping[int, Overlap] = overlaps) -> float:
+        done, period = played(ends, True, overlapping)
+        return _length(done) + len(left_out) * period
+
+    done, period = played({}, merged, overlaps)
+    seconds = low = high = _length(done) + len(left_out) * period
     factors: dict[str, float] = {}
     if interval:
-        middle, under = _length(played({}, True)), []
+        middle, under = length({}), []
         for factor in FACTORS:
-            faster, slower = (_length(played({factor: end}, True)) for end in ("low", "high"))
+            faster, slower = (length({factor: end}) for end in ("low", "high"))
             factors[factor] = max(slower - middle, 0.0)
             under.append(max(middle - faster, 0.0))
         if overlap is None:
             least, most = ({rank: overlap_of(devices[rank], way) for rank in costs} for way in (-1, 1))
-            factors[OVERLAP] = max(_length(played({}, True, most)) - middle, 0.0)
-            under.append(max(middle - _length(played({}, True, least)), 0.0))
+            factors[OVERLAP] = max(length({}, most) - middle, 0.0)
+            under.append(max(middle - length({}, least), 0.0))
             spread = FIGURES["step" if devices[0].kind == "cpu" else "step.gpu"].spread
             factors[STEP] = seconds * (spread - 1)
             under.append(seconds * (1 - 1 / spread))
@@ -101,7 +114,7 @@ def simulate(
     for one in done:
         by_rank[one.rank].append(one)
     ordered = {rank: tuple(sorted(own, key=lambda one: (one.start, one.place))) for rank, own in by_rank.items()}
-    return Step(seconds, low, high, ordered, factors)
+    return Step(seconds, low, high, ordered, factors, left_out, period)
 
 
 def _costs(works: Sequence[Work], prices: Prices) -> dict[int, list[Cost]]:

@@ -137,6 +137,8 @@ class Work:
     notes: remarks on the program under this plan.
     dtensors: whether the optimizer steps on DTensors. Operators on DTensors are slower, because each call goes through
         Python.
+    left_out: microbatches whose forwards and backwards are not among `events`, but for the memory that they leave
+        allocated. They do the same as those beside them.
     """
 
     rank: int
@@ -146,6 +148,7 @@ class Work:
     events: tuple[Event, ...]
     notes: tuple[str, ...] = ()
     dtensors: bool = False
+    left_out: range = range(0)
 
     @property
     def launches(self) -> Iterator[Launch]:
