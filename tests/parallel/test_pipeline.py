@@ -33,7 +33,7 @@ from meshwise.parallel.buckets import local
 from meshwise.parallel.deferred import constructed, take_fakes
 from meshwise.parallel.fits import check_for_scripts
 from meshwise.parallel.load import load_weights
-from meshwise.parallel.passing import Pass, _form_of
+from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import STAGES, Pipeline, costs_of
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
 from meshwise.parallel.shard import Sharded
@@ -44,6 +44,7 @@ from meshwise.spec.plan_settings import plan_on
 from meshwise.spec.schedules import SCHEDULES
 from meshwise.spec.world import World
 from meshwise.splits.axis import MeshAxis, SplitPart
+from meshwise.splits.hidden import form_of
 from meshwise.transfer import stages
 from meshwise.transfer.stages import Pipe
 
@@ -544,7 +545,7 @@ def test_code_between_blocks_sees_the_shape_that_each_gives(pool: Any) -> None:
 def test_stand_ins_for_earlier_blocks_are_one_tensor_until_the_model_writes_to_it():
     blocks = [(str(number), nn.Linear(2, 2)) for number in range(4)]
     now = Pass(Action(True, 1, 0), (3, 4), True, blocks)
-    now.forms = dict.fromkeys(range(3), _form_of(torch.zeros(5, 2)))
+    now.forms = dict.fromkeys(range(3), form_of(torch.zeros(5, 2)))
     first, second = now.passed_by(0), now.passed_by(1)
     assert first.isnan().all() and second.data_ptr() == first.data_ptr()
     first.zero_()

@@ -266,7 +266,12 @@ SLOW = [
         {"batch_size": 48},
     ),
     (functools.partial(gpt, 6), Plan(pipeline=6, data=2, accumulate=16), "gpu", {"batch_size": 32}),
-    (functools.partial(blocks, 16, width=64), Plan(pipeline=8, accumulate=8, recompute="full"), "gpu", {}),
+    (
+        functools.partial(blocks, 16, width=64),
+        Plan(data=4, pipeline=8, accumulate=8, recompute="full"),
+        "gpu",
+        {"batch_size": 32},
+    ),
     (functools.partial(blocks, 24, width=64), Plan(pipeline=2, data=2, accumulate=8), "gpu", {}),
     (functools.partial(blocks, 16, width=64), Plan(pipeline=8, shard=2, accumulate=10), "gpu", {"batch_size": 20}),
     (functools.partial(blocks, 60, width=64), Plan(pipeline=5, accumulate=12), "gpu", {"batch_size": 24}),

@@ -95,7 +95,7 @@ class Plans:
     def predicted(self) -> Prediction | None:
         """The prediction for the first plan of the list. A run under this plan can be compared with it later, and
         `prediction_to_toml` writes it into a plan file. None if `first` is None."""
-        return None if self.first is None else prediction(self.first, self.job)
+        return None if self.first is None else prediction(self.first.whole, self.job)
 
     def device_hours(self, estimate: Estimate) -> float | None:
         """Return the device hours of the training under a plan, without evaluation and saving. Return None if they are
@@ -120,7 +120,7 @@ def page(plans: Plans) -> Page:
     Raises UsageError if no plan fits."""
     if plans.first is None:
         raise UsageError("--page shows the best plan, but no plan fits. Use more devices, or a smaller --batch-size.")
-    return Page(plan_page(plans, plans.first))
+    return Page(plan_page(plans, plans.first.whole))
 
 
 setattr(Plans, "figure", page)  # noqa: B010  # as of a report
@@ -135,7 +135,7 @@ def plan_options(options: PlanOptions) -> Plans:
 
 def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans:
     program = job if isinstance(job, Script) else Tracer(job)
-    rehearse = _Kept(rehearser(program, machine, options.cap))
+    rehearse = _Kept(rehearser(program, machine, options.cap, brief=True))
     options, said = _in_bf16(program, options)
     space = functools.cache(lambda: _space(program, machine, options))
     plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price, said=said)
@@ -249,7 +249,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
             f"--explain {number}: the list has only {plural(len(estimates), 'plan')}. Use --explain {len(estimates)}."
         )
     chosen = estimates[number - 1]
-    whole = rehearse(chosen.plan)
+    whole = rehearse(chosen.plan).whole
     if options.memory:
         traced = next(one for one in whole.traces if one.step.rank == chosen.memory.rank)
         first, step = works_of(traced, whole.prices)

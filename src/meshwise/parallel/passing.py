@@ -11,8 +11,7 @@ Tested in tests/parallel/test_pipeline.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,50 +23,10 @@ from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import map_kind, map_tensors, tensors_in
 from meshwise.parallel.schedule import Action
 from meshwise.spec.errors import PlanError
-from meshwise.splits.axis import SplitPart
-from meshwise.splits.tensor import parts_of, split_again
+from meshwise.splits.hidden import Form, Hidden, form_of
+from meshwise.splits.tensor import split_again
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
-
-
-@dataclass(frozen=True)
-class _Form:
-    """The form of one tensor that a stage sends to the next. parts: how it is split over ranks. Empty for a whole
-    tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trained: bool
-    parts: tuple[SplitPart, ...]
-
-
-@dataclass(frozen=True)
-class _Hidden:
-    """The output of a block that is sent to the next stage.
-
-    form: the structure of the output, with a `_Form` in place of each tensor.
-    carried: further values that are sent along.
-    before: the forms of the outputs of earlier blocks, by block number.
-    """
-
-    form: Any
-    carried: list[Any]
-    before: dict[int, Any]
-
-    @property
-    def tensors(self) -> list[_Form]:
-        return list(_forms_in(self.form))
-
-
-def _form_of(given: Any) -> Any:
-    with on_parts():
-        return map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad, parts_of(t)), given)
-
-
-def _forms_in(tree: Any) -> Iterator[_Form]:
-    found: list[_Form] = []
-    map_kind(_Form, found.append, tree)
-    return iter(found)
 
 
 class Pass:
@@ -85,7 +44,7 @@ class Pass:
         self.output: Any = None
         self.sent: list[Tensor] = []
         self.left = False
-        self._poisons: dict[_Form, Tensor] = {}
+        self._poisons: dict[Form, Tensor] = {}
         self._entered = self._gave = 0
         self._trains = torch.is_grad_enabled()
 
@@ -101,14 +60,14 @@ class Pass:
         again: whether a checkpoint makes the call, to recompute the forward during the backward.
         """
         if number < self.lo - 1:
-            return map_kind(_Form, self._poison, self.forms[number])
+            return map_kind(Form, self._poison, self.forms[number])
         if again:
             return self.received
         stages.put_down(self.carried)
         stages.enter_own_layers(True)
         return self.received
 
-    def _poison(self, form: _Form) -> Tensor:
+    def _poison(self, form: Form) -> Tensor:
         """Return a stand-in for an earlier block's output: NaN, by which a model that reads it is found out, or integer
         0. Blocks with outputs of one form share a tensor, unless the model's code has written to it in place."""
         if (found := self._poisons.get(form)) is None or found.is_inference() or version(found):
@@ -138,7 +97,7 @@ class Pass:
         """Record the output of a block of this stage. After the stage's last block, keep the output to be sent."""
         self._gave += 1
         if not self.is_last:
-            self.forms[number] = _form_of(result)
+            self.forms[number] = form_of(result)
         if number == self.hi - 1:
             # A copy is sent: code behind the block may write into what it gives, and does so on the next stage too.
             self.output = result if self.is_last else map_tensors(torch.clone, result)
@@ -164,7 +123,7 @@ class Pass:
             wrong = check and _has_nan(sent) and not _has_nan(tensors_in(self.received))
             if not self.is_last:
                 self.sent = sent
-                self.form = _Hidden(_form_of(self.output), self.carried, self.forms)
+                self.form = Hidden(form_of(self.output), self.carried, self.forms)
         self.output, self._poisons = None, {}
         return wrong
 
@@ -180,11 +139,11 @@ class Passing:
     def __init__(self, pipe: Pipe, count: int, device: torch.device) -> None:
         """count: the number of stages. device: the device on which received tensors are stored."""
         self._pipe, self._stages, self._device = pipe, count, device
-        self._known: dict[tuple[int, object], _Hidden] = {}
+        self._known: dict[tuple[int, object], Hidden] = {}
         self._sends: dict[Action, list[Callable[[], None]]] = {}
         self._keys: Sequence[object] = ()
         self._coming: dict[int, deque[Action]] = {}
-        self._kept: dict[Action, tuple[_Hidden, list[Tensor]]] = {}
+        self._kept: dict[Action, tuple[Hidden, list[Tensor]]] = {}
         self.checked = 0
 
     def begin(self, every: Sequence[Sequence[Action]], keys: Sequence[object]) -> None:
@@ -239,7 +198,7 @@ class Passing:
             split_again(_enter(now, place, tensor) if training and form.trained else tensor, form.parts)
             for place, (form, tensor) in enumerate(zip(hidden.tensors, tensors, strict=True))
         )
-        now.received = map_kind(_Form, lambda form: next(parts), hidden.form)
+        now.received = map_kind(Form, lambda form: next(parts), hidden.form)
 
     # Backwards.
 
@@ -276,7 +235,7 @@ class Passing:
 
     # Both.
 
-    def _send(self, action: Action, target: int, hidden: _Hidden | None, tensors: Sequence[Tensor]) -> None:
+    def _send(self, action: Action, target: int, hidden: Hidden | None, tensors: Sequence[Tensor]) -> None:
         group = self._pipe.towards(self._pipe.rank, target)
         sends = self._sends[action] = []
         if hidden is not None:
@@ -294,7 +253,7 @@ class Passing:
         with on_parts():
             sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
 
-    def _receive(self, wanted: Action) -> tuple[_Hidden, list[Tensor]]:
+    def _receive(self, wanted: Action) -> tuple[Hidden, list[Tensor]]:
         """Receive the result of an action of another stage. Results that arrive earlier than the wanted one are kept
         for later calls."""
         source = self._rank(wanted.stage)
@@ -303,7 +262,7 @@ class Passing:
             self._kept[action] = self._take(action, source)
         return self._kept.pop(wanted)
 
-    def _take(self, action: Action, source: int) -> tuple[_Hidden, list[Tensor]]:
+    def _take(self, action: Action, source: int) -> tuple[Hidden, list[Tensor]]:
         group = self._pipe.towards(source, self._pipe.rank)
         if action.forward:
             key = action.stage, self._keys[action.microbatch]
@@ -317,7 +276,7 @@ class Passing:
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
         return hidden, [collectives.receive(tensor, source, group) for tensor in tensors]
 
-    def _of_backward(self, action: Action) -> _Hidden:
+    def _of_backward(self, action: Action) -> Hidden:
         """Return the description of the tensors for which `action`, a backward of stage s, sends gradients. They are
         the output of stage s - 1, so the receiver knows the shapes of the gradients."""
         return self._known[action.stage - 1, self._keys[action.microbatch]]

@@ -6,6 +6,7 @@ Tested in tests/rehearsal/test_estimate.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,12 +41,19 @@ class Rehearsed:
     traces: what the ranks do in a step, as recorded.
     prices: estimates the time of each operator, collective and copy in the traces.
     step: the simulated step. None if its time is unknown.
+    again: traces and simulates the plan again without leaving microbatches out. None if none are.
     """
 
     estimate: Estimate
     traces: Sequence[Trace]
     prices: Prices
     step: Step | None = None
+    again: Callable[[], Rehearsed] | None = None
+
+    @functools.cached_property
+    def whole(self) -> Rehearsed:
+        """The same with all microbatches."""
+        return self if self.again is None else self.again()
 
 
 def kind_of(machine: Machine) -> str:
@@ -73,13 +81,15 @@ def rehearser(
     program = Tracer(job) if isinstance(job, Job) else job
     speeds = [speed_of(device) for device in machine.devices]
 
-    @no_collections()
     def rehearse(plan: Plan) -> Rehearsed:
         if brief:
-            with contextlib.suppress(Unlike):  # microbatches that are left out would have made a difference
-                return rehearsed(plan, True)
+            with contextlib.suppress(Unlike):  # it matters that microbatches are left out
+                found = rehearsed(plan, True)
+                left_out = found.traces[0].step.left_out
+                return replace(found, again=functools.partial(rehearsed, plan, False)) if left_out else found
         return rehearsed(plan, False)
 
+    @no_collections()
     def rehearsed(plan: Plan, brief: bool) -> Rehearsed:
         own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
         if isinstance(program, Script):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.parallel.schedule import orders
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import Composer, Order, check_equal, with_left_out
+from meshwise.rehearsal.microbatches import LEAST, Composer, Order, check_equal
 from meshwise.rehearsal.replay import COUNT, GrowthAxis
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Launch, Work
@@ -187,6 +187,20 @@ def actions_of(plan: Plan, stage: int) -> Callable[[int], list[Order]]:
         return [(each.forward, each.microbatch) for each in orders(plan.schedule, plan.pipeline, count)[stage]]
 
     return of
+
+
+def with_left_out(orders: Callable[[int], Sequence[Order]], count: int, runs: int) -> tuple[list[Order], range]:
+    """Return the actions of a step of `count` microbatches of which only `runs` run, and which are left out. Those are
+    among the actions, but at one place.
+
+    orders: returns the actions of a step of so many microbatches, in order.
+    """
+    if runs >= count:
+        return list(orders(count)), range(0)
+    left_out = range(LEAST, LEAST + count - runs)
+    run = [(forward, number if number < LEAST else number + len(left_out)) for forward, number in orders(runs)]
+    at = next(place for place, (_, number) in enumerate(run) if number >= left_out.stop)
+    return [*run[:at], *((forward, number) for number in left_out for forward in (True, False)), *run[at:]], left_out
 
 
 def with_few(plan: Plan, **changes: int) -> Plan:

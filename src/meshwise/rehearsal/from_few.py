@@ -28,9 +28,17 @@ from meshwise.job.job import Job
 from meshwise.job.run import open_data
 from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.schedule import CHUNKS
-from meshwise.rehearsal.few_stages import FEW_STAGES, Stages, actions_of, stage_of, with_all_stages, with_few
+from meshwise.rehearsal.few_stages import (
+    FEW_STAGES,
+    Stages,
+    actions_of,
+    stage_of,
+    with_all_stages,
+    with_few,
+    with_left_out,
+)
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, composer, growth_of, with_left_out
+from meshwise.rehearsal.microbatches import LEAST, composer, growth_of
 from meshwise.rehearsal.replay import MICROBATCHES, GrowthAxis, lengthened
 from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Trace, trace

@@ -2,8 +2,7 @@
 
 All microbatches but the first two and the last run the same operators after the same action, so a step of any number
 of them is put together from the pieces of a step of few (pieces.py), in the order of the pipeline's schedule. After the
-last backward, all microbatches are visited one after the other, for instance to free what was sent. Anything else
-raises Unlike.
+last backward, all microbatches may be visited one after the other. Anything else raises Unlike.
 
 Tested in tests/rehearsal/test_replay.py.
 """
@@ -39,20 +38,19 @@ from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
 LEAST = 4
 """The fewest microbatches from which a step can be composed: the first two, the last, and one between."""
 Order = tuple[bool, int]  # an action: whether it is a forward, and its microbatch
-Composer = Callable[[Sequence[Order], range], Trace]
+Composer = Callable[..., Trace]  # of actions in order, and the microbatches that are left out
 Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1 microbatches
 Target = tuple[Piece | str, int]  # an entry of a piece of the longer trace, or the last launch of a stream so far
 
 
 def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Composer:
     """Return a function that returns the trace of a step of many microbatches, from the actions of this step in order,
-    and the microbatches among them that are left out (see `Work.left_out`). Storages are numbered anew.
+    and the microbatches among them that are left out (see `Work.left_out`). Storages are numbered anew. Raises Unlike,
+    and so does the function, if a longer step cannot be composed.
 
     short: a marked trace of n microbatches, n at least LEAST.
     growth: the events whose sizes grow with the number of microbatches, see `growth_of`.
     pieces: those of `short`, if it is cut already.
-
-    Raises Unlike, and so does the function, if a longer step cannot be composed.
     """
     pieces = pieces or cut(short, {})
     if pieces.count < LEAST:
@@ -63,24 +61,13 @@ def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Comp
         count = sum(forward for forward, _ in actions)
         grown = {place: _grown(pieces.at(place).event, pair, count - pieces.count) for place, pair in growing}
         held, first, held_later, step = _Composing(pieces.with_events(grown), actions, count, left_out).sections()
-        works = replace(short.first, held=held, events=first), replace(short.step, held=held_later, events=step)
-        return Trace(*(replace(work, left_out=left_out) for work in works), short.reads_values)
+        return Trace(
+            replace(short.first, held=held, events=first, left_out=left_out),
+            replace(short.step, held=held_later, events=step, left_out=left_out),
+            short.reads_values,
+        )
 
     return made
-
-
-def with_left_out(orders: Callable[[int], Sequence[Order]], count: int, runs: int) -> tuple[list[Order], range]:
-    """Return the actions of a step of `count` microbatches of which only `runs` run, and which are left out. Those are
-    among the actions, but at one place.
-
-    orders: returns the actions of a step of so many microbatches, in order.
-    """
-    if runs >= count:
-        return list(orders(count)), range(0)
-    left_out = range(LEAST, LEAST + count - runs)
-    run = [(forward, number if number < LEAST else number + len(left_out)) for forward, number in orders(runs)]
-    at = next(place for place, (_, number) in enumerate(run) if number >= left_out.stop)
-    return [*run[:at], *((forward, number) for number in left_out for forward in (True, False)), *run[at:]], left_out
 
 
 def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]]) -> Growth:
@@ -168,10 +155,8 @@ class _Composing:
                     self._write_rest(piece)
                 else:
                     like, led = self._like(piece), dict[Piece, Piece]()
-                    entries = enumerate(self._pieces.entries[like])
-                    if piece.name in ACTIONS and piece.number in self._left_out:
-                        entries = self._pieces.lasting(like)
-                    for at, entry in entries:
+                    left_out = piece.name in ACTIONS and piece.number in self._left_out
+                    for at, entry in self._pieces.lasting(like) if left_out else enumerate(self._pieces.entries[like]):
                         refers = [self._of(piece, like, ref, led) for ref in entry.refers] if entry.refers else ()
                         self._write(piece, at, entry, refers)
             found.append(tuple(self._events))
@@ -249,7 +234,7 @@ class _Composing:
             if number in self._left_out and ref.name in ACTIONS:
                 number = self._left_out[0] - 1
             elif number in self._left_out and piece.name in ACTIONS:
-                raise Unlike(f"the {piece.name} of microbatch {own} refers to what another gets")
+                raise Unlike(f"a {piece.name} refers to another microbatch's input")
         else:
             raise Unlike(f"the {piece.name} of microbatch {own} refers to microbatch {target}")
         return ref._replace(number=number)

@@ -1,17 +1,18 @@
-"""Measure how evenly microbatches follow each other, where a simulated step leaves some of them out.
+"""Measure how evenly the microbatches of a simulated step follow each other.
 
-If they follow each other evenly, each one that is left out takes as long as those beside it.
+If they follow each other evenly, those that the step leaves out take as long as those beside them.
 
 Tested in tests/rehearsal/test_period.py.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from meshwise.rehearsal.costs import Cost
 from meshwise.rehearsal.growth import Unlike
 from meshwise.rehearsal.play import Done, Item
 
@@ -19,28 +20,39 @@ EVENLY = 1e-7
 """By how much of itself a period may differ from the next, for rounding."""
 
 
-def period_of(items: Mapping[int, Sequence[Item]], done: Iterable[Done], left_out: range) -> float:
-    """Return the seconds from one microbatch to the next, at the place where microbatches are left out. Return 0 if
-    none are.
-
-    Raises Unlike if they do not follow each other evenly on all ranks, or if a host takes longer for a microbatch: then
-    its device will have to wait for it at last.
-    """
-    if not left_out:
-        return 0.0
+def around(costs: Sequence[Cost], left_out: range) -> tuple[int, ...]:
+    """Return the places of a rank's last launches for the two microbatches before those that are left out, and for the
+    two after them."""
     near = left_out.start - 2, left_out.start - 1, left_out.stop, left_out.stop + 1
-    ends: dict[int, dict[int, float]] = {rank: defaultdict(float) for rank in items}
+    last = {cost.launch.microbatch: cost.place for cost in costs}
+    return tuple(last[number] for number in near)
+
+
+def period_of(
+    items: Mapping[int, Sequence[Item]], done: Iterable[Done], places: Mapping[int, tuple[int, ...]]
+) -> float:
+    """Return the seconds from one microbatch to the next, at the place where microbatches are left out.
+
+    Raises Unlike if their launches do not follow each other evenly on all ranks, or if a host takes longer for a
+    microbatch: then its device will have to wait for it at last.
+
+    places: what `around` returns for each rank.
+    """
+    ends: dict[int, dict[int, float]] = {rank: {} for rank in items}
     for one in done:
-        if one.launch.microbatch in near:
-            of = ends[one.rank]
-            of[one.launch.microbatch] = max(of[one.launch.microbatch], one.end)
-    periods = [own[after] - own[before] for own in ends.values() for before, after in zip(near, near[1:], strict=False)]
-    if not all(math.isclose(one, periods[0], rel_tol=EVENLY) for one in periods):
-        raise Unlike("microbatches follow each other unevenly where some are left out")
-    for own in items.values():
-        if sum(item.host for item in own if item.launch.microbatch == left_out.stop) > periods[0] * (1 + EVENLY):
+        ends[one.rank][one.place] = one.end
+    period = 0.0
+    for rank, own in items.items():
+        at = [item.place for item in own]
+        near = [bisect_left(at, place) for place in places[rank]]  # the place of joined operators is that of the last
+        before, here, after = ([ends[rank][n] for n in at[a + 1 : b + 1]] for a, b in itertools.pairwise(near))
+        period = period or here[-1] - before[-1]
+        pairs = itertools.chain(itertools.zip_longest(before, here), itertools.zip_longest(here, after))
+        if not all(one and other and abs(other - one - period) < EVENLY * period for one, other in pairs):
+            raise Unlike("microbatches follow each other unevenly where some are left out")
+        if sum(item.host for item in own[near[1] + 1 : near[2] + 1]) > period * (1 + EVENLY):
             raise Unlike("a host launches slower than its device computes")
-    return periods[0]
+    return period
 
 
 def within_period(done: Sequence[Done], left_out: range, period: float) -> tuple[Done, ...]:

@@ -156,7 +156,9 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
                     if target is None or not isinstance(launch, Launch):
                         raise Unlike("an event waits for what is no launch")
                     beside = target.piece.number != piece.number or target.piece.name == REST
-                    sent = isinstance(launch.what, CollectiveOperation) and launch.what.kind == "send"  # waited for alone
+                    sent = (
+                        isinstance(launch.what, CollectiveOperation) and launch.what.kind == "send"
+                    )  # waited for alone
                     newest = beside and piece.name != REST and last[launch.stream] == number and not sent
                     refers.append(Last(launch.stream) if newest else _of_piece(pieces, piece, target))
                 last[event.stream] = len(places)
@@ -172,6 +174,11 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
             places.append(place)
             entries.append(Entry(event, refers))
     return pieces
+
+
+def _sends(launch: Launch) -> bool:
+    """Whether a launch is a send. It is waited for by itself, not as the last of its stream."""
+    return isinstance(launch.what, CollectiveOperation) and launch.what.kind == "send"
 
 
 def _left(entries: Sequence[Entry], allocated: Iterable[int]) -> dict[Hashable, list[int]]:

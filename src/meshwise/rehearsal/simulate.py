@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.costs import Cost, costs_of, items
-from meshwise.rehearsal.period import period_of
+from meshwise.rehearsal.period import around, period_of
 from meshwise.rehearsal.play import Done, play
 from meshwise.rehearsal.price import FACTORS
 from meshwise.rehearsal.prices import Overlap, Prices, missing, overlap_of
@@ -83,11 +83,12 @@ def simulate(
     devices = prices.machine.devices
     overlaps = {rank: overlap or overlap_of(devices[rank]) for rank in costs}
     left_out = works[0].left_out if works else range(0)
+    near = {rank: around(own, left_out) for rank, own in costs.items()} if left_out else {}
 
     def played(ends: Mapping[str, str], merged: bool, overlapping: Mapping[int, Overlap]) -> tuple[list[Done], float]:
         own = {rank: items(each, ends, merged) for rank, each in costs.items()}
         done = play(own, overlapping)
-        return done, period_of(own, done, left_out)
+        return done, period_of(own, done, near) if left_out else 0.0
 
     def length(ends: Mapping[str, str], overlapping: Mapping[int, Overlap] = overlaps) -> float:
         done, period = played(ends, True, overlapping)
