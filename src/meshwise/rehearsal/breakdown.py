@@ -10,7 +10,7 @@ Tested in tests/rehearsal/test_simulate.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,20 @@ def _breakdown(done: tuple[Done, ...], seconds: float, rank: int) -> RankStep:
 
 def slowest_rank(step: Step) -> RankStep:
     """Return the `RankStep` of the rank that spends the most time on computing."""
-    return max((breakdown(step, rank) for rank in step.ranks), key=lambda one: one.kinds["computing"])
+
+    def computing(done: Sequence[Done]) -> float:
+        seconds = last = 0.0
+        for one in done:
+            if isinstance(one.launch.what, Operation) and one.end > last:
+                seconds, last = seconds + one.end - max(one.start, last), one.end
+        return seconds
+
+    def whole(rank: int) -> float:
+        done, count = step.done[rank], len(step.left_out)
+        each = computing(within_period(done, step.left_out, step.period)) if count else 0.0
+        return computing(done) + count * each
+
+    return breakdown(step, max(step.ranks, key=whole))
 
 
 def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.parallel.schedule import orders
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, Composer, Order, check_equal
+from meshwise.rehearsal.microbatches import LEAST, Composer, Move, Order, check_equal
 from meshwise.rehearsal.replay import COUNT, GrowthAxis
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Launch, Work
@@ -54,12 +54,12 @@ class Stages:
         """Return the traced stage that does the same as a stage of the real pipeline."""
         return 0 if stage == 0 else FEW_STAGES - 1 if stage == self.plan.pipeline - 1 else 1
 
-    def moved(self, trace: Trace, stage: int, axis: GrowthAxis) -> Trace:
-        """Return the trace of a stage of the real pipeline, made from that of the traced stage that does the same.
+    def move(self, rank: int, stage: int, axis: GrowthAxis) -> Move:
+        """Return what moves an event of a traced rank to a stage of the real pipeline that does the same.
 
         axis: finds the group of blocks of a launch. Raises Unlike if a collective cannot be one of the real pipeline.
         """
-        traced = self._stage(trace.step.rank)
+        traced = self._stage(rank)
         by = (stage - traced) * self.blocks
 
         @functools.cache
@@ -77,10 +77,15 @@ class Stages:
                 return event
             return Launch(same, event.stream, event.phase, module, event.microbatch, event.after, event.blocks)
 
+        return moved
+
+    def moved(self, trace: Trace, stage: int) -> Trace:
+        """Return the trace of a stage of the real pipeline, whose events are moved already."""
+
         def work(old: Work) -> Work:
             (rank,) = self._at([old.rank], stage)
             notes = tuple(note for note in old.notes if not note.startswith("pipeline=") and not COUNT.search(note))
-            return replace(old, rank=rank, ranks=self.plan.devices, events=tuple(map(moved, old.events)), notes=notes)
+            return replace(old, rank=rank, ranks=self.plan.devices, notes=notes)
 
         return self._with_absent(replace(trace, first=work(trace.first), step=work(trace.step)))
 
@@ -154,24 +159,25 @@ def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
 
 
 def with_all_stages(
-    make: Callable[[int], Composer], stages: Stages, second: Trace, few: int, axis: GrowthAxis, runs: int
+    make: Callable[[int], Composer], stages: Stages, found: Sequence[Trace], few: int, axis: GrowthAxis, runs: int
 ) -> list[Trace]:
     """Return the traces of all stages of a plan with many microbatches.
 
     make: returns what composes a step of one of the FEW_STAGES stages.
-    second: the marked trace of the third of these stages, with `few` microbatches.
+    found: the marked traces of these stages, with `few` microbatches.
     axis: finds the group of blocks of a launch.
     runs: how many of the microbatches are not left out.
 
     Raises Unlike if the stages do not do the same.
     """
-    plan = stages.plan
+    plan, ranks = stages.plan, [each.step.rank for each in found]
 
     def made(of: Stages, stage: int, count: int, runs: int) -> Trace:
-        actions = with_left_out(actions_of(of.plan, stage), count, runs)
-        return of.moved(make(of.like(stage))(*actions), stage, axis)
+        like = of.like(stage)
+        actions, left_out = with_left_out(actions_of(of.plan, stage), count, runs)
+        return of.moved(make(like)(actions, left_out, of.move(ranks[like], stage, axis)), stage)
 
-    check_equal(second, made(Stages(stages.few, stages.blocks), 2, few, few))
+    check_equal(found[2], made(Stages(stages.few, stages.blocks), 2, few, few))
     return [made(stages, stage, plan.accumulate, runs) for stage in range(plan.pipeline)]
 
 

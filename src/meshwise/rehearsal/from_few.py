@@ -167,7 +167,7 @@ class Tracer:
         growth = [growth_of(*three) for three in zip(least, more, actions, strict=True)]
         make = functools.cache(lambda at: composer(found[at], growth[at]))
         if stages is not None and self.stretch is not None:
-            return with_all_stages(make, stages, found[2], few, blocks_axis(self.stretch), runs)
+            return with_all_stages(make, stages, found, few, blocks_axis(self.stretch), runs)
         return [make(at)(*with_left_out(own, plan.accumulate, runs)) for at, own in enumerate(actions)]
 
     @functools.cached_property

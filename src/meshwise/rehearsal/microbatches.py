@@ -38,15 +38,16 @@ from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
 LEAST = 4
 """The fewest microbatches from which a step can be composed: the first two, the last, and one between."""
 Order = tuple[bool, int]  # an action: whether it is a forward, and its microbatch
-Composer = Callable[..., Trace]  # of actions in order, and the microbatches that are left out
+Composer = Callable[..., Trace]
+Move = Callable[[Event], Event]
 Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1 microbatches
 Target = tuple[Piece | str, int]  # an entry of a piece of the longer trace, or the last launch of a stream so far
 
 
 def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Composer:
-    """Return a function that returns the trace of a step of many microbatches, from the actions of this step in order,
-    and the microbatches among them that are left out (see `Work.left_out`). Storages are numbered anew. Raises Unlike,
-    and so does the function, if a longer step cannot be composed.
+    """Return a function that returns the trace of a step of many microbatches. It takes the actions of this step in
+    order, the microbatches among them that are left out (see `Work.left_out`), and what moves events to another stage.
+    Storages are numbered anew. Raises Unlike, and so does the function, if a longer step cannot be composed.
 
     short: a marked trace of n microbatches, n at least LEAST.
     growth: the events whose sizes grow with the number of microbatches, see `growth_of`.
@@ -57,10 +58,11 @@ def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Comp
         raise Unlike(f"a trace of {pieces.count} microbatches")
     growing = [(place, growth[kind]) for place, kind in pieces.kinds({kind[0] for kind in growth}) if kind in growth]
 
-    def made(actions: Sequence[Order], left_out: range = range(0)) -> Trace:
+    def made(actions: Sequence[Order], left_out: range = range(0), move: Move = lambda event: event) -> Trace:
         count = sum(forward for forward, _ in actions)
         grown = {place: _grown(pieces.at(place).event, pair, count - pieces.count) for place, pair in growing}
-        held, first, held_later, step = _Composing(pieces.with_events(grown), actions, count, left_out).sections()
+        own = pieces.with_events(grown).moved(move)
+        held, first, held_later, step = _Composing(own, actions, count, left_out).sections()
         return Trace(
             replace(short.first, held=held, events=first, left_out=left_out),
             replace(short.step, held=held_later, events=step, left_out=left_out),
@@ -104,8 +106,7 @@ def check_equal(traced: Trace, made: Trace) -> None:
 
 
 def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, Any]]:
-    """Yield each event of a composed trace, and the same event of a traced one, with its references as if it had no
-    marks."""
+    """Yield each event of a composed trace, and that of a traced one, with its references as without marks."""
     numbers: dict[int, int] = {}
     for others, events in zip(made, sections_of(traced), strict=True):
         before = list(itertools.accumulate((isinstance(event, Mark) for event in events), initial=0))
@@ -136,8 +137,7 @@ class _Composing:
         self._places = {piece: n for n, piece in enumerate(pieces.entries)}
         self._before = dict(itertools.pairwise(order for order in reversed(orders) if order[1] not in left_out))
         self._storages: dict[Piece, dict[int, int]] = defaultdict(dict)
-        self._alive: set[int] = set()
-        self._next = 0
+        self._alive, self._next = set[int](), 0
         self._events: list[Any] = []
         self._launches: dict[Piece, dict[int, int]] = defaultdict(dict)
         self._last: dict[str, int] = {}

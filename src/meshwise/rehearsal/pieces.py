@@ -10,8 +10,8 @@ Tested in tests/rehearsal/test_replay.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from meshwise.rehearsal.growth import Unlike
@@ -77,7 +77,7 @@ class Pieces:
     count: int
     before: dict[Piece, Piece]
     left: dict[Piece, dict[Hashable, list[int]]]
-    _freed: set[Any] | None = None
+    _lasting: dict[Piece, list[int]] = field(default_factory=dict)
 
     def at(self, place: Place) -> Entry:
         """Return the entry at a place."""
@@ -85,18 +85,14 @@ class Pieces:
 
     def lasting(self, piece: Piece) -> list[tuple[int, Entry]]:
         """Return what an action allocates that no action frees, with its place in the piece."""
-        if self._freed is None:
-            self._freed = {
-                ref.place if isinstance(ref, Left) else ref
-                for name, own in self.entries.items()
-                for entry in (own if name.name in ACTIONS else ())
-                for ref in (entry.refers if isinstance(entry.event, Free) else ())
-            }
-        return [
-            (at, entry)
-            for at, entry in enumerate(self.entries[piece])
-            if isinstance(entry.event, Allocate) and not entry.refers and Place(piece, at) not in self._freed
-        ]
+        if not self._lasting:
+            actions = {piece: own for piece, own in self.entries.items() if piece.name in ACTIONS}
+            frees = [each for own in actions.values() for each in own if isinstance(each.event, Free)]
+            freed = {ref.place if isinstance(ref, Left) else ref for each in frees for ref in each.refers}
+            for each, own in actions.items():
+                allocates = (at for at, one in enumerate(own) if isinstance(one.event, Allocate) and not one.refers)
+                self._lasting[each] = [at for at in allocates if Place(each, at) not in freed]
+        return [(at, self.entries[piece][at]) for at in self._lasting[piece]]
 
     def kinds(self, names: Container[str] = (REST, "input", *ACTIONS)) -> Iterator[tuple[Place, Kind]]:
         """Yield the places in pieces of these names, with their kinds."""
@@ -106,6 +102,11 @@ class Pieces:
                 kind = kind_of(own[at].event)
                 following = kind if isinstance(own[at].event, Launch) else following
                 yield Place(piece, at), (piece.name, piece.section, piece.number, kind, following)
+
+    def moved(self, move: Callable[[Event], Event]) -> Pieces:
+        """Return the pieces with events that `move` returns."""
+        entries = {piece: [Entry(move(one.event), one.refers) for one in own] for piece, own in self.entries.items()}
+        return replace(self, entries=entries)
 
     def with_events(self, changed: Mapping[Place, Event]) -> Pieces:
         """Return the pieces with other events in some places."""
