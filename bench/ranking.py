@@ -12,8 +12,8 @@ rehearsals. Goals: all ranked within 60 seconds of a processor, the five rehears
 correlation at least 0.9.
 
 Each rehearsal is a line of bench/results/ranking_rehearsed.jsonl as soon as it is made, and is not made again; it says
-which constants it was priced with (lines without are of before 2026-11-28, 18:00). The result:
-bench/results/ranking.json.
+which constants it was priced with (lines without are of before 2026-11-28, 18:00). Lines 1 to 742 are of an engine that
+kept what a stage had sent until the end of a step. The result: bench/results/ranking.json.
 """
 
 from __future__ import annotations
