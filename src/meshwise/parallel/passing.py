@@ -237,7 +237,7 @@ class Passing:
 
     def _send(self, action: Action, target: int, hidden: Hidden | None, tensors: Sequence[Tensor]) -> None:
         group = self._pipe.towards(self._pipe.rank, target)
-        sends = self._sends[action] = []
+        sends = self._sends.setdefault(action, [])  # after a step that failed, with what it has sent
         if hidden is not None:
             key = action.stage, self._keys[action.microbatch]
             known = self._known.get(key)

@@ -157,10 +157,7 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
                     if target is None or not isinstance(launch, Launch):
                         raise Unlike("an event waits for what is no launch")
                     beside = target.piece.number != piece.number or target.piece.name == REST
-                    sent = (
-                        isinstance(launch.what, CollectiveOperation) and launch.what.kind == "send"
-                    )  # waited for alone
-                    newest = beside and piece.name != REST and last[launch.stream] == number and not sent
+                    newest = beside and piece.name != REST and last[launch.stream] == number and not _sends(launch)
                     refers.append(Last(launch.stream) if newest else _of_piece(pieces, piece, target))
                 last[event.stream] = len(places)
                 event = replace(event, what=known.setdefault(event.what, event.what))
