@@ -24,6 +24,13 @@ def job():
     return Job(name="net", model=model, loss=loss, optimizer=adam, data=(torch.zeros(8, 8),), batch_size=4)
 
 
+def test_strategies_are_remembered_for_the_mesh_of_another_stage(monkeypatch):
+    plan = Plan(shard=2, pipeline=2, tensor=2, accumulate=2)
+    remembered = tracing.trace(job(), plan)
+    monkeypatch.setattr(tracing, "strategies_remembered", contextlib.nullcontext)
+    assert len(remembered) == 2 and tracing.trace(job(), plan) == remembered
+
+
 def test_equal_strategies_are_expanded_once_and_the_step_is_the_same(monkeypatch):
     plan, expand, calls = Plan(shard=2, tensor=2), utils.expand_to_full_mesh_op_strategy, []
 

@@ -83,6 +83,8 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
     fakes: the fake tensors among the arguments."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
+    if not any(_VALUE in fake.__dict__ for fake in fakes):  # nearly always
+        return operator_name(func) in NOT_FINITE
     if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
         return True
     return all(value_of(fake) is not None for fake in fakes)
