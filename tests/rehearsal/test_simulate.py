@@ -245,13 +245,17 @@ def launches_and_overlaps() -> Work:
 @pytest.mark.parametrize("launch", [0.0, 0.01, 0.3, 2.0])
 def test_operators_played_as_one_take_as_long_as_one_by_one(launch: float) -> None:
     seconds = {"aten.add": 0.05, "aten.sum": 0.1, "all-gather": 0.7}
-    given = Given(seconds, launch)
-    one = simulate([launches_and_overlaps()], given, overlap=FREE, interval=False)
-    merged = simulate([launches_and_overlaps()], given, overlap=FREE, interval=False, merged=True)
-    assert merged.seconds == pytest.approx(one.seconds) and len(merged.done[0]) < len(one.done[0]) / 2
-    slowed = Overlap(1.2, 1.2)
-    one, merged = (simulate([launches_and_overlaps()], given, overlap=slowed, merged=way) for way in (False, True))
-    assert merged.seconds == pytest.approx(one.seconds, rel=0.05)
+    given, slowed = Given(seconds, launch), Overlap(1.2, 1.2)
+    for overlap in (FREE, slowed):
+        one, merged = (
+            simulate([launches_and_overlaps()], given, overlap=overlap, interval=False, merged=way)
+            for way in (False, True)
+        )
+        assert merged.seconds == pytest.approx(one.seconds, rel=1e-12)
+        assert breakdown(merged, 0).kinds == pytest.approx(breakdown(one, 0).kinds, rel=1e-12)
+        assert (len(merged.done[0]) < len(one.done[0])) is (launch < 1)
+    factors = [simulate([launches_and_overlaps()], given, overlap=slowed, merged=way).factors for way in (False, True)]
+    assert factors[0] == factors[1]
 
 
 def test_a_processor_s_operators_played_as_one() -> None:

@@ -7,16 +7,18 @@ Tested in tests/rehearsal/test_simulate.py.
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.rehearsal.play import ACROSS, COMPUTING, INSIDE, TO_DEVICE, TO_HOST, Item
 from meshwise.rehearsal.price import Priced
 from meshwise.rehearsal.prices import Prices
-from meshwise.rehearsal.work import MAIN, CollectiveOperation, Copy, Launch, Operation, Work
+from meshwise.rehearsal.work import MAIN, CollectiveOperation, Copy, Launch, Work
 from meshwise.spec.machine import Machine
+
+Rows = Callable[["Sequence[Cost]", Mapping[str, str]], Iterator["Sequence[Cost]"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,49 +48,52 @@ class Cost:
 def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
     """Return the launches of a step with their estimated times. Return None if one of the times is unknown."""
     found: list[Cost] = []
-    numbers: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+    counts: dict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
+    known: dict[tuple[int, str], tuple[Priced, Priced, int, Iterator[int] | None]] = {}
     awaited = {place for launch in work.launches for place in launch.after}
-    tier = functools.cache(lambda ranks: _tier(ranks, prices.machine))
-    cpu, rank = work.kind == "cpu", work.rank
+    cpu, rank, before = work.kind == "cpu", work.rank, None
     for place, launch in enumerate(work.events):
         if not isinstance(launch, Launch):
             continue
-        what, number, share = launch.what, 0, COMPUTING
-        if (price := prices.of(what, rank)) is None:
-            return None
-        if isinstance(what, CollectiveOperation):
-            number = numbers[what.kind, what.ranks]
-            numbers[what.kind, what.ranks] = number + 1
-            share = tier(what.ranks)
-        elif isinstance(what, Copy):
-            share = TO_HOST if what.to == "host" else TO_DEVICE
+        what = launch.what
+        facts = known.get((id(what), launch.phase))
+        if facts is None:
+            if (price := prices.of(what, rank)) is None:
+                return None
+            share, count = COMPUTING, None
+            if isinstance(what, CollectiveOperation):
+                share, count = _tier(what.ranks, prices.machine), counts[what.kind, what.ranks]
+            elif isinstance(what, Copy):
+                share = TO_HOST if what.to == "host" else TO_DEVICE
+            facts = price, prices.host(what, rank, launch.phase, work.dtensors), share, count
+            known[id(what), launch.phase] = facts
+        price, host, share, count = facts
         blocks = launch.blocks or (cpu and launch.stream == MAIN)  # it computes itself
-        before = found[-1] if found else None
         joins = (
             before is not None
-            and isinstance(what, Operation)
-            and isinstance(before.launch.what, Operation)
+            and share == before.share == COMPUTING
             and launch.stream == before.launch.stream
             and not launch.after
             and before.place not in awaited
             and (cpu or not before.blocks)
         )
-        host = prices.host(what, rank, launch.phase, work.dtensors)
-        found.append(Cost(launch, place, price, host, share, blocks, number, joins))
+        before = Cost(launch, place, price, host, share, blocks, 0 if count is None else next(count), joins)
+        found.append(before)
     return found
 
 
-def items(costs: Sequence[Cost], ends: Mapping[str, str], merged: bool = False) -> list[Item]:
+def items(costs: Sequence[Cost], ends: Mapping[str, str], rows: Rows | None = None) -> list[Item]:
     """Return the items to simulate for the launches of one rank.
 
     ends: for each factor, such as `compute`, which end of the uncertainty interval to use: `low` or `high`. For
         example, `{"compute": "high"}` takes the upper end of every time that depends on compute. Other times are taken
         as estimated.
-    merged: whether to join consecutive operators into one item that takes the same time on the stream and on the host.
+    rows: returns which consecutive operators to join into one item that takes the same time on the stream and on the
+        host. None joins none.
     """
-    if not merged:
+    if rows is None:
         return [_item(cost, ends) for cost in costs]
-    return [_item(row[0], ends) if len(row) == 1 else _joined(row, ends) for row in _rows(costs)]
+    return [_item(row[0], ends) if len(row) == 1 else _joined(row, ends) for row in rows(costs, ends)]
 
 
 def _item(cost: Cost, ends: Mapping[str, str]) -> Item:
@@ -96,12 +101,27 @@ def _item(cost: Cost, ends: Mapping[str, str]) -> Item:
     return Item(cost.place, cost.launch, seconds, host, cost.share, cost.blocks, cost.number)
 
 
-def _rows(costs: Sequence[Cost]) -> Iterator[Sequence[Cost]]:
+def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
+    """Yield rows of operators that can be joined. If the device waits for the host between them, this will count as
+    computing."""
     first = 0
     for place in range(1, len(costs) + 1):
         if place == len(costs) or not costs[place].joins:
             yield costs[first:place]
             first = place
+
+
+def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
+    """Yield rows of operators of which the host launches each before the one before it can have ended. Joining them
+    changes no time."""
+    first, ahead = 0, 0.0  # how long the device still has to do when the host launches
+    for place, cost in enumerate(costs):
+        ahead -= _at(cost.host, ends)
+        if place and (ahead < 0 or not cost.joins or costs[place - 1].blocks):
+            yield costs[first:place]
+            first = place
+        ahead = _at(cost.price, ends) + (ahead if first < place else 0.0)
+    yield costs[first:]
 
 
 def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwise.rehearsal.constants import FIGURES
-from meshwise.rehearsal.costs import Cost, costs_of, items
+from meshwise.rehearsal.costs import Cost, Rows, all_that_join, costs_of, items, launched_in_time
 from meshwise.rehearsal.period import around, period_of
 from meshwise.rehearsal.play import Done, play
 from meshwise.rehearsal.price import FACTORS
@@ -73,9 +73,8 @@ def simulate(
     works: the step of each rank.
     machine: the machine, or a `Prices` for it. A `Prices` can be used again, which saves time.
     interval: whether to compute `low` and `high`. If False, they equal `seconds`.
-    merged: whether to simulate consecutive operators as one item, which is several times as fast. If the device waits
-        for the host between these operators, this counts as computing. The time of the step only changes if
-        communication runs during such waiting.
+    merged: whether to simulate consecutive operators as one item, which is several times as fast, where this changes no
+        time.
     overlap: how much computing and communication slow each other. By default, this depends on the kind of device.
     """
     prices = machine if isinstance(machine, Prices) else Prices(machine)
@@ -85,16 +84,18 @@ def simulate(
     left_out = works[0].left_out if works else range(0)
     near = {rank: around(own, left_out) for rank, own in costs.items()} if left_out else {}
 
-    def played(ends: Mapping[str, str], merged: bool, overlapping: Mapping[int, Overlap]) -> tuple[list[Done], float]:
-        own = {rank: items(each, ends, merged) for rank, each in costs.items()}
+    def played(
+        ends: Mapping[str, str], rows: Rows | None, overlapping: Mapping[int, Overlap]
+    ) -> tuple[list[Done], float]:
+        own = {rank: items(each, ends, rows) for rank, each in costs.items()}
         done = play(own, overlapping)
         return done, period_of(own, done, near) if left_out else 0.0
 
     def length(ends: Mapping[str, str], overlapping: Mapping[int, Overlap] = overlaps) -> float:
-        done, period = played(ends, True, overlapping)
+        done, period = played(ends, all_that_join, overlapping)
         return _length(done) + len(left_out) * period
 
-    done, period = played({}, merged, overlaps)
+    done, period = played({}, launched_in_time if merged else None, overlaps)
     seconds = low = high = _length(done) + len(left_out) * period
     factors: dict[str, float] = {}
     if interval:
