@@ -87,7 +87,7 @@ def test_memory_is_that_of_the_device_that_is_nearest_to_full():
 
 
 def test_ranks_that_cannot_be_brought_together_have_memory_and_no_time(monkeypatch):
-    def stuck(steps, prices, interval):
+    def stuck(steps, prices, interval, merged):
         raise ValueError("the ranks wait for each other forever")
 
     monkeypatch.setattr("meshwise.rehearsal.estimator.simulate", stuck)

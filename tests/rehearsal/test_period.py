@@ -1,6 +1,8 @@
 """Microbatches that are left out of a rehearsal because they repeat: the estimate is that of all."""
 
+import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ from meshwise.jobs.registry import find_job
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal.breakdown import breakdown
 from meshwise.rehearsal.costs import Cost
-from meshwise.rehearsal.estimator import rehearser
+from meshwise.rehearsal.estimator import memory_of, rehearser
+from meshwise.rehearsal.from_few import Tracer
 from meshwise.rehearsal.growth import Unlike
 from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.period import around, period_of, within_period
 from meshwise.rehearsal.play import Done, Item
 from meshwise.rehearsal.price import Priced
+from meshwise.rehearsal.prices import Prices
+from meshwise.rehearsal.simulate import simulate
 from meshwise.rehearsal.work import Launch, Operation
 from meshwise.spec.plan import Plan
 
@@ -52,9 +57,36 @@ def test_what_is_left_out_changes_no_figure(plan):
     assert one.parts == pytest.approx(other.parts, abs=1e-6 * other.seconds.value)
     for rank in long.step.ranks:
         ours, theirs = (breakdown(each.step, rank) for each in (short, long))
-        assert ours.operators == pytest.approx(theirs.operators, rel=1e-6)
+        assert sum(ours.operators.values()) == pytest.approx(sum(theirs.operators.values()), rel=1e-6)
         assert ours.hidden == pytest.approx(theirs.hidden, rel=1e-6)
     assert [each.step for each in short.whole.traces] == [each.step for each in long.traces]
+
+
+def test_microbatches_that_follow_each_other_unevenly_are_all_simulated(monkeypatch):
+    def uneven(works, *others, **more):
+        if works[0].left_out:
+            raise Unlike("unevenly")
+        return simulate(works, *others, **more)
+
+    monkeypatch.setattr("meshwise.rehearsal.estimator.simulate", uneven)
+    short, long = (rehearser(gpt(4, 512), MACHINE, brief=brief)(QUICK).estimate for brief in (True, False))
+    assert short.memory == long.memory
+    assert short.seconds.value == pytest.approx(long.seconds.value, rel=1e-9)
+
+
+def test_no_stage_between_the_first_and_the_last_needs_more_memory_than_the_one_before():
+    plan = Plan(pipeline=6, accumulate=24)
+    job = replace(gpt(12, 512), batch_size=24)
+    brief, whole = (Tracer(job)(plan, "gpu", (), extent) for extent in ("brief", "whole"))
+    needed = [memory_of(each, Prices(MACHINE), None) for each in whole]
+    for before, after in itertools.pairwise(needed[1:-1]):
+        assert before.allocated >= after.allocated and before.reserved >= after.reserved
+    assert [each.launches_alone for each in brief] == [False, False, True, True, True, False]
+    assert [memory_of(each, Prices(MACHINE), None) for each in (*brief[:2], brief[-1])] == [*needed[:2], needed[-1]]
+    alone = Tracer(job)(plan, "gpu", (), "launches")
+    assert [list(each.step.launches) for each in alone] == [
+        [replace(one, after=mock.ANY) for one in each.step.launches] for each in whole
+    ]
 
 
 def test_what_a_stage_has_sent_does_not_stay_until_the_step_ends():

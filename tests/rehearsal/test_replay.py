@@ -12,9 +12,10 @@ from meshwise.jobs.gpt import Gpt, GptSize
 from meshwise.jobs.registry import find_job
 from meshwise.parallel.schedule import orders
 from meshwise.rehearsal import from_few
-from meshwise.rehearsal.from_few import FEW, Tracer, depth_of
+from meshwise.rehearsal.few_blocks import FEW, depth_of
+from meshwise.rehearsal.from_few import Tracer, microbatches_of
 from meshwise.rehearsal.growth import Insertions, Unlike, grown
-from meshwise.rehearsal.microbatches import LEAST, composer, growth_of
+from meshwise.rehearsal.microbatches import LEAST, composer, growth_of, with_more
 from meshwise.rehearsal.shorter import Stretch
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Allocate, Launch, Operation
@@ -134,12 +135,12 @@ def told(traced):
 
 
 def both(monkeypatch, job, plan, kind="gpu"):
-    """What the tracer gives, the trace of the whole, and the jobs that the tracer has traced."""
+    """What the tracer gives, the trace of the whole, and the plans that the tracer has traced."""
     whole, asked = trace(job, plan, kind), []
 
-    def traced(job, *others):
-        asked.append(job)
-        return trace(job, *others)
+    def traced(job, own, *others):
+        asked.append(own)
+        return trace(job, own, *others)
 
     monkeypatch.setattr(from_few, "trace", traced)
     found = Tracer(job)(plan, kind)
@@ -210,7 +211,7 @@ QUICK = [
     (encoder, Plan(), "gpu", {}),
     (shallow, Plan(accumulate=8), "gpu", {}),
     (shallow, Plan(pipeline=2, accumulate=16), "gpu", {}),
-    (functools.partial(blocks, 5, width=64), Plan(pipeline=5, accumulate=12), "gpu", {"batch_size": 12}),
+    (functools.partial(blocks, 10, width=64), Plan(pipeline=5, accumulate=16), "gpu", {"clip_norm": 1.0}),
     (functools.partial(blocks, 4, width=64), Plan(pipeline=2, shard=2, accumulate=12), "gpu", {"batch_size": 24}),
     (
         functools.partial(blocks, 2, width=64),
@@ -221,7 +222,7 @@ QUICK = [
 ]
 SLOW = [
     (functools.partial(blocks, 30, width=64), Plan(pipeline=3, accumulate=4), "gpu", {}),
-    (functools.partial(blocks, 10, width=64), Plan(pipeline=5, accumulate=16), "gpu", {"clip_norm": 1.0}),
+    (functools.partial(blocks, 5, width=64), Plan(pipeline=5, accumulate=12), "gpu", {"batch_size": 12}),
     (blocks, Plan(shard=2, recompute="full"), "gpu", {"optimizer": adamw(foreach=True), "clip_norm": 1.0}),
     (blocks, Plan(offload=("optimizer",)), "gpu", {}),
     (blocks, Plan(offload=("activations",)), "gpu", {}),
@@ -292,7 +293,8 @@ SLOW = [
 )
 def test_a_replayed_trace_is_that_of_the_whole_event_for_event(monkeypatch, make, plan, kind, changes):
     found, whole, traced = both(monkeypatch, make(**changes), plan, kind)
-    assert whole[0].step.events and len(traced) in (2, 3, 4)
+    assert whole[0].step.events and len(traced) in (1, 2, 3, 4)
+    assert microbatches_of(plan) is None or plan not in traced  # else it was not composed of few
     check_equal(found, whole)
 
 
@@ -304,7 +306,13 @@ def test_a_step_that_is_not_made_of_its_microbatches_is_not_composed():
     def actions(count):
         return [(each.forward, each.microbatch) for each in orders("1f1b", 2, count)[0]]
 
-    assert composer(short, growth_of(short, long, actions))(actions(16)).step.events
+    found = composer(short, growth_of(short, long, actions))(actions(16))
+    assert found.step.events
+    both = trace(replace(job, batch_size=LEAST), replace(plan, accumulate=LEAST), "gpu", (), True, True)[0]
+    other = composer(both, growth_of(both, with_more(both), actions))(actions(16))
+    assert told(other) == told(found)  # a third step of one more microbatch says the same
+    with pytest.raises(Unlike):
+        with_more(replace(both, more=replace(both.more, held=both.more.held[:-1])))
     more = next(event for event in long.step.events if isinstance(event, Launch) and event.microbatch == 2)
     events = list(long.step.events)
     events.insert(events.index(more), replace(more, after=()))  # what only one microbatch does

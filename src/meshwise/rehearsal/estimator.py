@@ -5,7 +5,6 @@ Tested in tests/rehearsal/test_estimate.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.prices import Prices, missing, speed_of
 from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
-from meshwise.rehearsal.trace import Trace
+from meshwise.rehearsal.trace import Extent, Trace
 from meshwise.rehearsal.work import Allocate, Operation, Work
 from meshwise.spec.garbage import no_collections
 from meshwise.spec.machine import Machine
@@ -82,25 +81,25 @@ def rehearser(
     speeds = [speed_of(device) for device in machine.devices]
 
     def rehearse(plan: Plan) -> Rehearsed:
-        if brief:
-            with contextlib.suppress(Unlike):  # it matters that microbatches are left out
-                found = rehearsed(plan, True)
-                left_out = found.traces[0].step.left_out
-                return replace(found, again=functools.partial(rehearsed, plan, False)) if left_out else found
-        return rehearsed(plan, False)
+        found = rehearsed(plan, brief)
+        short = any(each.launches_alone or each.step.left_out for each in found.traces)
+        return replace(found, again=functools.partial(rehearsed, plan, False)) if short else found
+
+    def traced(plan: Plan, extent: Extent) -> list[Trace]:
+        own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
+        if isinstance(program, Script):
+            return trace_script(program, plan, kind, own)
+        return program(plan, kind, own, extent)
 
     @no_collections()
     def rehearsed(plan: Plan, brief: bool) -> Rehearsed:
-        own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
-        if isinstance(program, Script):
-            traces = trace_script(program, plan, kind, own)
-        else:
-            traces = program(plan, kind, own, brief)
+        traces = traced(plan, "brief" if brief else "whole")
         steps = [each.step for each in traces]
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described[plan.compile]
         notes = (*steps[0].notes, *_cells(steps[0]), *prices.notes)
-        memory = max((memory_of(each, prices, cap) for each in traces), key=lambda memory: memory.filled)
+        whole = (each for each in traces if not each.launches_alone)
+        memory = max((memory_of(each, prices, cap) for each in whole), key=lambda memory: memory.filled)
         if not isinstance(program, Script):
             held = next(each.step.held for each in traces if each.step.rank == memory.rank)
             memory = replace(memory, kept=kept_bytes(held, plan))
@@ -108,7 +107,11 @@ def rehearser(
         if unknown := missing(steps, prices):
             return Rehearsed(replace(estimate, unknown=unknown[0]), traces, prices)
         try:
-            step = simulate(steps, prices, interval=interval)
+            try:
+                step = simulate(steps, prices, interval=interval, merged=brief)
+            except Unlike:  # it matters for times that microbatches are left out
+                steps = [each.step for each in traced(plan, "launches")]
+                step = simulate(steps, prices, interval=interval, merged=brief)
         except ValueError as error:  # the ranks that were traced wait for each other
             return Rehearsed(replace(estimate, unknown=str(error)), traces, prices)
         seconds, parts = Range(step.seconds, step.low, step.high), slowest_rank(step).kinds

@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 
 from meshwise.parallel.schedule import orders
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, Composer, Move, Order, check_equal
+from meshwise.rehearsal.microbatches import LEAST, Composer, Move, check_equal, composer
+from meshwise.rehearsal.pieces import Order
 from meshwise.rehearsal.replay import COUNT, GrowthAxis
-from meshwise.rehearsal.trace import Trace
-from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Launch, Work
-from meshwise.spec.plan import Plan
+from meshwise.rehearsal.trace import THIRD, Extent, Trace
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Launch, Work
+from meshwise.spec.plan import AXES, Plan
 
 ELEMENT = 8  # bytes of a parameter's element at most
+Actions = Callable[[int], list[Order]]  # the actions of a stage in a step of so many microbatches
 FEW_STAGES = 4
 """How many stages are traced: the first, two of those between to see that they do the same, and the last."""
 FEW_COPIES = 2
@@ -46,13 +48,25 @@ class Stages:
         return with_few(self.plan, pipeline=FEW_STAGES, data=min(self.plan.data, FEW_COPIES))
 
     @property
+    def sort(self) -> Plan:
+        """The same but for sizes, which do not tell stages from each other: the degree of an axis, and microbatches."""
+        axes = {axis: min(getattr(self.few, axis), 2) for axis in AXES if axis != "pipeline"}
+        return with_few(self.few, **axes, accumulate=1)
+
+    @property
     def apart(self) -> int:
         """How many ranks apart two stages of a pipeline are."""
         return self.plan.within_samples // self.plan.pipeline
 
+    def needs_less(self, stage: int) -> bool:
+        """Return whether a stage does what the one before it does, and never has more microbatches in flight. Then it
+        needs no more memory."""
+        return self.plan.schedule == "1f1b" and self.like(stage) == self.like(stage - 1)
+
     def like(self, stage: int) -> int:
-        """Return the traced stage that does the same as a stage of the real pipeline."""
-        return 0 if stage == 0 else FEW_STAGES - 1 if stage == self.plan.pipeline - 1 else 1
+        """Return which of the first, the second and the last traced stage does the same as a stage of the real
+        pipeline."""
+        return 0 if stage == 0 else 2 if stage == self.plan.pipeline - 1 else 1
 
     def move(self, rank: int, stage: int, axis: GrowthAxis) -> Move:
         """Return what moves an event of a traced rank to a stage of the real pipeline that does the same.
@@ -66,9 +80,7 @@ class Stages:
         def what(old: CollectiveOperation) -> CollectiveOperation:
             return replace(old, ranks=tuple(self._ranks(old, traced, stage)))
 
-        def moved(event: Event) -> Event:
-            if not isinstance(event, Launch):
-                return event
+        def moved(event: Launch) -> Launch:
             number, module = axis.read(event)[1], event.module
             if number is not None and number // self.blocks >= traced:  # else a stand-in for an earlier block
                 module = axis.write(event, number + by)[0]
@@ -87,7 +99,8 @@ class Stages:
             notes = tuple(note for note in old.notes if not note.startswith("pipeline=") and not COUNT.search(note))
             return replace(old, rank=rank, ranks=self.plan.devices, notes=notes)
 
-        return self._with_absent(replace(trace, first=work(trace.first), step=work(trace.step)))
+        found = replace(trace, first=work(trace.first), step=work(trace.step))
+        return found if trace.launches_alone else self._with_absent(found)
 
     def _with_absent(self, trace: Trace) -> Trace:
         """Add what each parameter of a block on another stage leaves in memory, a single element, for blocks that the
@@ -158,27 +171,47 @@ def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
     return [list(run) for single, run in runs if single]
 
 
+def check_third(found: Sequence[Trace], stages: Stages, count: int, axis: GrowthAxis) -> None:
+    """Raise Unlike if the third of FEW_STAGES stages does not do what the second does.
+
+    found: the marked traces of these stages, with `count` microbatches.
+    axis: finds the group of blocks of a launch.
+    """
+    move = stages.move(found[1].step.rank, THIRD, axis)
+    made = composer(found[1], {})(actions_of(stages.plan, THIRD)(count), range(0), move)
+    check_equal(found[THIRD], stages.moved(made, THIRD))
+
+
+def without_third(found: Sequence[Trace], few: bool) -> list[Trace]:
+    """Return the traces without that of the third of FEW_STAGES stages. few: whether these stand for more."""
+    return [*found[:THIRD], *found[THIRD + 1 :]] if few and len(found) == FEW_STAGES else list(found)
+
+
 def with_all_stages(
-    make: Callable[[int], Composer], stages: Stages, found: Sequence[Trace], few: int, axis: GrowthAxis, runs: int
+    make: Callable[[int], Composer],
+    stages: Stages,
+    ranks: Sequence[int],
+    axis: GrowthAxis,
+    runs: int,
+    extent: Extent,
 ) -> list[Trace]:
     """Return the traces of all stages of a plan with many microbatches.
 
-    make: returns what composes a step of one of the FEW_STAGES stages.
-    found: the marked traces of these stages, with `few` microbatches.
+    make: returns what composes a step of the first, the second or the last of the traced stages.
+    ranks: the ranks of these.
     axis: finds the group of blocks of a launch.
     runs: how many of the microbatches are not left out.
-
-    Raises Unlike if the stages do not do the same.
+    extent: what of the steps is asked for.
     """
-    plan, ranks = stages.plan, [each.step.rank for each in found]
 
-    def made(of: Stages, stage: int, count: int, runs: int) -> Trace:
-        like = of.like(stage)
-        actions, left_out = with_left_out(actions_of(of.plan, stage), count, runs)
-        return of.moved(make(like)(actions, left_out, of.move(ranks[like], stage, axis)), stage)
+    def made(stage: int) -> Trace:
+        like = stages.like(stage)
+        actions, left_out = with_left_out(actions_of(stages.plan, stage), stages.plan.accumulate, runs)
+        move = stages.move(ranks[like], stage, axis)
+        alone = extent == "launches" or (extent == "brief" and stages.needs_less(stage))
+        return stages.moved(make(like)(actions, left_out, move, alone), stage)
 
-    check_equal(found[2], made(Stages(stages.few, stages.blocks), 2, few, few))
-    return [made(stages, stage, plan.accumulate, runs) for stage in range(plan.pipeline)]
+    return [made(stage) for stage in range(stages.plan.pipeline)]
 
 
 def stage_of(plan: Plan, rank: int) -> int:
@@ -186,7 +219,7 @@ def stage_of(plan: Plan, rank: int) -> int:
     return rank % plan.within_samples // (plan.within_samples // plan.pipeline)
 
 
-def actions_of(plan: Plan, stage: int) -> Callable[[int], list[Order]]:
+def actions_of(plan: Plan, stage: int) -> Actions:
     """Return a function that returns the actions of a stage in a step of so many microbatches."""
 
     def of(count: int) -> list[Order]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,29 +28,28 @@ from meshwise.job.job import Job
 from meshwise.job.run import open_data
 from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.schedule import CHUNKS
+from meshwise.rehearsal.few_blocks import blocks_axis, depth_of
 from meshwise.rehearsal.few_stages import (
     FEW_STAGES,
+    Actions,
     Stages,
     actions_of,
+    check_third,
     stage_of,
     with_all_stages,
     with_few,
     with_left_out,
+    without_third,
 )
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, composer, growth_of
-from meshwise.rehearsal.replay import MICROBATCHES, GrowthAxis, lengthened
+from meshwise.rehearsal.microbatches import LEAST, Growth, composer, growth_of, with_more
+from meshwise.rehearsal.replay import MICROBATCHES, lengthened
 from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
-from meshwise.rehearsal.trace import STEPS, Trace, trace
-from meshwise.rehearsal.work import Launch
+from meshwise.rehearsal.trace import STEPS, Extent, Trace, trace
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
-FEW = 3
-"""How many groups of blocks per pipeline stage are traced, to extrapolate to all groups. The first and the last group
-are special, so a third group between them is traced, too. Under shard, a fourth group is traced, because a rank may
-hold three neighboring blocks in memory at once."""
 KEPT = 6
 """How many traces of few stages are kept for plans that share them. A plan needs three."""
 AROUND = 2
@@ -58,23 +57,6 @@ AROUND = 2
 each side of those that are left out follow each other as evenly as they do."""
 FEW_MICROBATCHES = 3
 """How many microbatches are traced without a pipeline, to extrapolate to all microbatches."""
-
-
-@dataclass(frozen=True)
-class Depth:
-    """The number of groups of blocks in a pipeline stage, for the real model and for a shorter model that is traced
-    instead.
-
-    A group is the shortest sequence of blocks that the model repeats, often a single block.
-
-    own: the number of groups per stage in the real model.
-    few: the number of groups per stage in the shorter model.
-    stages: the number of pipeline stages.
-    """
-
-    own: int
-    few: int
-    stages: int
 
 
 @dataclass(frozen=True)
@@ -109,6 +91,7 @@ class _Asked:
     kind: str
     speeds: Sequence[Hashable]
     marked: bool = False
+    third: bool | None = None
 
 
 class Tracer:
@@ -124,8 +107,9 @@ class Tracer:
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
         self._kept: dict[Hashable, list[Trace]] = {}
+        self._alike: set[Hashable] = set()  # plans whose third stage did what the second does, but for their sizes
 
-    def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = (), brief: bool = False) -> list[Trace]:
+    def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = (), extent: Extent = "whole") -> list[Trace]:
         """Trace the job's step under a plan. Return one trace for each group of ranks that do the same work, as `trace`
         does.
 
@@ -133,26 +117,37 @@ class Tracer:
 
         kind: the kind of device, `gpu` or `cpu`.
         speeds: one value for each rank, equal for ranks with equal devices. By default, all devices are equal.
-        brief: whether microbatches of a pipeline may be left out, see `Work.left_out`.
+        extent: what of the steps is asked for. More may be returned.
         """
         few, runs = microbatches_of(plan), plan.accumulate
-        if brief and plan.schedule == "1f1b" and not speeds:
+        if extent == "brief" and plan.schedule == "1f1b" and not speeds:
             runs = min(runs, LEAST + plan.pipeline + AROUND)
         if few is not None and self._reads_alike(plan):
             for stages in dict.fromkeys((self._few_stages(plan, speeds), None)):
                 with contextlib.suppress(MeshwiseError, Unlike):  # others may have other values
-                    return self._of_few(plan, kind, speeds, few, stages, runs)
+                    return self._of_few(plan, kind, speeds, few, stages, runs, extent)
         return self._replayed(_Asked(self.job, plan, kind, speeds))[0]
 
     def _of_few(
-        self, plan: Plan, kind: str, speeds: Sequence[Hashable], few: int, stages: Stages | None, runs: int
+        self,
+        plan: Plan,
+        kind: str,
+        speeds: Sequence[Hashable],
+        few: int,
+        stages: Stages | None,
+        runs: int,
+        extent: Extent,
     ) -> list[Trace]:
         """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages. Extend the traces to all
         of them, but leave all but `runs` microbatches of a pipeline out. Raises Unlike if this is inexact."""
         traced, composes = plan if stages is None else stages.few, plan.pipeline > 1
         rows = self.batch_size // plan.accumulate // plan.data * traced.data
+        sort = None if stages is None else (kind, stages.sort)
+        third = None if stages is None else sort not in self._alike
         short, long = (
-            _Asked(replace(self.job, batch_size=rows * n), with_few(traced, accumulate=n), kind, speeds, composes)
+            _Asked(
+                replace(self.job, batch_size=rows * n), with_few(traced, accumulate=n), kind, speeds, composes, third
+            )
             for n in (few, few + 1)
         )
         blocks = None if stages is None else stages.blocks * FEW_STAGES
@@ -162,13 +157,28 @@ class Tracer:
         if not composes:
             pairs = zip(found, self._replayed(long, blocks)[0], strict=True)
             return [lengthened(*two, plan.accumulate - few, MICROBATCHES) for two in pairs]
-        more = self._traced(long, groups)
         actions = [actions_of(short.plan, stage_of(short.plan, each.step.rank)) for each in found]
-        growth = [growth_of(*three) for three in zip(least, more, actions, strict=True)]
+        if third and stages is not None and self.stretch is not None and groups is not None:
+            check_third(least, Stages(stages.few, groups // FEW_STAGES), few, blocks_axis(self.stretch))
+            self._alike.add(sort)
+        least = without_third(least, third is not None)
+        growth = self._growth(least, actions, lambda: self._traced(long, groups, False))
         make = functools.cache(lambda at: composer(found[at], growth[at]))
         if stages is not None and self.stretch is not None:
-            return with_all_stages(make, stages, found, few, blocks_axis(self.stretch), runs)
-        return [make(at)(*with_left_out(own, plan.accumulate, runs)) for at, own in enumerate(actions)]
+            axis = blocks_axis(self.stretch)
+            return with_all_stages(make, stages, [each.step.rank for each in found], axis, runs, extent)
+        alone = extent == "launches"
+        return [make(at)(*with_left_out(own, plan.accumulate, runs), launches=alone) for at, own in enumerate(actions)]
+
+    def _growth(
+        self, least: Sequence[Trace], actions: Sequence[Actions], longer: Callable[[], Sequence[Trace]]
+    ) -> list[Growth]:
+        """Return what grows with the number of microbatches on each rank, by a further step with one more, or else by
+        a trace with one more. On a CPU the text of an operator differs from step to step, such as in Adam's step size.
+        """
+        with contextlib.suppress(Unlike):
+            return [growth_of(each, with_more(each), own) for each, own in zip(least, actions, strict=True)]
+        return [growth_of(*three) for three in zip(least, longer(), actions, strict=True)]
 
     @functools.cached_property
     def stretch(self) -> Stretch | None:
@@ -198,20 +208,26 @@ class Tracer:
         if stretch is not None and depth is not None:
             with contextlib.suppress(MeshwiseError, Unlike):  # what the whole model says is what counts
                 least = depth.few * depth.stages
-                short, long = (self._traced(asked, groups) for groups in (least, least + depth.stages))
+                short, long = self._traced(asked, least), self._traced(asked, least + depth.stages, False)
                 axis, buckets = blocks_axis(stretch), "optimizer" in asked.plan.offload
-                pairs = zip(short, long, strict=True)
+                pairs = zip(without_third(short, asked.third is not None), long, strict=True)
                 return [lengthened(*two, depth.own - depth.few, axis, buckets) for two in pairs], short, least
         found = self._traced(asked, blocks)
-        return found, found, blocks
+        return without_third(found, asked.third is not None), found, blocks
 
-    def _traced(self, asked: _Asked, groups: int | None) -> list[Trace]:
-        """Trace a plan of a job whose model has so many groups of equal blocks. None for all that it has."""
-        stretch, key = self.stretch, (asked.job.batch_size, asked.plan, asked.kind, tuple(asked.speeds), groups)
+    def _traced(self, asked: _Asked, groups: int | None, least: bool = True) -> list[Trace]:
+        """Trace a plan of a job whose model has so many groups of equal blocks. None for all that it has.
+
+        least: whether these are the fewest groups. Then a trace that is marked has a step of one more microbatch, too,
+            and of few stages the third one.
+        """
+        stretch, key = self.stretch, (asked.job.batch_size, asked.plan, asked.kind, tuple(asked.speeds), groups, least)
         if asked.marked and key in self._kept:
             return self._kept[key]
         job = asked.job if stretch is None or groups is None else shortened(asked.job, stretch, groups)
-        found = trace(job, asked.plan, asked.kind, asked.speeds, asked.marked)
+        more = asked.marked and least and asked.kind != "cpu"
+        third = None if asked.third is None else least and asked.third
+        found = trace(job, asked.plan, asked.kind, asked.speeds, asked.marked, more, third)
         if asked.marked:
             self._kept = dict([*self._kept.items(), (key, found)][-KEPT:])
         return found
@@ -291,54 +307,3 @@ def parts_traced(plan: Plan) -> int:
 def _few_parts(plan: Plan, few: int) -> int:
     """The same for `few` microbatches and one more. In a pipeline, the latter is traced at the fewest blocks alone."""
     return 2 * few + 1 if plan.pipeline == 1 else (3 * few + 1) * min(plan.pipeline, FEW_STAGES) // 2
-
-
-def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None:
-    """Return how many groups of blocks to trace, so that the others can be extrapolated. Return None if the whole model
-    must be traced.
-
-    The whole model must be traced if extrapolating would save little, or if the plan treats equal blocks differently.
-    For example, `recompute` may name single blocks, or the pipeline stages may have different numbers of blocks.
-
-    shared: whether plans with other numbers of blocks share the trace, so that it may save a little only.
-    """
-    stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
-    if (
-        isinstance(plan.recompute, tuple)
-        or plan.zero1
-        or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
-    ):
-        return None
-    own, few = stretch.count // stages, FEW + (plan.shard > 1)
-    return Depth(own, few, stages) if own > (few if shared else 2 * few + 1) else None
-
-
-def blocks_axis(stretch: Stretch) -> GrowthAxis:
-    """Return a `GrowthAxis`, which finds the group of blocks to which a launch belongs.
-
-    Groups are numbered from the beginning of `stretch`, the sequence of equal blocks in the whole model. Every pipeline
-    stage uses the same numbers.
-    """
-    places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
-
-    @functools.cache
-    def known(module: str) -> tuple[int, str]:
-        """Return (n, name): `module` is in block n of `stretch`, and `name` is the rest of its name, such as ".linear".
-        n is -1 if the module is outside of `stretch`."""
-        name = module
-        while name and name not in places:
-            name = name.rpartition(".")[0]
-        place = places.get(name, -1)
-        return (place, module[len(name) :]) if 0 <= place < stretch.count * stretch.group else (-1, module)
-
-    def read(launch: Launch) -> tuple[Hashable, int | None]:
-        place, rest = known(launch.module)
-        if place < 0:
-            return (launch.module, launch.microbatch), None
-        return (place % stretch.group, rest, launch.microbatch), place // stretch.group
-
-    def write(launch: Launch, number: int) -> tuple[str, int]:
-        place, rest = known(launch.module)
-        return stretch.names[stretch.start + number * stretch.group + place % stretch.group] + rest, launch.microbatch
-
-    return GrowthAxis(read, write)

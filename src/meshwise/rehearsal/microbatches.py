@@ -10,44 +10,42 @@ Tested in tests/rehearsal/test_replay.py.
 from __future__ import annotations
 
 import itertools
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from meshwise.rehearsal.composing import Composing
 from meshwise.rehearsal.growth import Unlike
 from meshwise.rehearsal.pieces import (
-    ACTIONS,
+    FIRST,
+    HELD,
     REST,
-    Entry,
+    STEP,
     Kind,
-    Last,
-    Left,
+    Order,
     Piece,
     Pieces,
     Place,
+    count_of,
     cut,
     sections_of,
-    sort_of,
 )
 from meshwise.rehearsal.replay import grown_event
 from meshwise.rehearsal.trace import Trace
-from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark
+from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark, Work
 
 LEAST = 4
 """The fewest microbatches from which a step can be composed: the first two, the last, and one between."""
-Order = tuple[bool, int]  # an action: whether it is a forward, and its microbatch
 Composer = Callable[..., Trace]
-Move = Callable[[Event], Event]
+Move = Callable[[Launch], Launch]
 Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1 microbatches
-Target = tuple[Piece | str, int]  # an entry of a piece of the longer trace, or the last launch of a stream so far
 
 
 def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Composer:
     """Return a function that returns the trace of a step of many microbatches. It takes the actions of this step in
-    order, the microbatches among them that are left out (see `Work.left_out`), and what moves events to another stage.
-    Storages are numbered anew. Raises Unlike, and so does the function, if a longer step cannot be composed.
+    order, the microbatches among them that are left out (see `Work.left_out`), what moves launches to another stage,
+    and whether only the launches of a later step are asked for. Storages are numbered anew. Raises Unlike, and so does
+    the function, if a longer step cannot be composed.
 
     short: a marked trace of n microbatches, n at least LEAST.
     growth: the events whose sizes grow with the number of microbatches, see `growth_of`.
@@ -56,17 +54,26 @@ def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Comp
     pieces = pieces or cut(short, {})
     if pieces.count < LEAST:
         raise Unlike(f"a trace of {pieces.count} microbatches")
-    growing = [(place, growth[kind]) for place, kind in pieces.kinds({kind[0] for kind in growth}) if kind in growth]
+    growing = {place: growth[kind] for place, kind in pieces.kinds({kind[0] for kind in growth}) if kind in growth}
+    for at, entry in enumerate(pieces.entries[Piece(HELD, REST, 0)] if growing else ()):
+        if (ref := next(iter(entry.refers), None)) in growing:
+            growing[Place(Piece(HELD, REST, 0), at)] = growing[ref]
 
-    def made(actions: Sequence[Order], left_out: range = range(0), move: Move = lambda event: event) -> Trace:
-        count = sum(forward for forward, _ in actions)
-        grown = {place: _grown(pieces.at(place).event, pair, count - pieces.count) for place, pair in growing}
-        own = pieces.with_events(grown).moved(move)
-        held, first, held_later, step = _Composing(own, actions, count, left_out).sections()
+    def made(
+        actions: Sequence[Order],
+        left_out: range = range(0),
+        move: Move = lambda launch: launch,
+        launches: bool = False,
+    ) -> Trace:
+        times = count_of(actions) - pieces.count
+        grown = {place: _grown(pieces.at(place).event, pair, times) for place, pair in growing.items()}
+        own = pieces.with_events(grown).moved(move, (STEP,) if launches else range(4))
+        held, begun, held_later, step = Composing(own, (actions, actions), left_out, launches).sections()
         return Trace(
-            replace(short.first, held=held, events=first, left_out=left_out),
+            replace(short.first, held=held, events=begun, left_out=left_out),
             replace(short.step, held=held_later, events=step, left_out=left_out),
             short.reads_values,
+            launches,
         )
 
     return made
@@ -76,27 +83,65 @@ def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]
     """Return the events whose sizes grow with the number of microbatches. Raises Unlike if `long` is not what is
     composed of `short`, or if only some events of a kind grow.
 
-    short, long: marked traces of n and n + 1 microbatches.
+    short, long: marked traces of n and n + 1 microbatches. The first step of `long` may be that of `short`. Then what
+        grows in its later step is what grows in its first step, too.
     orders: returns the actions of the traced steps of so many microbatches, in order.
     """
-    pieces, other = cut(short, {}), cut(long, {})
-    if other.count != pieces.count + 1:
-        raise Unlike(f"traces of {pieces.count} and {other.count} microbatches")
-    actions = orders(other.count)
-    composing = _Composing(pieces, actions, other.count)
+    pieces = cut(short, {})
+    actions, first = (orders(_microbatches(work)) for work in (long.step, long.first))
+    if count_of(actions) != pieces.count + 1:
+        raise Unlike(f"traces of {pieces.count} and {count_of(actions)} microbatches")
+    composing = Composing(pieces, (first, actions))
+    pairs = list(_pairs(composing.sections(), long))
+    if len(pairs) != len(composing.written):
+        raise Unlike("a step of one more microbatch has other events than what is composed of its pieces")
     kinds = {id(pieces.at(place)): kind for place, kind in pieces.kinds()}
     growth: dict[Kind, tuple[Event, Event]] = {}
     same: set[Kind] = set()
-    for entry, (event, traced) in zip(composing.written, _pairs(composing.sections(), long), strict=False):
+    for entry, (event, traced) in zip(composing.written, pairs, strict=True):
         kind = kinds[id(entry)]
         if event == traced:
             same.add(kind)
-        else:
-            growth.setdefault(kind, (event, traced))
+        elif _grown(event, growth.setdefault(kind, (event, traced)), 1) != traced:
+            raise Unlike("a step of one more microbatch is not what is composed of its pieces")
     if same & growth.keys():
         raise Unlike("some events of a kind grow with the number of microbatches, and others do not")
-    check_equal(long, composer(short, growth, pieces)(actions))
-    return growth
+    begun = {kind._replace(section=FIRST): pair for kind, pair in growth.items() if kind.section == STEP}
+    if not begun.keys() <= set(kinds.values()):
+        raise Unlike("an event that grows with the number of microbatches is not in the first step")
+    return {**begun, **growth}
+
+
+def _microbatches(work: Work) -> int:
+    events: Iterable[Any] = work.events
+    return 1 + max(event.number for event in events if isinstance(event, Mark))
+
+
+def with_more(trace: Trace) -> Trace:
+    """Return the trace of a step of one more microbatch, after a first step without it. Raises Unlike if this step
+    begins with other memory."""
+    if trace.more is None:
+        raise Unlike("no step of one more microbatch was traced")
+    return replace(trace, step=_in_place_of(trace.step, trace.more))
+
+
+def _in_place_of(step: Work, more: Work) -> Work:
+    """Return `more`, the step after `step`, with the memory that it begins with as `step` numbers it. Raises Unlike if
+    it begins with other memory."""
+    begins: list[list[Allocate]] = [sorted(work.held, key=_sort_of_memory) for work in (step, more)]
+    named = {old.storage: new.storage for new, old in zip(*begins, strict=False)}
+
+    def of(event: Any) -> Any:
+        number = None if isinstance(event, Launch | Mark) else named.get(event.storage)
+        return event if number is None else replace(event, storage=number)
+
+    if [of(one) for one in begins[1]] != begins[0]:
+        raise Unlike("a later step begins with other memory than the one before")
+    return replace(more, held=step.held, events=tuple(map(of, more.events)))
+
+
+def _sort_of_memory(one: Allocate) -> Any:
+    return one.category, one.size, one.on_host, one.stream
 
 
 def check_equal(traced: Trace, made: Trace) -> None:
@@ -127,224 +172,3 @@ def _grown(event: Event, pair: tuple[Event, Event], times: int) -> Event:
     if isinstance(event, Allocate) and isinstance(found, Allocate):
         return replace(event, size=found.size)
     raise Unlike("an event has a counterpart of another kind in a step of one more microbatch")
-
-
-class _Composing:
-    """Writes the longer trace, piece by piece."""
-
-    def __init__(self, pieces: Pieces, orders: Sequence[Order], count: int, left_out: range = range(0)) -> None:
-        self._pieces, self._orders, self._count, self._left_out = pieces, orders, count, left_out
-        self._places = {piece: n for n, piece in enumerate(pieces.entries)}
-        self._before = dict(itertools.pairwise(order for order in reversed(orders) if order[1] not in left_out))
-        self._storages: dict[Piece, dict[int, int]] = defaultdict(dict)
-        self._alive, self._next = set[int](), 0
-        self._events: list[Any] = []
-        self._launches: dict[Piece, dict[int, int]] = defaultdict(dict)
-        self._last: dict[str, int] = {}
-        self.written: list[Entry] = []  # of each event, what it was made from
-
-    def sections(self) -> list[tuple[Any, ...]]:
-        found = []
-        for section in range(4):
-            self._events, self._last = [], {}
-            self._launches.clear()
-            if section == 2:
-                self._alive.clear()
-            for piece in self._longer(section):
-                if piece.name == REST:
-                    self._write_rest(piece)
-                else:
-                    like, led = self._like(piece), dict[Piece, Piece]()
-                    left_out = piece.name in ACTIONS and piece.number in self._left_out
-                    for at, entry in self._pieces.lasting(like) if left_out else enumerate(self._pieces.entries[like]):
-                        refers = [self._of(piece, like, ref, led) for ref in entry.refers] if entry.refers else ()
-                        self._write(piece, at, entry, refers)
-            found.append(tuple(self._events))
-        return found
-
-    def _longer(self, section: int) -> Iterator[Piece]:
-        """The pieces of a section of the longer trace, in order."""
-        before = ""
-        for piece in self._pieces.entries:
-            if piece.section != section:
-                continue
-            name = "action" if piece.name in ACTIONS else piece.name
-            if name == REST:
-                yield piece
-            elif name != before:
-                yield from self._swept(section, name, piece.number)
-            before = name
-
-    def _swept(self, section: int, name: str, first: int = 0) -> Iterator[Piece]:
-        """The pieces of all microbatches in the longer trace, in order: inputs, or forwards and backwards."""
-        if name == "action":
-            for forward, number in self._orders:
-                yield Piece(section, "forward" if forward else "backward", number)
-        else:
-            for number in range(first, self._count):
-                yield Piece(section, name, number)
-
-    def _like(self, piece: Piece) -> Piece:
-        """The piece of the shorter trace that a piece of the longer one is like. Of several, the last one that follows
-        a like action, or at least the same kind of action."""
-        number, short = piece.number, self._pieces.count
-        numbers = range(2, short - 1) if 2 <= number < self._count - 1 else (number if number < 2 else short - 1,)
-        found = [like for n in numbers if (like := piece._replace(number=n)) in self._pieces.entries]
-        if not found:
-            raise Unlike(f"the shorter step has no {piece.name} of microbatch {piece.number}")
-        follows = sort_of(self._action_before(piece), self._count)
-        sorts = {like: sort_of(self._pieces.before.get(like), short) for like in found}
-        return max(found, key=lambda like: (sorts[like] == follows, sorts[like][0] == follows[0], like.number))
-
-    def _action_before(self, piece: Piece) -> Piece | None:
-        before = self._before.get((piece.name == "forward", piece.number)) if piece.name in ACTIONS else None
-        return before and Piece(piece.section, "forward" if before[0] else "backward", before[1])
-
-    def _of(self, piece: Piece, like: Piece, ref: Place | Last | Left, led: dict[Piece, Piece]) -> Target:
-        """Where a reference of the shorter trace leads, for this piece of the longer trace.
-
-        led: where references of this piece to other pieces have led so far.
-        """
-        if isinstance(ref, Left):
-            before = self._action_before(piece)
-            if before is not None and before.name == ref.place.piece.name:
-                same = self._pieces.left[self._like(before)][ref.kind]
-                if len(same) < ref.back:
-                    raise Unlike(f"the {before.name} of microbatch {before.number} has left less allocated")
-                return before, same[-ref.back]
-            ref = ref.place
-        if isinstance(ref, Last):
-            return ref.stream, 0
-        target = led.get(ref.piece)
-        if target is None:
-            target = led[ref.piece] = self._piece_of(piece, like, ref.piece)
-        return target, ref.at
-
-    def _piece_of(self, piece: Piece, like: Piece, ref: Piece) -> Piece:
-        """The piece of the longer trace to which a reference from a piece leads."""
-        if ref.name == REST:
-            return ref
-        own, target = like.number, ref.number
-        if target == own:
-            number = piece.number
-        elif target == 0:
-            number = 0
-        elif target == own - 1:
-            number = piece.number - 1
-            if number in self._left_out and ref.name in ACTIONS:
-                number = self._left_out[0] - 1
-            elif number in self._left_out and piece.name in ACTIONS:
-                raise Unlike(f"a {piece.name} refers to another microbatch's input")
-        else:
-            raise Unlike(f"the {piece.name} of microbatch {own} refers to microbatch {target}")
-        return ref._replace(number=number)
-
-    def _write_rest(self, piece: Piece) -> None:
-        """Write what belongs to no microbatch, but may visit all of them."""
-        entries, at = self._pieces.entries[piece], 0
-        while at < len(entries):
-            sweep = self._sweep(entries, at)
-            if sweep is None:
-                refers = [ref for each in entries[at].refers for ref in self._of_rest(each, entries[at].refers)]
-                self._write(piece, at, entries[at], refers)
-                at += 1
-                continue
-            length, backwards, by_piece = sweep
-            (first,) = entries[at].refers
-            assert isinstance(first, Place)
-            order = list(self._swept(first.piece.section, _family(entries[at])))
-            for longer in reversed(order) if backwards else order:
-                for entry in by_piece.get(self._like(longer), ()):
-                    (ref,) = entry.refers
-                    assert isinstance(ref, Place)
-                    self._write(piece, at, entry, [(longer, ref.at)])
-            at += length
-
-    def _of_rest(self, ref: Place | Last | Left, refers: Sequence[Place | Last | Left]) -> Iterator[Target]:
-        """Where a reference leads, from outside of the microbatches. Of launches that one waits for, to those of all
-        microbatches, if the shorter trace has some of each."""
-        if isinstance(ref, Left):
-            ref = ref.place
-        if isinstance(ref, Last) or ref.piece.name == REST:
-            yield (ref.stream, 0) if isinstance(ref, Last) else ref
-            return
-        name, number, last = ref.piece.name, ref.piece.number, self._count - 1
-        if number == 2 and not any(isinstance(each, Place) and each.piece[1:] == (name, 1) for each in refers):
-            raise Unlike(f"an event refers to the {name} of microbatch {number} alone")
-        # Number 2 of the shorter trace stands for all between the second and the last; those beside it for none.
-        like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
-        for other in like.get(number, ()):
-            if other not in self._left_out or name not in ACTIONS:
-                yield ref.piece._replace(number=other), ref.at
-
-    def _sweep(self, entries: Sequence[Entry], at: int) -> tuple[int, bool, dict[Piece, list[Entry]]] | None:
-        """Return how many entries from `at` on visit the microbatches in order, whether from the last to the first, and
-        the entries of each piece. Return None if they do not visit those between."""
-        run = list(self._run(entries, at))
-        names = {ref.piece.name for ref in run if 2 <= ref.piece.number < self._pieces.count - 1}
-        if not names:
-            return None
-        best: tuple[int, bool, dict[Piece, list[Entry]]] | None = None
-        for backwards in (False, True):
-            found: dict[Piece, list[Entry]] = {}
-            length, newest = 0, -math.inf
-            for ref, entry in zip(run, entries[at:], strict=False):
-                place = -self._places[ref.piece] if backwards else self._places[ref.piece]
-                if ref.piece.name not in names or place < newest:
-                    break
-                newest, length = place, length + 1
-                found.setdefault(ref.piece, []).append(entry)
-            if length > (0 if best is None else best[0]):
-                best = length, backwards, found
-        return best
-
-    def _run(self, entries: Sequence[Entry], at: int) -> Iterator[Place]:
-        """The references of the entries from `at` on, as long as each leads to a microbatch of one family."""
-        family = _family(entries[at])
-        for entry in entries[at:]:
-            if not family or _family(entry) != family:
-                return
-            (ref,) = entry.refers
-            assert isinstance(ref, Place)
-            yield ref
-
-    def _write(self, piece: Piece, at: int, entry: Entry, refers: Sequence[Target]) -> None:
-        event = entry.event
-        self.written.append(entry)
-        if isinstance(event, Launch):
-            after = tuple(sorted({self._launched(*ref) for ref in refers})) if refers else ()
-            number = event.microbatch if event.microbatch < 0 or piece.name == REST else piece.number
-            self._launches[piece][at] = self._last[event.stream] = len(self._events)
-            moved = Launch(event.what, event.stream, event.phase, event.module, number, after, event.blocks)
-            self._events.append(moved)
-            return
-        if not isinstance(event, Allocate | Free):
-            raise Unlike("a mark")
-        if refers:
-            target, number = refers[0]
-            storage = -1 if isinstance(target, str) else self._storages[target].get(number, -1)
-        else:
-            storage, self._next = self._next, self._next + 1
-            self._storages[piece][at] = storage
-        if storage < 0 or (storage in self._alive) is isinstance(event, Allocate):
-            raise Unlike("the longer step would allocate or free the same storage twice")
-        if isinstance(event, Allocate):
-            self._alive.add(storage)
-            self._events.append(Allocate(storage, event.size, event.category, event.on_host, event.stream))
-        else:
-            self._alive.remove(storage)
-            self._events.append(Free(storage))
-
-    def _launched(self, of: Piece | str, at: int) -> int:
-        found = self._last.get(of) if isinstance(of, str) else self._launches[of].get(at)
-        if found is None:
-            raise Unlike("an event of the longer step would wait for a launch that is not there")
-        return found
-
-
-def _family(entry: Entry) -> str:
-    """`input` or `action` if an entry concerns the memory of one microbatch alone, else an empty string."""
-    if isinstance(entry.event, Launch) or len(entry.refers) != 1 or not isinstance(entry.refers[0], Place):
-        return ""
-    name = entry.refers[0].piece.name
-    return "" if name == REST else "action" if name in ACTIONS else name

@@ -19,8 +19,20 @@ from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, Launch, Mark
 
 REST, ACTIONS = "rest", ("forward", "backward")
-Kind = tuple[str, int, int, Hashable, Hashable]
-"""What is the same at another depth: a piece's name, section and number, the kinds of an event and the next launch."""
+FIRST, HELD, STEP = 1, 2, 3
+"""Sections of a trace: the first step, the memory held before a later step, and this step."""
+Order = tuple[bool, int]  # an action: whether it is a forward, and its microbatch
+
+
+class Kind(NamedTuple):
+    """What is the same at another depth: a piece's name, section and number, the kinds of an event and of the next
+    launch."""
+
+    name: str
+    section: int
+    number: int
+    event: Hashable
+    following: Hashable
 
 
 class Piece(NamedTuple):
@@ -101,11 +113,15 @@ class Pieces:
             for at in reversed(range(len(own) if piece.name in names else 0)):
                 kind = kind_of(own[at].event)
                 following = kind if isinstance(own[at].event, Launch) else following
-                yield Place(piece, at), (piece.name, piece.section, piece.number, kind, following)
+                yield Place(piece, at), Kind(piece.name, piece.section, piece.number, kind, following)
 
-    def moved(self, move: Callable[[Event], Event]) -> Pieces:
-        """Return the pieces with events that `move` returns."""
-        entries = {piece: [Entry(move(one.event), one.refers) for one in own] for piece, own in self.entries.items()}
+    def moved(self, move: Callable[[Launch], Launch], sections: Container[int]) -> Pieces:
+        """Return the pieces of these sections with the launches that `move` returns."""
+        entries = {
+            piece: [Entry(move(one.event), one.refers) if isinstance(one.event, Launch) else one for one in own]
+            for piece, own in self.entries.items()
+            if piece.section in sections
+        }
         return replace(self, entries=entries)
 
     def with_events(self, changed: Mapping[Place, Event]) -> Pieces:
@@ -114,6 +130,11 @@ class Pieces:
         for (piece, at), event in changed.items():
             entries[piece][at] = Entry(event, entries[piece][at].refers)
         return replace(self, entries=entries)
+
+
+def count_of(orders: Iterable[Order]) -> int:
+    """Return how many microbatches the actions of a step have."""
+    return sum(forward for forward, _ in orders)
 
 
 def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:

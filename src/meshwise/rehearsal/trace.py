@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,12 +50,19 @@ from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import name_line
 from meshwise.spec.world import World
+from meshwise.splits.hidden import one_stage_on
 from meshwise.timeline.recorder import make_current
 from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
+THIRD = 2
 STEPS = 2
 """How many steps are traced: the first, which creates the optimizer's state and the buckets, and a usual later step."""
+
+
+Extent = Literal["whole", "brief", "launches"]
+"""What of a step is asked for: all of it; without microbatches that repeat (see `Work.left_out`) and without the memory
+of stages that need no more than another; or the launches alone."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +71,26 @@ class Trace:
 
     reads_values: whether the forward or backward reads values of tensors, so that its operators may depend on the
     batch.
+    launches_alone: whether the launches of `step` are all that is given. Another rank does the same and needs as much
+    memory or more.
+    more: what it does in a step of one more microbatch, right after `step`.
     """
 
     first: Work
     step: Work
     reads_values: bool = False
+    launches_alone: bool = False
+    more: Work | None = None
 
 
 def trace(
-    job: Job, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = (), marked: bool = False
+    job: Job,
+    plan: Plan,
+    kind: str = "gpu",
+    speeds: Sequence[Hashable] = (),
+    marked: bool = False,
+    more: bool = False,
+    third: bool | None = None,
 ) -> list[Trace]:
     """Trace what the ranks of a plan do in a step of a job. Return one trace for each group of ranks that do the same
     work.
@@ -84,10 +102,19 @@ def trace(
     kind: the kind of device, `gpu` or `cpu`.
     speeds: one value for each rank. Ranks with equal devices have equal values. By default, all devices are equal.
     marked: whether to mark where the forwards and backwards of microbatches begin, for microbatches.py.
+    more: whether to trace a third step with one more microbatch.
+    third: if four stages stand for more (few_stages.py), whether to trace the third, which does what the second does:
+        then without the step of `more`. None for any other plan.
     """
     mail: stages.Mail = {}
+    found, ranks = [], kinds_of_ranks(plan, speeds)
     try:
-        return [_trace_rank(job, plan, kind, rank, mail, marked) for rank in kinds_of_ranks(plan, speeds)]
+        for at, rank in enumerate(ranks):
+            if third is False and at == THIRD:
+                stages.pass_on(mail, (ranks[at - 1], rank, ranks[at + 1]), one_stage_on)
+            else:
+                found.append(_trace_rank(job, plan, kind, rank, mail, marked, more and not (third and at == THIRD)))
+        return found
     except Exception as error:  # whatever a program raises
         raise refused(f"job '{job.name}'", error) from error
 
@@ -146,21 +173,24 @@ def _why_not(what: str, error: Exception) -> str:
     return f"{what} cannot be rehearsed on tensors without values: {type(error).__name__}: {first}"
 
 
-def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail, marked: bool) -> Trace:
+def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail, marked: bool, more: bool) -> Trace:
     with rehearsal(kind, rank, plan.devices, mail) as (record, mode):
         world = World(rank=rank, size=plan.devices, device=record.device)
         notes: list[str] = []
         engine = attach(Engine(divide_work(plan, world), StepGate(), notes.append))
         engine.carried.rehearses = True
         try:
-            batches = _batches(job, plan, engine.world)
+            batches = _batches(job, plan.accumulate, engine.world)
+            if more:
+                longer = replace(job, batch_size=job.batch_size // plan.accumulate * (plan.accumulate + 1))
+                batches += _batches(longer, plan.accumulate + 1, engine.world)[:1]
             with mode:
                 works = list(_steps(job, plan, engine, record, batches, marked))
             divided = any(isinstance(p, DTensor) for model in engine.program.models for p in model.parameters())
         finally:
             engine.close()
-    first, step = (Work(rank, plan.devices, kind, held, events, tuple(notes), divided) for held, events in works)
-    return Trace(first, step, record.reads_values)
+    first, *later = (Work(rank, plan.devices, kind, held, events, tuple(notes), divided) for held, events in works)
+    return Trace(first, later[0], record.reads_values, more=later[1] if more else None)
 
 
 @contextmanager
@@ -191,11 +221,11 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
         yield record, mode
 
 
-def _batches(job: Job, plan: Plan, world: World) -> list[list[Microbatch]]:
-    """Return the microbatches of the first steps, as the data set gives them: with real tensors."""
+def _batches(job: Job, count: int, world: World) -> list[list[Microbatch]]:
+    """Return the `count` microbatches of each of the first steps, as the data set gives them: with real tensors."""
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
-    steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, plan.accumulate), STEPS))
+    steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, count), STEPS))
     return [list(read_slices(data.read, step, 0)) for step in (steps * STEPS)[:STEPS]]  # an epoch may have one step
 
 

@@ -6,7 +6,7 @@ Tested in tests/parallel/test_pipeline.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,13 @@ class Hidden:
     @property
     def tensors(self) -> list[Form]:
         return list(forms_in(self.form))
+
+
+def one_stage_on(hidden: Hidden) -> Hidden:
+    """Return what the third stage of a pipeline sends, if the second sends `hidden`, and both do the same."""
+    own = len(hidden.before) // 2
+    more = {number + own: form for number, form in hidden.before.items() if number >= own}
+    return replace(hidden, before=hidden.before | more)
 
 
 def form_of(given: Any) -> Any:

@@ -161,6 +161,16 @@ def kept(mail: Mail) -> Iterator[None]:
         _mail.pop()
 
 
+def pass_on(mail: Mail, way: tuple[int, int, int], change: Callable[[Any], Any]) -> None:
+    """Let a simulated rank that does not run pass on what was sent to it.
+
+    way: the rank that has sent it, the rank that does not run, and the next one.
+    change: takes what was sent, and returns what the next rank receives.
+    """
+    source, through, target = way
+    mail[through, target] = [pickle.dumps(change(pickle.loads(each))) for each in mail.pop((source, through), [])]
+
+
 def _own() -> int:
     return collectives.get_rank(collectives.everyone())
 
