@@ -108,18 +108,17 @@ composed of few microbatches and stages, also under shard, traces in half the ti
 microbatches that are left out because they repeat, stages that are traced once for plans of all sizes, further steps
 in place of traces, strategies for meshes of one shape, collectives as a step calls them, races between streams, views
 of arrays that write through, a rendezvous with a secret, whether the ranks hold the same data, losses that are not
-finite, sums inside a loss, slips in a script's sums, what a forward writes or skips, averages of sharded models, computed weights and checkpoints in stages, programs after each
-other in one process, a run folder that is gone, sums that would count padding, options behind a
-script's name, what a dead run has left, gradients that are read while they wait, ends without a word, last
-words on a line of their own, the events of the engine and the files of its guards, the doubts of a check, the choice
-of a plan among all that save memory, its
-closed form, transformers' Trainer and Lightning's, the kinds of state that a check compares,
-its hints, weights of ranks, numbers of a loss and exchanges by hand, a job that is read without torch, a last look at
-replicas, what comes back to outputs in a backward by hand, parts of a sum among ranks, a forward that draws, a check
-that ends without a verdict, padding that a model may read, methods of a model that run as its forward does, parameters
-that are single numbers under shard, what ranks train alike, a check of scripts of DDP and accelerate as they are, the
-part of docs/ that says more of what is refused, an end of a worker that leaves shared pages alone,
-losses of a training that a plain script prints."""
+finite, sums inside a loss, slips in a script's sums, what a forward writes or skips, averages of sharded models,
+computed weights and checkpoints in stages, programs after each other in one process, a run folder that is gone, sums
+that would count padding, options behind a script's name, what a dead run has left, gradients that are read while they
+wait, ends without a word, last words on a line of their own, the events of the engine and the files of its guards,
+the doubts of a check, the choice of a plan among all that save memory, its closed form, transformers' Trainer and
+Lightning's, the kinds of state that a check compares, its hints, weights of ranks, numbers of a loss and exchanges by
+hand, a job that is read without torch, a last look at replicas, what comes back to outputs in a backward by hand,
+parts of a sum among ranks, a forward that draws, a check that ends without a verdict, padding that a model may read,
+methods of a model that run as its forward does, parameters that are single numbers under shard, what ranks train
+alike, a check of scripts of DDP and accelerate as they are, the part of docs/ that says more of what is refused, an
+end of a worker that leaves shared pages alone, losses of a training that a plain script prints."""
 MOST_SAY_CUDA = 20
 """Files whose code says `cuda`, messages and docstrings left out: the rest asks `has_streams` and
 `torch.get_device_module`. May only fall."""
