@@ -101,7 +101,7 @@ LONGER: dict[str, str] = {
     "parallel/data.py": "one class, which all of a backward's calls are flat in",
 }
 
-MOST_CODE_LINES = 51_773 + 11_696
+MOST_CODE_LINES = 51_773 + 11_733
 """Lines of the package without blank lines, comments and docstrings. What adds more makes something else simpler. The
 second number is what is new: samples that are seeded only if they draw, a loop's last loss after the loop, pipelines
 composed of few microbatches and stages, also under shard, traces in half the time and shared by deep plans,

@@ -177,6 +177,9 @@ def test_what_does_not_repeat_is_no_piece(short, long):
 def test_what_grows_grows_on_by_as_much():
     assert grown(10, 14, 5) == 30
     assert grown((1, (2, 3), (2, 3), 4), (1, (2, 3), (2, 3), (2, 3), 4), 3) == (1, *((2, 3),) * 5, 4)
+    assert grown((1, *((2, 3),) * 5, 4), (1, *((2, 3),) * 6, 4), -3) == (1, *((2, 3),) * 2, 4)
+    with pytest.raises(Unlike):
+        grown(((2, 3),) * 2, ((2, 3),) * 3, -3)
     one = Operation("aten.stack", ((), ()), ("fp32",) * 2, 0, 8, 8, '["aten.stack", [[{"a": 1}, {"a": 1}]]]')
     more = Operation(
         "aten.stack", ((),) * 3, ("fp32",) * 3, 0, 12, 12, '["aten.stack", [[{"a": 1}, {"a": 1}, {"a": 1}]]]'
@@ -213,6 +216,7 @@ QUICK = [
     (shallow, Plan(pipeline=2, accumulate=16), "gpu", {}),
     (functools.partial(blocks, 10, width=64), Plan(pipeline=5, accumulate=16), "gpu", {"clip_norm": 1.0}),
     (functools.partial(blocks, 4, width=64), Plan(pipeline=2, shard=2, accumulate=12), "gpu", {"batch_size": 24}),
+    (functools.partial(blocks, 16, width=64), Plan(pipeline=8, shard=2, accumulate=8), "gpu", {"batch_size": 16}),
     (
         functools.partial(blocks, 2, width=64),
         Plan(data=2, pipeline=2, tensor=2, accumulate=16),
@@ -221,6 +225,13 @@ QUICK = [
     ),
 ]
 SLOW = [
+    (functools.partial(blocks, 16, width=64), Plan(pipeline=8, shard=2, accumulate=9), "gpu", {"batch_size": 18}),
+    (
+        functools.partial(blocks, 20, width=64),
+        Plan(pipeline=10, shard=2, accumulate=10, precision="bf16", recompute="full"),
+        "gpu",
+        {"batch_size": 20},
+    ),
     (functools.partial(blocks, 30, width=64), Plan(pipeline=3, accumulate=4), "gpu", {}),
     (functools.partial(blocks, 5, width=64), Plan(pipeline=5, accumulate=12), "gpu", {"batch_size": 12}),
     (blocks, Plan(shard=2, recompute="full"), "gpu", {"optimizer": adamw(foreach=True), "clip_norm": 1.0}),

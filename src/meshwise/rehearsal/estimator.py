@@ -80,11 +80,6 @@ def rehearser(
     program = Tracer(job) if isinstance(job, Job) else job
     speeds = [speed_of(device) for device in machine.devices]
 
-    def rehearse(plan: Plan) -> Rehearsed:
-        found = rehearsed(plan, brief)
-        short = any(each.launches_alone or each.step.left_out for each in found.traces)
-        return replace(found, again=functools.partial(rehearsed, plan, False)) if short else found
-
     def traced(plan: Plan, extent: Extent) -> list[Trace]:
         own = speeds[: plan.devices] if len(set(speeds)) > 1 else ()
         if isinstance(program, Script):
@@ -92,8 +87,10 @@ def rehearser(
         return program(plan, kind, own, extent)
 
     @no_collections()
-    def rehearsed(plan: Plan, brief: bool) -> Rehearsed:
+    def rehearse(plan: Plan, brief: bool = brief) -> Rehearsed:
         traces = traced(plan, "brief" if brief else "whole")
+        short = any(each.launches_alone or each.step.left_out for each in traces)
+        again = functools.partial(rehearse, plan, False) if short else None
         steps = [each.step for each in traces]
         used = replace(machine, devices=machine.devices[: plan.devices])  # their workers share the cores of a host
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described[plan.compile]
@@ -105,18 +102,18 @@ def rehearser(
             memory = replace(memory, kept=kept_bytes(held, plan))
         estimate = Estimate(plan, memory, notes=notes, samples=program.batch_size, dtype=steps[0].dtype)
         if unknown := missing(steps, prices):
-            return Rehearsed(replace(estimate, unknown=unknown[0]), traces, prices)
+            return Rehearsed(replace(estimate, unknown=unknown[0]), traces, prices, None, again)
         try:
             try:
-                step = simulate(steps, prices, interval=interval, merged=brief)
+                step = simulate(steps, prices, interval=interval, merged=short)
             except Unlike:  # it matters for times that microbatches are left out
                 steps = [each.step for each in traced(plan, "launches")]
-                step = simulate(steps, prices, interval=interval, merged=brief)
+                step = simulate(steps, prices, interval=interval, merged=short)
         except ValueError as error:  # the ranks that were traced wait for each other
-            return Rehearsed(replace(estimate, unknown=str(error)), traces, prices)
+            return Rehearsed(replace(estimate, unknown=str(error)), traces, prices, None, again)
         seconds, parts = Range(step.seconds, step.low, step.high), slowest_rank(step).kinds
         estimate = replace(estimate, seconds=seconds, parts=parts, balanced=_balanced(plan, speeds, step))
-        return Rehearsed(estimate, traces, prices, step)
+        return Rehearsed(estimate, traces, prices, step, again)
 
     return rehearse
 

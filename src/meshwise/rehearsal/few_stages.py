@@ -48,6 +48,12 @@ class Stages:
         return with_few(self.plan, pipeline=FEW_STAGES, data=min(self.plan.data, FEW_COPIES))
 
     @property
+    def begun(self) -> int | None:
+        """Of how few microbatches the first two stages do what they do in the plan, if it has hardly more microbatches
+        than stages: their last forward follows a forward, or is the first that follows a backward. Else None."""
+        return FEW_STAGES + self.plan.accumulate - self.plan.pipeline if fills_once(self.plan) else None
+
+    @property
     def sort(self) -> Plan:
         """The same but for sizes, which do not tell stages from each other: the degree of an axis, and microbatches."""
         axes = {axis: min(getattr(self.few, axis), 2) for axis in AXES if axis != "pipeline"}
@@ -197,7 +203,7 @@ def with_all_stages(
 ) -> list[Trace]:
     """Return the traces of all stages of a plan with many microbatches.
 
-    make: returns what composes a step of the first, the second or the last of the traced stages.
+    make: returns what composes a step of a stage.
     ranks: the ranks of these.
     axis: finds the group of blocks of a launch.
     runs: how many of the microbatches are not left out.
@@ -209,9 +215,15 @@ def with_all_stages(
         actions, left_out = with_left_out(actions_of(stages.plan, stage), stages.plan.accumulate, runs)
         move = stages.move(ranks[like], stage, axis)
         alone = extent == "launches" or (extent == "brief" and stages.needs_less(stage))
-        return stages.moved(make(like)(actions, left_out, move, alone), stage)
+        return stages.moved(make(stage)(actions, left_out, move, alone), stage)
 
     return [made(stage) for stage in range(stages.plan.pipeline)]
+
+
+def fills_once(plan: Plan) -> bool:
+    """Return whether a plan has so few microbatches that its first stage gets the last one before the first backward,
+    or right after it. Under shard, what an action does depends on that."""
+    return plan.shard > 1 and plan.pipeline > 1 and plan.schedule == "1f1b" and plan.accumulate <= plan.pipeline + 1
 
 
 def stage_of(plan: Plan, rank: int) -> int:

@@ -35,6 +35,7 @@ from meshwise.rehearsal.few_stages import (
     Stages,
     actions_of,
     check_third,
+    fills_once,
     stage_of,
     with_all_stages,
     with_few,
@@ -42,7 +43,7 @@ from meshwise.rehearsal.few_stages import (
     without_third,
 )
 from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, Growth, composer, growth_of, with_more
+from meshwise.rehearsal.microbatches import LEAST, Composer, Growth, composer, growth_of, with_fewer, with_more
 from meshwise.rehearsal.replay import MICROBATCHES, lengthened
 from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Extent, Trace, trace
@@ -140,6 +141,8 @@ class Tracer:
     ) -> list[Trace]:
         """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages. Extend the traces to all
         of them, but leave all but `runs` microbatches of a pipeline out. Raises Unlike if this is inexact."""
+        if stages is None and fills_once(plan):
+            raise Unlike("the last forward of the first stage follows a forward, of few microbatches a backward")
         traced, composes = plan if stages is None else stages.few, plan.pipeline > 1
         rows = self.batch_size // plan.accumulate // plan.data * traced.data
         sort = None if stages is None else (kind, stages.sort)
@@ -165,8 +168,17 @@ class Tracer:
         growth = self._growth(least, actions, lambda: self._traced(long, groups, False))
         make = functools.cache(lambda at: composer(found[at], growth[at]))
         if stages is not None and self.stretch is not None:
-            axis = blocks_axis(self.stretch)
-            return with_all_stages(make, stages, [each.step.rank for each in found], axis, runs, extent)
+            axis, begun = blocks_axis(self.stretch), make
+            if (count := stages.begun) is not None:
+                job, own = replace(self.job, batch_size=rows * count), with_few(traced, accumulate=count)
+                others = self._replayed(_Asked(job, own, kind, speeds, composes, False), blocks)[0]
+                begun = functools.cache(lambda at: composer(others[at], with_fewer(growth[at], few, few - count)))
+            ranks = [each.step.rank for each in found]
+
+            def made(stage: int) -> Composer:
+                return (begun if stage < 2 else make)(stages.like(stage))
+
+            return with_all_stages(made, stages, ranks, axis, runs, extent)
         alone = extent == "launches"
         return [make(at)(*with_left_out(own, plan.accumulate, runs), launches=alone) for at, own in enumerate(actions)]
 
@@ -293,7 +305,7 @@ def microbatches_of(plan: Plan) -> int | None:
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
-        alike = alike and plan.accumulate > plan.pipeline + 1  # else a stage's last forward follows a forward
+        alike = alike and (not fills_once(plan) or plan.accumulate >= plan.pipeline > FEW_STAGES)
     return few if alike and plan.accumulate * plan.pipeline > _few_parts(plan, few) else None
 
 

@@ -205,7 +205,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
     `times` times in the result. Raises Unlike if a value cannot be extrapolated.
 
     short, long: the value in a step, and in a step with one more block or microbatch.
-    times: how many blocks or microbatches to add to the step of `short`.
+    times: how many blocks or microbatches to add to the step of `short`. A negative number takes some away.
     """
     if short == long and type(short) is type(long):
         return long
@@ -234,8 +234,15 @@ def grown(short: Any, long: Any, times: int) -> Any:
 def _longer(short: Sequence[Any], long: Sequence[Any], times: int) -> list[Any]:
     numbers: dict[Hashable, int] = {}
     one, other = ([numbers.setdefault(json.dumps(each), len(numbers)) for each in given] for given in (short, long))
-    found, done = [], 0
+    found: list[Any] = []
+    done = 0
     for piece in Insertions(one, other, (one, other)).all:
+        if times < 0:
+            gone = (1 - times) * piece.length
+            if piece.first + gone > piece.end:
+                raise Unlike("a list does not repeat as often as it is to get shorter")
+            found, done = [*found, *long[done : piece.end - gone]], piece.end
+            continue
         found += [*long[done : piece.at], *(list(long[piece.at : piece.at + piece.length]) * times)]
         done = piece.at + piece.length
     return [*found, *long[done:]]

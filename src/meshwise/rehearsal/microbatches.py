@@ -28,6 +28,7 @@ from meshwise.rehearsal.pieces import (
     Place,
     count_of,
     cut,
+    kind_of,
     sections_of,
 )
 from meshwise.rehearsal.replay import grown_event
@@ -54,7 +55,10 @@ def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Comp
     pieces = pieces or cut(short, {})
     if pieces.count < LEAST:
         raise Unlike(f"a trace of {pieces.count} microbatches")
-    growing = {place: growth[kind] for place, kind in pieces.kinds({kind[0] for kind in growth}) if kind in growth}
+    grows = {place: kind for place, kind in pieces.kinds({kind.name for kind in growth}) if kind in growth}
+    if growth.keys() - set(grows.values()):
+        raise Unlike("an event that grows with the number of microbatches is not in the trace")
+    growing = {place: growth[kind] for place, kind in grows.items()}
     for at, entry in enumerate(pieces.entries[Piece(HELD, REST, 0)] if growing else ()):
         if (ref := next(iter(entry.refers), None)) in growing:
             growing[Place(Piece(HELD, REST, 0), at)] = growing[ref]
@@ -110,6 +114,25 @@ def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]
     if not begun.keys() <= set(kinds.values()):
         raise Unlike("an event that grows with the number of microbatches is not in the first step")
     return {**begun, **growth}
+
+
+def with_fewer(growth: Growth, count: int, fewer: int) -> Growth:
+    """Return the events whose sizes grow, as they are in a trace of fewer microbatches.
+
+    count, fewer: how many microbatches the trace has in which the events were found, and how many less the other has.
+    """
+    kinds = {kind_of(one): kind_of(grown_event(one, other, -fewer)) for one, other in growth.values()}
+    found: dict[Kind, tuple[Event, Event]] = {}
+    for kind, (one, other) in growth.items():
+        if kind.name != REST and 2 <= kind.number < count - 1:
+            raise Unlike("an event of a microbatch between others grows with their number")
+        number = kind.number - fewer if kind.name != REST and kind.number == count - 1 else kind.number
+        following = kinds.get(kind.following, kind.following)
+        found[kind._replace(number=number, event=kinds[kind.event], following=following)] = (
+            grown_event(one, other, -fewer),
+            grown_event(one, other, 1 - fewer),
+        )
+    return found
 
 
 def _microbatches(work: Work) -> int:
