@@ -72,8 +72,8 @@ def rehearser(
 
     cap: the most bytes of each device's memory that a step may use. None for all of the memory.
     interval: whether to compute the interval of the time, see `simulate`.
-    brief: whether the traces and the step may leave microbatches of a pipeline out, see `Work.left_out`. The estimate
-        counts them.
+    brief: whether the traces and the step may leave out what the estimate does not need or counts itself: microbatches
+        of a pipeline (`Work.left_out`), memory of stages (`Trace.launches_alone`). `Rehearsed.whole` has all.
     """
     described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)

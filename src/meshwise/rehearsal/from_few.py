@@ -52,7 +52,8 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
 KEPT = 6
-"""How many traces of few stages are kept for plans that share them. A plan needs three."""
+"""How many traces of few stages are kept for plans that share them. A plan needs two, or four if it fills its
+pipeline once."""
 AROUND = 2
 """If microbatches of a pipeline are left out, as many run as it has stages, LEAST before, and these, so that two on
 each side of those that are left out follow each other as evenly as they do."""
@@ -173,12 +174,11 @@ class Tracer:
                 job, own = replace(self.job, batch_size=rows * count), with_few(traced, accumulate=count)
                 others = self._replayed(_Asked(job, own, kind, speeds, composes, False), blocks)[0]
                 begun = functools.cache(lambda at: composer(others[at], with_fewer(growth[at], few, few - count)))
-            ranks = [each.step.rank for each in found]
 
             def made(stage: int) -> Composer:
                 return (begun if stage < 2 else make)(stages.like(stage))
 
-            return with_all_stages(made, stages, ranks, axis, runs, extent)
+            return with_all_stages(made, stages, [each.step.rank for each in found], axis, runs, extent)
         alone = extent == "launches"
         return [make(at)(*with_left_out(own, plan.accumulate, runs), launches=alone) for at, own in enumerate(actions)]
 
@@ -305,6 +305,7 @@ def microbatches_of(plan: Plan) -> int | None:
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
+        # What fills its pipeline once has few stages traced once more, see `Stages.begun`, or else all.
         alike = alike and (not fills_once(plan) or plan.accumulate >= plan.pipeline > FEW_STAGES)
     return few if alike and plan.accumulate * plan.pipeline > _few_parts(plan, few) else None
 

@@ -1,8 +1,7 @@
 """Compose a step of many microbatches from a trace of few.
 
 All microbatches but the first two and the last run the same operators after the same action, so a step of any number
-of them is put together from the pieces of a step of few (pieces.py), in the order of the pipeline's schedule. After the
-last backward, all microbatches may be visited one after the other. Anything else raises Unlike.
+of them is put together from the pieces of a step of few (pieces.py, composing.py). Anything else raises Unlike.
 
 Tested in tests/rehearsal/test_replay.py.
 """
@@ -10,6 +9,7 @@ Tested in tests/rehearsal/test_replay.py.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,6 @@ from meshwise.rehearsal.pieces import (
     Kind,
     Order,
     Piece,
-    Pieces,
     Place,
     count_of,
     cut,
@@ -42,7 +41,7 @@ Move = Callable[[Launch], Launch]
 Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1 microbatches
 
 
-def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Composer:
+def composer(short: Trace, growth: Growth) -> Composer:
     """Return a function that returns the trace of a step of many microbatches. It takes the actions of this step in
     order, the microbatches among them that are left out (see `Work.left_out`), what moves launches to another stage,
     and whether only the launches of a later step are asked for. Storages are numbered anew. Raises Unlike, and so does
@@ -50,9 +49,8 @@ def composer(short: Trace, growth: Growth, pieces: Pieces | None = None) -> Comp
 
     short: a marked trace of n microbatches, n at least LEAST.
     growth: the events whose sizes grow with the number of microbatches, see `growth_of`.
-    pieces: those of `short`, if it is cut already.
     """
-    pieces = pieces or cut(short, {})
+    pieces = cut(short, {})
     if pieces.count < LEAST:
         raise Unlike(f"a trace of {pieces.count} microbatches")
     grows = {place: kind for place, kind in pieces.kinds({kind.name for kind in growth}) if kind in growth}
@@ -151,7 +149,8 @@ def with_more(trace: Trace) -> Trace:
 def _in_place_of(step: Work, more: Work) -> Work:
     """Return `more`, the step after `step`, with the memory that it begins with as `step` numbers it. Raises Unlike if
     it begins with other memory."""
-    begins: list[list[Allocate]] = [sorted(work.held, key=_sort_of_memory) for work in (step, more)]
+    sort = operator.attrgetter("category", "size", "on_host", "stream")
+    begins: list[list[Allocate]] = [sorted(work.held, key=sort) for work in (step, more)]
     named = {old.storage: new.storage for new, old in zip(*begins, strict=False)}
 
     def of(event: Any) -> Any:
@@ -161,10 +160,6 @@ def _in_place_of(step: Work, more: Work) -> Work:
     if [of(one) for one in begins[1]] != begins[0]:
         raise Unlike("a later step begins with other memory than the one before")
     return replace(more, held=step.held, events=tuple(map(of, more.events)))
-
-
-def _sort_of_memory(one: Allocate) -> Any:
-    return one.category, one.size, one.on_host, one.stream
 
 
 def check_equal(traced: Trace, made: Trace) -> None:

@@ -56,6 +56,7 @@ from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate
 
 THIRD = 2
+"""The place of the third stage among those that are traced."""
 STEPS = 2
 """How many steps are traced: the first, which creates the optimizer's state and the buckets, and a usual later step."""
 
