@@ -1,0 +1,57 @@
+"""Station 4, implement: a model and its loop for one device. The lines that end in `# many` bring it to many.
+
+python examples/journey/implement.py                             one device
+meshwise run --devices 2xcpu examples/journey/implement.py       two: the same numbers
+meshwise check examples/journey/implement.py                     the proof
+"""
+
+import torch
+import torch.nn.functional as F
+from station import lines_for_many, needs, tell
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+
+def dataset(images, labels):
+    return TensorDataset(images[:, None] / 255, labels)
+
+
+def network(width):
+    first = nn.Conv2d(1, width, 5), nn.ReLU(), nn.MaxPool2d(2)
+    second = nn.Conv2d(width, 2 * width, 5), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * width, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def fit(model, data, epochs, rate=4e-3, criterion=F.cross_entropy):
+    loader = DataLoader(data, batch_size=128, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader)  # many
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=epochs * len(loader))
+    for _ in range(epochs):
+        for images, labels in loader:
+            loss = criterion(model(images), labels)
+            mw.backward(loss)  # many: loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+
+def predict(model, data):
+    loader = DataLoader(data, batch_size=1000)
+    loader = mw.distribute(loader)  # many
+    with torch.no_grad():
+        rows = torch.cat([model(images).softmax(1) for images, _ in loader])
+    return mw.gather_samples(rows)  # many: return rows
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    train, test = (dataset(*torch.load(needs(f"clean/{part}.pt", "clean"))) for part in ("train", "test"))
+    model = network(width=8)
+    fit(model, train, epochs=1)
+    right = (predict(model, test).argmax(1) == test.tensors[1]).sum().item()
+    if mw.is_main():
+        figures = {"accuracy after one epoch": f"{right / len(test):.2%}"}
+        tell("implement", "A network, its loop, and the lines for many devices.", figures, lines_for_many(__file__))

@@ -1,0 +1,63 @@
+"""What the stations share: their folder, what one needs of another, and the row that each tells journey.html."""
+
+import html
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+FOLDER = Path("journey")  # in the folder in which one types the commands
+DEVICES = "all" if torch.accelerator.is_available() else "2xcpu"
+
+plt.switch_backend("svg")
+plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.bbox": "tight"}
+plt.rcParams |= {"axes.prop_cycle": plt.cycler(color=["#0072b2", "#d55e00", "#009e73", "#8c6bb1"]), "axes.grid": False}
+
+
+def needs(name, station):
+    """The path of what an earlier station has written."""
+    if not (FOLDER / name).exists():
+        raise SystemExit(f"{FOLDER / name} is missing. Run first: python examples/journey/{station}.py")
+    return FOLDER / name
+
+
+def tell(station, done="", figures=None, picture=None):
+    """Add to a station's row: what was done, figures by name, a picture (a figure of matplotlib, or HTML)."""
+    path = FOLDER / "rows" / f"{station}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    row = json.loads(path.read_text()) if path.exists() else {"done": "", "figures": {}}
+    if isinstance(picture, str):
+        row["picture"] = picture
+    elif picture is not None:
+        picture.savefig(path.with_suffix(".svg"))
+        row["picture"] = path.with_suffix(".svg").read_text()
+    row |= {"done": done or row["done"], "figures": row["figures"] | (figures or {})}
+    path.write_text(json.dumps(row, indent=1))
+    print("\n".join(f"{name}: {value}" for name, value in (figures or {}).items()))
+
+
+def show(images, titles, columns):
+    """Images as a figure, each with its title."""
+    rows = -(-len(titles) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.8, rows * 1.05), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, image, title in zip(axes.flat, images, titles, strict=False):
+        axis.imshow(image, cmap="gray_r")
+        axis.set_title(title, fontsize=7)
+    return figure
+
+
+def lines_for_many(script):
+    """A script as HTML: its lines for one device, and those that end in `# many` in their place."""
+    lines = []
+    for line in Path(script).read_text().splitlines():
+        code, _, one = line.partition("  # many")
+        if code == line:
+            lines.append(html.escape(line))
+        else:
+            indent = line[: len(line) - len(line.lstrip())]
+            lines += [f"<del>{html.escape(indent + one.removeprefix(': '))}</del>"] if one else []
+            lines.append(f"<ins>{html.escape(code)}</ins>")
+    return "<pre>" + "\n".join(lines) + "</pre>"
