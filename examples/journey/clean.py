@@ -8,17 +8,17 @@ import shutil
 
 import torch
 from find import likely_labels, most_alike, out_of_fold, read
-from implement import dataset, fit, network, predict
+from implement import accuracy, dataset, fit, network, predict
 from station import DEVICES, FOLDER, needs, show, tell
 
 import meshwise as mw
 
 
-def accuracy(images, labels, test, test_labels):
+def score(images, labels, test, test_labels):
+    """Accuracy of a model trained on these images."""
     torch.manual_seed(0)
-    model = network(width=16)
-    fit(model, dataset(images, labels), epochs=4)
-    return (predict(model, dataset(test, test_labels)).argmax(1) == test_labels).float().mean().item()
+    fit(model := network(width=16), dataset(images, labels), epochs=4)
+    return accuracy(*predict(model, dataset(test, test_labels)))
 
 
 if __name__ == "__main__":
@@ -26,7 +26,7 @@ if __name__ == "__main__":
     images, labels, files, removed = read(needs("copy/train", "damage"))
 
     pixels, names = torch.cat([test, images]), [*test_files, *files]
-    for number, (cosine, twin) in enumerate(zip(*most_alike(pixels), strict=True)):
+    for number, (cosine, twin) in enumerate(zip(*most_alike(pixels))):
         if cosine > 0.985 and number >= len(test):  # an image to train, like one to test or like one before it
             kind = "exact" if torch.equal(pixels[number], pixels[twin]) else "near"
             removed[names[number]] = (f"{kind} duplicate", f"of {names[twin]}")
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     probabilities = mw.launch(out_of_fold, images[rest], labels[rest], devices=DEVICES)[0]
     likely = likely_labels(probabilities, labels[rest])
     wrong, rest = rest[likely >= 0], rest[likely < 0]
-    for number, label in zip(wrong.tolist(), likely[likely >= 0].tolist(), strict=True):
+    for number, label in zip(wrong.tolist(), likely[likely >= 0].tolist()):
         removed[files[number]] = ("wrong label", f"more likely {label}")
 
     with (FOLDER / "removed.csv").open("w", newline="") as table:
@@ -48,8 +48,8 @@ if __name__ == "__main__":
     torch.save((images[rest], labels[rest]), FOLDER / "clean" / "train.pt")
     torch.save((test, test_labels), FOLDER / "clean" / "test.pt")
 
-    before = mw.launch(accuracy, images, labels, test, test_labels, devices=DEVICES)[0]
-    after = mw.launch(accuracy, images[rest], labels[rest], test, test_labels, devices=DEVICES)[0]
+    before = mw.launch(score, images, labels, test, test_labels, devices=DEVICES)[0]
+    after = mw.launch(score, images[rest], labels[rest], test, test_labels, devices=DEVICES)[0]
     figures = {"accuracy": f"{before:.2%} with them, {after:.2%} without"}
     titles = [f"{files[number].parent.name}: {removed[files[number]][1][-1]}?" for number in wrong[:20]]
     done = f"{len(removed)} files kept aside, each with its reason."

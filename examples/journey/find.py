@@ -27,7 +27,7 @@ def most_alike(images):
     ink = (images - 60.0).clamp(min=0)
     shift = [14 - ink.sum(dim) @ torch.arange(28.0) / ink.sum((1, 2)).clamp(min=1) for dim in (2, 1)]
     shift = torch.stack(shift, 1).round().int().tolist()
-    centred = torch.stack([image.roll(by, (0, 1)) for image, by in zip(images, shift, strict=True)]).flatten(1)
+    centred = torch.stack([image.roll(by, (0, 1)) for image, by in zip(images, shift)]).flatten(1)
     vectors = normalize(centred - centred.float().mean(1, keepdim=True))
     found = []
     for start in range(0, len(vectors), 1000):
@@ -43,7 +43,7 @@ def out_of_fold(images, labels, folds=4, epochs=4):
     for held in (fold == number for number in range(folds)):
         model = network(width=16)
         fit(model, dataset(images[~held], labels[~held]), epochs)
-        found[held] = predict(model, dataset(images[held], labels[held]))
+        found[held], _ = predict(model, dataset(images[held], labels[held]))
     return found
 
 

@@ -6,7 +6,6 @@ meshwise check examples/journey/implement.py                     the proof
 """
 
 import torch
-import torch.nn.functional as F
 from station import lines_for_many, needs, tell
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,34 +23,39 @@ def network(width):
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * width, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def fit(model, data, epochs, rate=4e-3, criterion=F.cross_entropy):
+def fit(model, data, epochs, rate=4e-3, after_epoch=lambda epoch: None):
     loader = DataLoader(data, batch_size=128, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     model, optimizer, loader = mw.distribute(model, optimizer, loader)  # many
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=epochs * len(loader))
-    for _ in range(epochs):
+    for epoch in range(epochs):
         for images, labels in loader:
-            loss = criterion(model(images), labels)
-            mw.backward(loss)  # many: loss.backward()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = mw.backward(loss)  # many: loss.backward()
+            mw.log(loss=loss)  # many
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
+        after_epoch(epoch)
 
 
 def predict(model, data):
+    """Probabilities and labels, a row each image, in the order of the data."""
     loader = DataLoader(data, batch_size=1000)
     loader = mw.distribute(loader)  # many
     with torch.no_grad():
-        rows = torch.cat([model(images).softmax(1) for images, _ in loader])
-    return mw.gather_samples(rows)  # many: return rows
+        columns = zip(*[(model(images).softmax(1), labels) for images, labels in loader])
+    return [mw.gather_samples(torch.cat(rows)).cpu() for rows in columns]  # many: return map(torch.cat, columns)
+
+
+def accuracy(probabilities, labels):
+    return (probabilities.argmax(1) == labels).float().mean().item()
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     train, test = (dataset(*torch.load(needs(f"clean/{part}.pt", "clean"))) for part in ("train", "test"))
-    model = network(width=8)
-    fit(model, train, epochs=1)
-    right = (predict(model, test).argmax(1) == test.tensors[1]).sum().item()
+    fit(model := network(width=8), train, epochs=1)
+    figures = {"accuracy after one epoch": f"{accuracy(*predict(model, test)):.2%}"}
     if mw.is_main():
-        figures = {"accuracy after one epoch": f"{right / len(test):.2%}"}
         tell("implement", "A network, its loop, and the lines for many devices.", figures, lines_for_many(__file__))

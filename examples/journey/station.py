@@ -1,6 +1,7 @@
 """What the stations share: their folder, what one needs of another, and the row that each tells journey.html."""
 
 import html
+import io
 import json
 from pathlib import Path
 
@@ -22,19 +23,23 @@ def needs(name, station):
     return FOLDER / name
 
 
-def tell(station, done="", figures=None, picture=None):
-    """Add to a station's row: what was done, figures by name, a picture (a figure of matplotlib, or HTML)."""
+def tell(station, done="", figures=None, *pictures):
+    """Add to a station's row: what was done, figures by name, pictures (of matplotlib, or HTML)."""
     path = FOLDER / "rows" / f"{station}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    row = json.loads(path.read_text()) if path.exists() else {"done": "", "figures": {}}
-    if isinstance(picture, str):
-        row["picture"] = picture
-    elif picture is not None:
-        picture.savefig(path.with_suffix(".svg"))
-        row["picture"] = path.with_suffix(".svg").read_text()
-    row |= {"done": done or row["done"], "figures": row["figures"] | (figures or {})}
-    path.write_text(json.dumps(row, indent=1))
-    print("\n".join(f"{name}: {value}" for name, value in (figures or {}).items()))
+    row = json.loads(path.read_text()) if path.exists() else {"done": "", "figures": {}, "pictures": []}
+    row["done"] = done or row["done"]
+    row["figures"] |= figures or {}
+    row["pictures"] = [each if isinstance(each, str) else svg(each) for each in pictures] or row["pictures"]
+    path.write_text(json.dumps(row))
+    print("\n".join(f"{name}: {value}" for name, value in (figures or {}).items()), flush=True)
+
+
+def svg(figure):
+    """A figure of matplotlib as SVG that stands in a page."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def show(images, titles, columns):
@@ -43,7 +48,7 @@ def show(images, titles, columns):
     figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.8, rows * 1.05), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
-    for axis, image, title in zip(axes.flat, images, titles, strict=False):
+    for axis, image, title in zip(axes.flat, images, titles):
         axis.imshow(image, cmap="gray_r")
         axis.set_title(title, fontsize=7)
     return figure

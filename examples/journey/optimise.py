@@ -1,0 +1,62 @@
+"""Station 8, optimise: a search, one trial a device at a time; a student of the best model; its weights in 8 bits.
+
+python examples/journey/optimise.py [TRIALS]      goes on where it was stopped
+"""
+
+import sys
+
+import matplotlib.pyplot as plt
+import optuna
+import torch
+from implement import accuracy, dataset, fit, network, predict
+from search import search
+from smaller import compared, distil, in_8_bits
+from station import DEVICES, FOLDER, needs, tell
+from train import Moved
+
+import meshwise as mw
+
+EPOCHS, HELD = 6, 1500
+
+
+def objective(trial):
+    images, labels = dataset(*torch.load(needs("clean/train.pt", "clean"))).tensors
+    model, data = network(trial.suggest_categorical("width", [8, 16, 24])), Moved(images[HELD:], labels[HELD:])
+    data.by = trial.suggest_int("moved by", 0, 3)
+    held = torch.utils.data.TensorDataset(images[:HELD], labels[:HELD])
+
+    def after_epoch(epoch):
+        trial.report(accuracy(*predict(model, held)), epoch)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+
+    torch.manual_seed(0)
+    fit(model, data, EPOCHS, trial.suggest_float("rate", 1e-3, 2e-2, log=True), after_epoch)
+    torch.save(model.state_dict(), FOLDER / f"trial-{trial.number}.pt")
+    return accuracy(*predict(model, held))
+
+
+if __name__ == "__main__":
+    train, test = (dataset(*torch.load(needs(f"clean/{part}.pt", "clean"))) for part in ("train", "test"))
+    study = search(objective, int(sys.argv[1]) if sys.argv[1:] else 12, FOLDER / "search.journal")
+    best = study.best_trial
+    searched = network(best.params["width"])
+    searched.load_state_dict(torch.load(FOLDER / f"trial-{best.number}.pt"))
+    student = network(best.params["width"] // 2)
+    student.load_state_dict(mw.launch(distil, searched, student, train, 3 * EPOCHS, devices=DEVICES)[0])
+    models = {"searched": searched, "distilled": student, "in 8 bits": in_8_bits(student, train.tensors[0][:500])}
+    rows = list(compared(models, test))
+
+    figure, axes = plt.subplots(1, 4, figsize=(8, 2))
+    for trial in study.trials:
+        axes[0].plot(list(trial.intermediate_values.values()), color="C0" if trial == best else "0.8")
+    axes[0].set(title="trials", xlabel="epoch", ylim=(0.9, 1))
+    names, *columns = zip(*rows)
+    for axis, values, title in zip(axes[1:], columns, ("accuracy", "bytes", "ms for 100 images")):
+        axis.bar(names, values, color=["C0", "C2", "C3"])
+        axis.set_title(title)
+        axis.tick_params("x", rotation=30)
+    axes[1].set_ylim(0.95, 1)
+    figures = {name: f"{share:.2%}, {size / 2**10:.0f} KiB, {ms:.2f} ms" for name, share, size, ms in rows}
+    done = f"{len(study.trials)} trials, the best with {best.params}; a student of it; its weights in 8 bits."
+    tell("optimise", done, figures, figure)
