@@ -41,7 +41,7 @@ if __name__ == "__main__":
     step = dict(zip(WIDTHS, found["here"]))[width][0]
     (FOLDER / "design.json").write_text(json.dumps({"width": width, "epochs": EPOCHS, "milliseconds": step}))
 
-    figure, axes = plt.subplots(1, 2, figsize=(7, 2.2))
+    figure, axes = plt.subplots(1, 2, figsize=(7, 2.2), layout="constrained")
     for name, rows in found.items():
         for axis, values, unit in zip(axes, zip(*rows), ("ms a step", "MiB a device")):
             axis.plot(WIDTHS, values, "o-", label=name)

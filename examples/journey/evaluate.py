@@ -36,21 +36,18 @@ if __name__ == "__main__":
     confidence, accuracy, share = calibration(probabilities, labels)
     worst = probabilities.gather(1, labels[:, None]).squeeze(1).argsort()[:12].tolist()
 
-    if mw.is_main():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.2))
-        left.imshow(confusion.float().log1p(), cmap="Blues")
-        for (row, column), count in np.ndenumerate(confusion.numpy()):
-            left.text(
-                column, row, count or "", ha="center", va="center", fontsize=6, color="w" if row == column else "k"
-            )
-        left.set(xlabel="taken for", ylabel="is", xticks=range(10), yticks=range(10))
-        right.plot([0, 1], [0, 1], color="0.7")
-        right.plot(confidence[share > 0], accuracy[share > 0], "o-")
-        right.set(xlabel="confidence", ylabel="accuracy")
-        titles = [f"{labels[i]}, taken for {guess[i]}" for i in worst]
-        figures = {
-            "accuracy": f"{confusion.trace() / confusion.sum():.2%} of {confusion.sum():,}",
-            "expected calibration error": f"{((confidence - accuracy).abs() * share).sum():.2%}",
-        }
-        done = "Each image counted once, whatever the number of devices."
-        tell("evaluate", done, figures, figure, show(images[worst], titles, 6))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.2), layout="constrained")
+    left.imshow(confusion.float().log1p(), cmap="Blues")
+    for (row, column), count in np.ndenumerate(confusion.numpy()):
+        left.text(column, row, count or "", ha="center", va="center", fontsize=6, color="w" if row == column else "k")
+    left.set(xlabel="taken for", ylabel="is", xticks=range(10), yticks=range(10))
+    right.plot([0, 1], [0, 1], color="0.7")
+    right.plot(confidence[share > 0], accuracy[share > 0], "o-")
+    right.set(xlabel="confidence", ylabel="accuracy")
+    titles = [f"{labels[i]} as {guess[i]}" for i in worst]
+    figures = {
+        "accuracy": f"{confusion.trace() / confusion.sum():.2%} of {confusion.sum():,}",
+        "expected calibration error": f"{((confidence - accuracy).abs() * share).sum():.2%}",
+    }
+    done = "Each image counted once, whatever the number of devices."
+    tell("evaluate", done, figures, figure, show(images[worst], titles, 6))

@@ -57,5 +57,4 @@ if __name__ == "__main__":
     train, test = (dataset(*torch.load(needs(f"clean/{part}.pt", "clean"))) for part in ("train", "test"))
     fit(model := network(width=8), train, epochs=1)
     figures = {"accuracy after one epoch": f"{accuracy(*predict(model, test)):.2%}"}
-    if mw.is_main():
-        tell("implement", "A network, its loop, and the lines for many devices.", figures, lines_for_many(__file__))
+    tell("implement", "A network, its loop, and the lines for many devices.", figures, lines_for_many(__file__))

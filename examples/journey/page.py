@@ -2,9 +2,13 @@
 
 import html
 import json
+import os
+import platform
+from datetime import datetime
 from importlib.resources import files
 
-from station import FOLDER
+import torch
+from station import DEVICES, FOLDER
 
 TITLES = {
     "download": "Download",
@@ -22,7 +26,8 @@ main { max-width: 1180px; }
 .row { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 3fr); gap: 14px 28px; margin: 0 0 22px; }
 .row h2 { margin: 0 0 6px; } .row h2 small { color: var(--soft); font-weight: 400; float: right; }
 .row p { margin: 0 0 12px; }
-.row .pictures { background: #fff; color: #1d2126; border-radius: 8px; padding: 10px; align-self: start; overflow-x: auto; }
+.row .pictures { background: #fff; color: #1d2126; border-radius: 8px; padding: 10px; align-self: start; }
+.row .pictures pre { max-height: 520px; } .row .pictures a { color: #0072b2; }
 .row svg, .row img { max-width: 100%; height: auto; display: block; margin: 0 auto 8px; }
 .row td { white-space: normal; } .row td:first-child, .row th:first-child { position: static; }
 .row pre { font: 12.5px/1.45 ui-monospace, monospace; margin: 0; overflow-x: auto; }
@@ -74,6 +79,12 @@ def write_page(walked, seconds):
     """Write journey.html of the stations so far: {station: (commands, what they printed, seconds)}."""
     rows = "".join(row(number, station, *each) for number, (station, each) in enumerate(walked.items(), start=1))
     css = (files("meshwise.timeline.views") / "html_page.css").read_text(encoding="utf-8") + STYLE
-    about = f"{len(walked)} of {len(TITLES)} stations in {seconds:.0f} s"
-    page = PAGE.format(style=css, about=about, verdict="", rows=rows, footer="")
+    last = json.loads((FOLDER / "rows" / f"{list(walked)[-1]}.json").read_text())["done"]
+    verdict = json.loads((FOLDER / "rows/optimise.json").read_text())["done"] if "optimise" in walked else last
+    about = f"{min(len(walked), 8)} of 8 stations, {seconds:.0f} s"
+    footer = (
+        f"{DEVICES}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+    )
+    footer += f"{datetime.now():%Y-%m-%d %H:%M}. Every figure was measured in this run. More: docs/journey.md"
+    page = PAGE.format(style=css, about=about, verdict=html.escape(verdict), rows=rows, footer=html.escape(footer))
     (FOLDER / "journey.html").write_text(page, encoding="utf-8")

@@ -1,12 +1,12 @@
 """Make a model smaller: a student that learns from it, its weights in 8 bits, what each costs. Used by station 8."""
 
-import io
-import statistics
 import time
 import warnings
+from statistics import median
 
 import torch
 from implement import accuracy, fit, predict
+from station import FOLDER
 from torch.ao.quantization import get_default_qconfig_mapping  # torch 2.11 to 2.15 have it; its successor is torchao
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from train import Moved
@@ -33,7 +33,7 @@ def in_8_bits(model, images):
 
 
 def compared(models, test, turns=20):
-    """(name, accuracy, bytes of its file, milliseconds for 100 images) of each: medians, by turns, on one thread."""
+    """(name, accuracy, KiB of its file, milliseconds for 100 images) of each: medians, by turns, on one thread."""
     images = test.tensors[0][:100]
     torch.set_num_threads(1)
     seconds = {name: [] for name in models}
@@ -43,5 +43,5 @@ def compared(models, test, turns=20):
             model(images)
         seconds[name].append(time.perf_counter() - begin)
     for name, model in models.items():
-        torch.save(model.state_dict(), file := io.BytesIO())
-        yield name, accuracy(*predict(model, test)), file.tell(), statistics.median(seconds[name]) * 1e3
+        torch.save(model.state_dict(), file := FOLDER / f"{name}.pt")
+        yield name, accuracy(*predict(model, test)), file.stat().st_size / 2**10, median(seconds[name]) * 1e3

@@ -8,11 +8,14 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
+import meshwise as mw
+
 FOLDER = Path("journey")  # in the folder in which one types the commands
 DEVICES = "all" if torch.accelerator.is_available() else "2xcpu"
 
 plt.switch_backend("svg")
 plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.bbox": "tight"}
+plt.rcParams |= {"axes.titlesize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
 plt.rcParams |= {"axes.prop_cycle": plt.cycler(color=["#0072b2", "#d55e00", "#009e73", "#8c6bb1"]), "axes.grid": False}
 
 
@@ -24,7 +27,9 @@ def needs(name, station):
 
 
 def tell(station, done="", figures=None, *pictures):
-    """Add to a station's row: what was done, figures by name, pictures (of matplotlib, or HTML)."""
+    """Add to a station's row, once: what was done, figures by name, pictures (of matplotlib, or HTML)."""
+    if not mw.is_main():
+        return
     path = FOLDER / "rows" / f"{station}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     row = json.loads(path.read_text()) if path.exists() else {"done": "", "figures": {}, "pictures": []}

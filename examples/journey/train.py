@@ -50,11 +50,11 @@ if __name__ == "__main__":
         mw.print(f"epoch {epoch + 1}/{epochs}  loss {loss.item():.4f}", flush=True)
     figures = {"accuracy": f"{accuracy(*predict(model, test)):.2%}"}
     mw.save(model.state_dict(), FOLDER / "model.pt")
-    if mw.is_main():
-        figure, axis = plt.subplots(figsize=(7, 2))
-        axis.plot(kept["losses"], linewidth=0.8)
-        axis.set(xlabel="step", ylabel="loss", yscale="log")
-        for step in kept["began"][1:]:
-            axis.axvline(step, color="C1", linestyle=":")
-        figures["resumed after step"] = ", ".join(map(str, kept["began"][1:])) or "never stopped"
-        tell("train", f"Width {design['width']}, {epochs} epochs on {mw.world_size()} devices.", figures, figure)
+
+    figure, axis = plt.subplots(figsize=(7, 2))
+    axis.plot(kept["losses"], linewidth=0.8)
+    axis.set(xlabel="step", ylabel="loss", yscale="log")
+    for step in kept["began"][1:]:
+        axis.axvline(step, color="C1", linestyle=":")
+    figures["resumed after step"] = ", ".join(map(str, kept["began"][1:])) or "never stopped"
+    tell("train", f"Width {design['width']}, {epochs} epochs on {mw.world_size()} devices.", figures, figure)
