@@ -6,6 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 RUNTIME := $(VENV)/installed-runtime
 DEV := $(VENV)/installed-dev
+JOURNEY := $(VENV)/installed-journey
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -13,7 +14,7 @@ DEV := $(VENV)/installed-dev
 CUDA := .venv-cuda
 CUDA_TORCH := 2.13.0
 
-.PHONY: help demo quick test check suite cuda evidence lint format types api site bench release matrix browser clean
+.PHONY: help demo journey quick test check suite cuda evidence lint format types api site bench release matrix browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +27,9 @@ demo: $(RUNTIME)  ## train the convolutional network on MNIST, on every accelera
 	echo && echo "meshwise report --html" && \
 	$(PY) -m meshwise report --html && \
 	echo "Open this page in a browser: all ranks on one clock, loss, memory, findings."
+
+journey: $(JOURNEY)  ## from a download to a smaller model, in eight stations: five minutes, and a page
+	$(PY) examples/journey/journey.py
 
 quick: lint types  ## lint, format, types, and the tests that start no process: an answer in three minutes
 	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow" --hypothesis-profile=quick
@@ -95,6 +99,10 @@ $(RUNTIME): pyproject.toml constraints.txt | $(PY)
 
 $(DEV): pyproject.toml constraints.txt | $(PY)
 	$(PY) -m pip install -c constraints.txt -e ".[dev]"
+	@touch $(RUNTIME) $@
+
+$(JOURNEY): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install -c constraints.txt -e ".[journey,tensorboard]"
 	@touch $(RUNTIME) $@
 
 # The wheel alone: NVIDIA's libraries (4 GB) would only be replaced. === takes the CUDA build, not one with +cpu.

@@ -51,6 +51,6 @@ if __name__ == "__main__":
     before = mw.launch(score, images, labels, test, test_labels, devices=DEVICES)[0]
     after = mw.launch(score, images[rest], labels[rest], test, test_labels, devices=DEVICES)[0]
     figures = {"accuracy": f"{before:.2%} with them, {after:.2%} without"}
-    titles = [f"{files[number].parent.name}: {removed[files[number]][1][-1]}?" for number in wrong[:20]]
-    done = f"{len(removed)} files kept aside, each with its reason."
+    titles = [f"{files[number].parent.name}, or {removed[files[number]][1][-1]}?" for number in wrong[:20]]
+    done = f"{len(removed)} files kept aside, each with its reason. Shown: labels that are likely wrong."
     tell("clean", done, figures, show(images[wrong], titles, columns=10))

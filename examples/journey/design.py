@@ -35,6 +35,7 @@ def planned(width, machine):
 
 
 if __name__ == "__main__":
+    needs("clean/train.pt", "clean")
     machines = {"here": mw.bench(DEVICES, seconds=8).machine, "8xH100": mw.find_machine("8xH100")}
     found = {name: [planned(width, machine) for width in WIDTHS] for name, machine in machines.items()}
     width = max(w for w, (*_, seconds) in zip(WIDTHS, found["here"]) if seconds < PATIENCE or w == WIDTHS[0])

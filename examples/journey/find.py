@@ -1,5 +1,7 @@
 """What station 2 looks for: files that cannot be read, images that are alike, labels that are likely wrong."""
 
+import io
+
 import numpy as np
 import torch
 from implement import dataset, fit, network, predict
@@ -12,10 +14,11 @@ def read(folder):
     images, files, broken = [], [], {}
     for file in sorted(folder.glob("*/*.png"), key=lambda file: file.name):
         try:
-            Image.open(file).verify()
-            if not file.read_bytes().endswith(b"IEND\xaeB`\x82"):  # Pillow does not miss the last four bytes
+            content = file.read_bytes()
+            Image.open(io.BytesIO(content)).verify()
+            if not content.endswith(b"IEND\xaeB`\x82"):  # Pillow does not miss the last four bytes
                 raise OSError("the end of the file is missing")
-            images.append(np.array(Image.open(file)))
+            images.append(np.array(Image.open(io.BytesIO(content))))
             files.append(file)
         except (OSError, SyntaxError) as error:  # SyntaxError: Pillow's for a damaged PNG
             broken[file] = ("broken", str(error))

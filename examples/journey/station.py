@@ -60,14 +60,13 @@ def show(images, titles, columns):
 
 
 def lines_for_many(script):
-    """A script as HTML: its lines for one device, and those that end in `# many` in their place."""
+    """The functions of a script that have lines for many devices, as HTML: these lines in place of those for one."""
     lines = []
-    for line in Path(script).read_text().splitlines():
-        code, _, one = line.partition("  # many")
-        if code == line:
-            lines.append(html.escape(line))
-        else:
+    functions = [each for each in Path(script).read_text().split("\n\n\n") if "  # many" in each]
+    for function in functions:
+        for line in [*function.splitlines(), ""]:
+            code, _, one = line.partition("  # many")
             indent = line[: len(line) - len(line.lstrip())]
-            lines += [f"<del>{html.escape(indent + one.removeprefix(': '))}</del>"] if one else []
-            lines.append(f"<ins>{html.escape(code)}</ins>")
+            lines += [f"<del>{indent}{html.escape(one.removeprefix(': '))}</del>"] if one else []
+            lines.append(html.escape(line) if code == line else f"<ins>{html.escape(code)}</ins>")
     return "<pre>" + "\n".join(lines) + "</pre>"
