@@ -28,29 +28,31 @@ def job(width):
 
 
 def planned(width, machine):
-    """Milliseconds of a step, MiB of a device, and seconds of the whole training at the slow end of its interval."""
+    """Seconds of a step on all devices of a machine, MiB of a device, seconds of the training where all is slow."""
     plans = mw.plan(job(width), machine=machine, fits=mw.Plan(data=len(machine.devices)))
-    best = plans.best
-    return best.seconds.value * 1e3, best.memory.total.value / 2**20, best.seconds.high * plans.steps
+    return plans.best.seconds, plans.best.memory.total.value / 2**20, plans.best.seconds.high * plans.steps
 
 
 if __name__ == "__main__":
     needs("clean/train.pt", "clean")
     machines = {"here": mw.bench(DEVICES, seconds=8).machine, "8xH100": mw.find_machine("8xH100")}
-    found = {name: [planned(width, machine) for width in WIDTHS] for name, machine in machines.items()}
-    width = max(w for w, (*_, seconds) in zip(WIDTHS, found["here"]) if seconds < PATIENCE or w == WIDTHS[0])
-    step = dict(zip(WIDTHS, found["here"]))[width][0]
-    (FOLDER / "design.json").write_text(json.dumps({"width": width, "epochs": EPOCHS, "milliseconds": step}))
+    found = {name: {width: planned(width, machine) for width in WIDTHS} for name, machine in machines.items()}
+    width = max([w for w, (*_, seconds) in found["here"].items() if seconds < PATIENCE], default=WIDTHS[0])
+    step, *_ = found["here"][width]
+    design = {"width": width, "epochs": EPOCHS, "seconds": [step.low, step.high]}
+    (FOLDER / "design.json").write_text(json.dumps(design))
 
-    figure, axes = plt.subplots(1, 2, figsize=(7, 2.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.2), layout="constrained")
+    figures = {}
     for name, rows in found.items():
-        for axis, values, unit in zip(axes, zip(*rows), ("ms a step", "MiB a device")):
-            axis.plot(WIDTHS, values, "o-", label=name)
-            axis.set(xlabel="width", ylabel=unit, yscale="log", xticks=WIDTHS, xticklabels=WIDTHS)
-    axes[0].legend()
-    figures = {
-        f"{name}, width {w}": f"{ms:.3g} ms a step, {mib:,.0f} MiB, {seconds:.2g} s at most"
-        for name, rows in found.items()
-        for w, (ms, mib, seconds) in zip(WIDTHS, rows)
-    }
+        steps, mebibytes, _ = zip(*rows.values())
+        left.plot(WIDTHS, [step.value * 1e3 for step in steps], "o-", label=name)
+        left.fill_between(WIDTHS, [step.low * 1e3 for step in steps], [step.high * 1e3 for step in steps], alpha=0.2)
+        right.plot(WIDTHS, mebibytes, "o-")
+        for w, (step, mib, _) in rows.items():
+            times = f"{step.value * 1e3:.2g} ms ({step.low * 1e3:.2g} to {step.high * 1e3:.2g})"
+            figures[f"{name}, width {w}"] = f"{times}, {mib:,.0f} MiB"
+    left.set(xlabel="width", ylabel="ms a step", yscale="log", xticks=WIDTHS)
+    right.set(xlabel="width", ylabel="MiB a device", yscale="log", xticks=WIDTHS)
+    left.legend()
     tell("design", f"Width {width}: the widest whose {EPOCHS} epochs take under {PATIENCE} s here.", figures, figure)
