@@ -1,4 +1,4 @@
-"""Before station 2: a copy of the digits, a file each, with known faults in it. After it: how many of them were found.
+"""Before station 2: a copy of the digits, one file per image, with known faults in it. After it: how many were found.
 
 python examples/journey/damage.py [IMAGES]    writes journey/copy, and journey/planted.csv, which clean.py never reads
 python examples/journey/damage.py score       compares what clean.py found with what was planted
@@ -10,13 +10,13 @@ import sys
 
 import numpy as np
 from PIL import Image
-from station import FOLDER, needs, tell
+from station import FOLDER, needs, report
 
 from meshwise.jobs.mnist import read_digits
 
 
 def again(image, rng):
-    """The same digit scanned again: darker, moved by up to a pixel, with noise."""
+    """The same digit scanned again: fainter, moved by up to a pixel, with noise."""
     image = np.roll(image, rng.integers(-1, 2, 2), (0, 1)) * rng.uniform(0.7, 1.0)
     return np.clip(image + rng.normal(0, 10, image.shape), 0, 255).astype(np.uint8)
 
@@ -42,7 +42,7 @@ def plant(images, rng):
                 yield path, fault, ""
             else:
                 whole.append((path, image, label))
-    for number in rng.permutation(len(whole))[: images // 25]:  # also images to test, among those to train
+    for number in rng.permutation(len(whole))[: images // 25]:  # of test images too
         source, image, label = whole[number]
         if rng.random() < 0.5:
             yield write("train", image, label), "exact duplicate", source
@@ -51,26 +51,32 @@ def plant(images, rng):
 
 
 def score(planted, removed):
-    """(fault, planted, found, wrongly removed) of each fault. Of two files that are alike either may go."""
+    """Rows of (fault, planted, found, false alarms). Of two files that are alike, either may be the one removed."""
     gone, rows = {row["file"]: row["fault"] for row in removed}, []
-    for fault in sorted(set(gone.values())):
-        files = [(row["file"], row["copy of"]) for row in planted if row["fault"] == fault]
-        found = {next((file for file in pair if gone.get(file) == fault), "") for pair in files} - {""}
-        rows.append((fault, len(files), len(found), list(gone.values()).count(fault) - len(found)))
+    for fault in sorted({row["fault"] for row in planted}):
+        pairs = [(row["file"], row["copy of"]) for row in planted if row["fault"] == fault]
+        found = {next((file for file in pair if gone.get(file) == fault), "") for pair in pairs} - {""}
+        rows.append((fault, len(pairs), len(found), list(gone.values()).count(fault) - len(found)))
     return rows
+
+
+def table(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 if __name__ == "__main__":
     if "score" in sys.argv:
-        planted, removed = needs("planted.csv", "damage").read_text(), needs("removed.csv", "clean").read_text()
-        rows = score(list(csv.DictReader(planted.splitlines())), csv.DictReader(removed.splitlines()))
-        tell(
-            "clean", figures={f"{fault}": f"{found} of {of} found, {wrong} others" for fault, of, found, wrong in rows}
+        planted, removed = table(needs("planted.csv", "damage")), table(needs("removed.csv", "clean"))
+        rows = score(planted, removed)
+        figures = {fault: f"{found} of {count} found, {wrong} false alarms" for fault, count, found, wrong in rows}
+        done = (
+            f"{len(planted)} faults were planted. clean.py, which does not know them, set {len(removed)} files aside."
         )
+        report("clean", done, figures)
     else:
         shutil.rmtree(FOLDER / "copy", ignore_errors=True)
-        images = int(sys.argv[1]) if sys.argv[1:] else 10_000
-        rows = list(plant(images, np.random.default_rng(0)))
+        rows = list(plant(int(sys.argv[1]) if sys.argv[1:] else 10_000, np.random.default_rng(0)))
         with (FOLDER / "planted.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("file", "fault", "copy of"), *rows])
-        print(f"{images} images to train, {len(rows)} faults: journey/copy")
+        count = sum(1 for _ in (FOLDER / "copy" / "train").glob("*/*.png"))
+        print(f"journey/copy: {count:,} training images with {len(rows)} faults")

@@ -9,11 +9,12 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from implement import dataset, network
-from station import DEVICES, FOLDER, needs, tell
+from station import DEVICES, FOLDER, needs, report
 
 import meshwise as mw
 
-WIDTHS, EPOCHS, PATIENCE = (8, 16, 32), 8, 15  # seconds that a training may take here
+WIDTHS, EPOCHS = (8, 16, 32), 8
+MOST_SECONDS = 15  # that the training may take here
 
 
 def job(width):
@@ -28,31 +29,32 @@ def job(width):
 
 
 def planned(width, machine):
-    """Seconds of a step on all devices of a machine, MiB of a device, seconds of the training where all is slow."""
+    """Milliseconds of a step (low, likely, high), MiB per device, and seconds of the training (high)."""
     plans = mw.plan(job(width), machine=machine, fits=mw.Plan(data=len(machine.devices)))
-    return plans.best.seconds, plans.best.memory.total.value / 2**20, plans.best.seconds.high * plans.steps
+    step, memory = plans.best.seconds, plans.best.memory.total
+    return step.low * 1e3, step.value * 1e3, step.high * 1e3, memory.value / 2**20, step.high * plans.steps
 
 
 if __name__ == "__main__":
     needs("clean/train.pt", "clean")
     machines = {"here": mw.bench(DEVICES, seconds=8).machine, "8xH100": mw.find_machine("8xH100")}
     found = {name: {width: planned(width, machine) for width in WIDTHS} for name, machine in machines.items()}
-    width = max([w for w, (*_, seconds) in found["here"].items() if seconds < PATIENCE], default=WIDTHS[0])
-    step, *_ = found["here"][width]
-    design = {"width": width, "epochs": EPOCHS, "seconds": [step.low, step.high]}
+    quick = [width for width, (*_, seconds) in found["here"].items() if seconds < MOST_SECONDS]
+    width = max(quick, default=WIDTHS[0])
+    low, _, high, *_ = found["here"][width]
+    design = {"width": width, "epochs": EPOCHS, "milliseconds": (low, high)}
     (FOLDER / "design.json").write_text(json.dumps(design))
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.2), layout="constrained")
-    figures = {}
+    figures, (figure, (left, right)) = {}, plt.subplots(1, 2, figsize=(6, 2), layout="constrained")
     for name, rows in found.items():
-        steps, mebibytes, _ = zip(*rows.values())
-        left.plot(WIDTHS, [step.value * 1e3 for step in steps], "o-", label=name)
-        left.fill_between(WIDTHS, [step.low * 1e3 for step in steps], [step.high * 1e3 for step in steps], alpha=0.2)
-        right.plot(WIDTHS, mebibytes, "o-")
-        for w, (step, mib, _) in rows.items():
-            times = f"{step.value * 1e3:.2g} ms ({step.low * 1e3:.2g} to {step.high * 1e3:.2g})"
-            figures[f"{name}, width {w}"] = f"{times}, {mib:,.0f} MiB"
-    left.set(xlabel="width", ylabel="ms a step", yscale="log", xticks=WIDTHS)
-    right.set(xlabel="width", ylabel="MiB a device", yscale="log", xticks=WIDTHS)
+        low, likely, high, memory, _ = zip(*rows.values())
+        left.plot(WIDTHS, likely, "o-", label=name)
+        left.fill_between(WIDTHS, low, high, alpha=0.2)
+        right.plot(WIDTHS, memory, "o-")
+        for each, row in rows.items():
+            figures[f"{name}, width {each}"] = "{1:.2g} ms ({0:.2g} to {2:.2g}), {3:,.0f} MiB".format(*row)
+    left.set(xlabel="width", ylabel="ms per step", yscale="log", xticks=WIDTHS)
+    right.set(xlabel="width", ylabel="MiB per device", yscale="log", xticks=WIDTHS)
     left.legend()
-    tell("design", f"Width {width}: the widest whose {EPOCHS} epochs take under {PATIENCE} s here.", figures, figure)
+    why = f"the widest that trains {EPOCHS} epochs in {MOST_SECONDS} s here" if quick else "none is quick enough"
+    report("design", f"Width {width}: {why}, as predicted before anything has run.", figures, figure)

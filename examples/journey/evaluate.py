@@ -1,53 +1,54 @@
-"""Station 7, evaluate: each image once, on all devices; what is taken for what, the worst, how sure one may be.
+"""Station 7, evaluate: each image once, on all devices: confusion matrix, worst errors, calibration.
 
 meshwise run --devices 2xcpu examples/journey/evaluate.py
 """
-
-import json
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from implement import dataset, network, predict
-from station import needs, show, tell
+from station import needs, report, show
 
 import meshwise as mw
 
 
 def calibration(probabilities, labels, bins=10):
-    """Mean confidence, accuracy and share of the images of each bin of confidence."""
-    sure, guess = probabilities.max(1)
-    number = (sure * bins).long().clamp(max=bins - 1)
-    count = torch.bincount(number, minlength=bins).clamp(min=1)
-    columns = sure, (guess == labels).float(), torch.ones(len(sure))
-    confidence, accuracy, share = (torch.bincount(number, column, minlength=bins) for column in columns)
-    return confidence / count, accuracy / count, share / len(sure)
+    """Mean confidence, accuracy and share of the images, by bins of confidence."""
+    confidence, guess = probabilities.max(1)
+    number = (confidence * bins).long().clamp(max=bins - 1)
+    count = torch.bincount(number, minlength=bins)
+    mean = torch.bincount(number, confidence, minlength=bins) / count.clamp(min=1)
+    right = torch.bincount(number, (guess == labels).float(), minlength=bins) / count.clamp(min=1)
+    return mean, right, count / len(labels)
 
 
 if __name__ == "__main__":
     images, labels = torch.load(needs("clean/test.pt", "clean"))
-    model = network(json.loads(needs("design.json", "design").read_text())["width"])
-    model.load_state_dict(torch.load(needs("model.pt", "train")))
-    model = mw.distribute(model)
-    probabilities, labels = predict(model, dataset(images, labels))
+    saved = torch.load(needs("model.pt", "train"), map_location="cpu")
+    model = network(saved["width"])
+    model.load_state_dict(saved["weights"])
+    probabilities, labels = predict(mw.distribute(model), dataset(images, labels))
 
-    guess = probabilities.argmax(1)
+    guess, count = probabilities.argmax(1), len(labels)
     confusion = torch.bincount(labels * 10 + guess, minlength=100).reshape(10, 10)
-    confidence, accuracy, share = calibration(probabilities, labels)
+    right = confusion.trace().item() / count
+    mean, share_right, share = calibration(probabilities, labels)
     worst = probabilities.gather(1, labels[:, None]).squeeze(1).argsort()[:12].tolist()
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.2), layout="constrained")
+    figure, (left, middle) = plt.subplots(1, 2, figsize=(6, 2.8), layout="constrained")
     left.imshow(confusion.float().log1p(), cmap="Blues")
-    for (row, column), count in np.ndenumerate(confusion.numpy()):
-        left.text(column, row, count or "", ha="center", va="center", fontsize=6, color="w" if row == column else "k")
-    left.set(xlabel="taken for", ylabel="is", xticks=range(10), yticks=range(10))
-    right.plot([0, 1], [0, 1], color="0.7")
-    right.plot(confidence[share > 0], accuracy[share > 0], "o-")
-    right.set(xlabel="confidence", ylabel="accuracy")
-    titles = [f"{labels[i]} as {guess[i]}" for i in worst]
+    for (row, column), number in np.ndenumerate(confusion.numpy()):
+        left.text(column, row, number or "", ha="center", va="center", fontsize=6, color="w" if row == column else "k")
+    left.set(xlabel="read as", ylabel="is", xticks=range(10), yticks=range(10))
+    middle.plot([0, 1], [0, 1], color="0.7")
+    middle.scatter(mean[share > 0], share_right[share > 0], s=10 + 200 * share[share > 0])
+    middle.set(xlabel="confidence", ylabel="share right; area: share of the images")
     figures = {
-        "accuracy": f"{confusion.trace() / confusion.sum():.2%} of {confusion.sum():,}",
-        "expected calibration error": f"{((confidence - accuracy).abs() * share).sum():.2%}",
+        "test accuracy": f"{right:.2%} ± {(right * (1 - right) / count) ** 0.5:.2%} of {count:,} images",
+        "confidence off by": f"{((mean - share_right).abs() * share).sum():.2%} on average",
     }
-    done = "Each image counted once, whatever the number of devices."
-    tell("evaluate", done, figures, figure, show(images[worst], titles, 6))
+    titles = [f"{labels[number]} as {guess[number]}" for number in worst]
+    done = (
+        f"{count - confusion.trace()} of {count:,} test images are misread. Each counts once, on any number of devices."
+    )
+    report("evaluate", done, figures, figure, show(images[worst], titles, columns=6))

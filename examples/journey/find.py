@@ -16,7 +16,7 @@ def read(folder):
         try:
             content = file.read_bytes()
             Image.open(io.BytesIO(content)).verify()
-            if not content.endswith(b"IEND\xaeB`\x82"):  # Pillow does not miss the last four bytes
+            if not content.endswith(b"IEND\xaeB`\x82"):  # Pillow does not notice that these are missing
                 raise OSError("the end of the file is missing")
             images.append(np.array(Image.open(io.BytesIO(content))))
             files.append(file)
@@ -26,7 +26,7 @@ def read(folder):
 
 
 def most_alike(images):
-    """The cosine between each image and the one before it that is most alike, both moved to their centre; and which."""
+    """Cosines and numbers: of each image, the one before it that is most alike, both moved to their centre."""
     ink = (images - 60.0).clamp(min=0)
     shift = [14 - ink.sum(dim) @ torch.arange(28.0) / ink.sum((1, 2)).clamp(min=1) for dim in (2, 1)]
     shift = torch.stack(shift, 1).round().int().tolist()
@@ -40,20 +40,20 @@ def most_alike(images):
 
 
 def out_of_fold(images, labels, folds=4, epochs=4):
-    """Probabilities of each image by a model that has not seen it. To be called on every device."""
+    """Class probabilities of each image by a model that has not seen it. To be called on every device."""
     torch.manual_seed(0)
     fold, found = torch.randperm(len(labels)) % folds, torch.empty(len(labels), 10)
-    for held in (fold == number for number in range(folds)):
-        model = network(width=16)
+    for number in range(folds):
+        held, model = fold == number, network(width=16)
         fit(model, dataset(images[~held], labels[~held]), epochs)
         found[held], _ = predict(model, dataset(images[held], labels[held]))
     return found
 
 
 def likely_labels(probabilities, labels):
-    """The class that each image more likely is, by half of all probability; -1 where its label is not in doubt.
+    """The more likely class of each image, if its probability exceeds the label's by 0.5; else -1.
 
-    The margin of confident learning: Northcutt, Jiang and Chuang, 2021, https://arxiv.org/abs/1911.00068
+    This is the margin of confident learning: Northcutt, Jiang and Chuang, 2021, https://arxiv.org/abs/1911.00068
     """
     best, likely = probabilities.max(1)
     own = probabilities.gather(1, labels[:, None]).squeeze(1)

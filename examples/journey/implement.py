@@ -1,4 +1,4 @@
-"""Station 4, implement: a model and its loop for one device. The lines that end in `# many` bring it to many.
+"""Station 4, implement: a model and its loop for one device. Lines marked `# many` run it on many devices.
 
 python examples/journey/implement.py                             one device
 meshwise run --devices 2xcpu examples/journey/implement.py       two: the same numbers
@@ -6,7 +6,7 @@ meshwise check examples/journey/implement.py                     the proof
 """
 
 import torch
-from station import lines_for_many, needs, tell
+from station import accuracy, lines_for_many, needs, report
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,6 +29,7 @@ def fit(model, data, epochs, rate=4e-3, after_epoch=lambda epoch: None):
     model, optimizer, loader = mw.distribute(model, optimizer, loader)  # many
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=epochs * len(loader))
     for epoch in range(epochs):
+        model.train()
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
             loss = mw.backward(loss)  # many: loss.backward()
@@ -40,21 +41,18 @@ def fit(model, data, epochs, rate=4e-3, after_epoch=lambda epoch: None):
 
 
 def predict(model, data):
-    """Probabilities and labels, a row each image, in the order of the data."""
-    loader = DataLoader(data, batch_size=1000)
-    loader = mw.distribute(loader)  # many
+    loader = mw.distribute(DataLoader(data, batch_size=1000))  # many: loader = DataLoader(data, batch_size=1000)
+    model.eval()
     with torch.no_grad():
-        columns = zip(*[(model(images).softmax(1), labels) for images, labels in loader])
-    return [mw.gather_samples(torch.cat(rows)).cpu() for rows in columns]  # many: return map(torch.cat, columns)
-
-
-def accuracy(probabilities, labels):
-    return (probabilities.argmax(1) == labels).float().mean().item()
+        batches = [(model(images).softmax(1), labels) for images, labels in loader]
+    probabilities, labels = (torch.cat(rows) for rows in zip(*batches))
+    return mw.gather_samples(probabilities).cpu(), mw.gather_samples(labels).cpu()  # many: return probabilities, labels
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     train, test = (dataset(*torch.load(needs(f"clean/{part}.pt", "clean"))) for part in ("train", "test"))
-    fit(model := network(width=8), train, epochs=1)
-    figures = {"accuracy after one epoch": f"{accuracy(*predict(model, test)):.2%}"}
-    tell("implement", "A network, its loop, and the lines for many devices.", figures, lines_for_many(__file__))
+    model = network(width=8)
+    fit(model, train, epochs=1)
+    figures = {"test accuracy, width 8, one epoch": f"{accuracy(*predict(model, test)):.2%}"}
+    report("implement", "Its loop. Red: for one device. Green: for many.", figures, lines_for_many(__file__))

@@ -15,17 +15,17 @@ import time
 from pathlib import Path
 
 from page import write_page
-from station import DEVICES, FOLDER, tell
+from station import DEVICES, FOLDER, report
 
 EXAMPLES = Path(__file__).parents[1]
 OURS = FOLDER / "rows"  # a folder without it is somebody else's
+ARRAYS = {"film": "ray-marched spheres", "nbody": "bodies in space", "heat": "heat in a plate"}
 STOPPED = "  # and Ctrl-C in the third epoch"
 
 
 def commands(images, trials):
     """The commands of each station, as one types them."""
     here, run = "examples/journey", f"meshwise run --devices {DEVICES} --out {FOLDER}/runs"
-    arrays = {"film": "--width 320", "nbody": "", "heat": ""}
     return {
         "download": [f"python {here}/download.py"],
         "clean": [f"python {here}/damage.py {images}", f"python {here}/clean.py", f"python {here}/damage.py score"],
@@ -35,9 +35,7 @@ def commands(images, trials):
         "watch": [f"python {here}/watch.py"],
         "evaluate": [f"{run} {here}/evaluate.py"],
         "optimise": [f"python {here}/optimise.py {trials}"],
-        "arrays": [
-            f"python examples/arrays/{name}.py {words} --picture {FOLDER}/{name}.png" for name, words in arrays.items()
-        ],
+        "arrays": [f"python examples/arrays/{name}.py --picture {FOLDER}/{name}.png" for name in ARRAYS],
     }
 
 
@@ -59,8 +57,21 @@ def execute(command):
     return "".join(lines)
 
 
-def image(path):
-    return f'<img alt="{path.stem}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+def arrays(printed):
+    """What was done, the lines with seconds and bytes, and the pictures of the examples of arrays."""
+    figures, pictures = {}, []
+    for name, text in ARRAYS.items():
+        part = printed.split(f"{name}.py")[1]
+        for what, seconds, moved in re.findall(r"^(\S.*?) +([\d.]+ s) +(.* bytes) moved", part, re.MULTILINE):
+            figures.setdefault(f"{text}: {what}", f"{seconds}, {moved} moved between devices")
+        content = base64.b64encode((FOLDER / f"{name}.png").read_bytes()).decode()
+        pictures.append(
+            f'<figure><img alt="{text}" src="data:image/png;base64,{content}"><figcaption>{text}</figcaption>'
+        )
+    done = (
+        "The same NumPy program on one device and divided over several; without a GPU this shows what moves, not speed."
+    )
+    return done, figures, *pictures
 
 
 if __name__ == "__main__":
@@ -71,18 +82,16 @@ if __name__ == "__main__":
     if FOLDER.exists() and not OURS.exists():
         raise SystemExit(f"{FOLDER} exists, and no journey has made it. Move it, or begin in another folder.")
     shutil.rmtree(FOLDER, ignore_errors=True)
+    OURS.mkdir(parents=True)
     walked = {}
     for station, typed in commands(given.images, given.trials).items():
         begin = time.perf_counter()
         printed = "".join(f"$ {command}\n{execute(command)}\n" for command in typed)
         walked[station] = (typed, printed, time.perf_counter() - begin)
         if station == "implement":
-            verdict = re.search(r"^(equal|different|doubtful)\b.*", printed, re.MULTILINE)
-            tell(station, figures={"meshwise check": verdict[0] if verdict else "no verdict"})
+            verdict = re.search(r"^(equal|different|doubtful)\b.*\n.*", printed, re.MULTILINE)
+            report(station, figures={"meshwise check": " ".join(verdict[0].split()) if verdict else "no verdict"})
         if station == "arrays":
-            measured = re.findall(r"^(\S.*?) +([\d.]+ s) +(.* bytes) moved", printed, re.MULTILINE)
-            pictures = [image(FOLDER / f"{name}.png") for name in ("film", "nbody", "heat")]
-            figures = {what: f"{seconds}, {moved} between devices" for what, seconds, moved in measured}
-            tell(station, "NumPy on many devices: a film effect, bodies in space, heat in a plate.", figures, *pictures)
+            report(station, *arrays(printed))
         write_page(walked, time.perf_counter() - began)
     print(f"\n{FOLDER}/journey.html  {time.perf_counter() - began:.0f} s")

@@ -19,26 +19,37 @@ TITLES = {
     "watch": "Watch",
     "evaluate": "Evaluate",
     "optimise": "Optimise",
-    "arrays": "Beside the way",
+    "arrays": "Off the path: arrays",
 }
 STYLE = """
 main { max-width: 1180px; }
+.lead { color: var(--soft); max-width: 80ch; margin: -14px 0 26px; }
 .row { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 3fr); gap: 14px 28px; margin: 0 0 22px; }
 .row h2 { margin: 0 0 6px; } .row h2 small { color: var(--soft); font-weight: 400; float: right; }
 .row p { margin: 0 0 12px; }
-.row .pictures { background: #fff; color: #1d2126; border-radius: 8px; padding: 10px; align-self: start; }
-.row .pictures pre { max-height: 520px; } .row .pictures a { color: #0072b2; }
-.row svg, .row img { max-width: 100%; height: auto; display: block; margin: 0 auto 8px; }
-.row td { white-space: normal; } .row td:first-child, .row th:first-child { position: static; }
+.row td { white-space: normal; text-align: left; vertical-align: top; } .row td:first-child { position: static; }
+.row .pictures { align-self: start; } .pictures a { color: var(--accent); }
+.pictures svg { max-width: 100%; height: auto; display: block; margin: 0 auto 10px; }
+.pictures figure { margin: 0; } .pictures img { width: 100%; border-radius: 6px; display: block; }
+.pictures figcaption { color: var(--soft); font-size: 13px; padding: 4px 0 8px; }
 .row pre { font: 12.5px/1.45 ui-monospace, monospace; margin: 0; overflow-x: auto; }
-.row .wide { grid-column: 1 / -1; border-top: 1px solid var(--line); padding-top: 10px; }
-.row .wide pre { color: var(--soft); } details pre { max-height: 420px; }
+.wide { grid-column: 1 / -1; } .row .typed { border-top: 1px solid var(--line); padding-top: 10px; color: var(--soft); }
+.typed > pre { white-space: pre-wrap; overflow-wrap: anywhere; } details pre { max-height: 420px; }
+#implement .pictures { grid-column: 1 / -1; }
+#arrays .pictures { grid-column: 1 / -1; display: grid; grid-template-columns: 5fr 3fr 3fr; gap: 16px; }
 summary { cursor: pointer; color: var(--accent); }
-ins { background: #d9f2e3; text-decoration: none; } del { background: #fbe0dd; }
-@media (max-width: 760px) { .row { grid-template-columns: minmax(0, 1fr); } }
+ins, del { text-decoration: none; }
+ins { background: #d9f2e3; color: #14532d; } del { background: #fbe0dd; color: #7f1d1d; }
+@media (prefers-color-scheme: dark) { .pictures svg { filter: invert(.9) hue-rotate(180deg); } }
+@media (max-width: 900px) {
+  .row { grid-template-columns: minmax(0, 1fr); } .pictures { overflow-x: auto; } .pictures svg { min-width: 500px; }
+  #arrays .pictures { grid-template-columns: 1fr; }
+}
 """
-
-
+LEAD = """Handwritten digits, downloaded, cleaned, and learned by a small convolutional network on several devices with
+meshwise: each station is a short file of PyTorch, run by the command below it. The width of a network is the number of
+its first filters; a rank is the process of one device. Measured in this run, but for what station 3 predicts. More:
+docs/journey.md"""
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -52,6 +63,7 @@ PAGE = """<!doctype html>
 <main>
 <header><h1>The journey: from a download to a smaller model</h1><span>{about}</span></header>
 <p class="verdict">{verdict}</p>
+<p class="lead">{lead}</p>
 {rows}
 <footer>{footer}</footer>
 </main>
@@ -67,10 +79,11 @@ def row(number, station, typed, printed, seconds):
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in told["figures"].items()
     )
     name = f"{number}. {TITLES[station]}" if number <= 8 else TITLES[station]
+    pictures = "".join(told["pictures"]).replace("<svg ", f'<svg role="img" aria-label="{TITLES[station]}" ')
     return f"""<section class="card row" id="{station}">
 <div><h2>{name} <small>{seconds:.0f} s</small></h2><p>{html.escape(told["done"])}</p><table>{figures}</table></div>
-<div class="pictures">{"".join(told["pictures"])}</div>
-<div class="wide"><pre>{html.escape(chr(10).join(typed))}</pre>
+<div class="pictures">{pictures}</div>
+<div class="wide typed"><pre>{html.escape(chr(10).join(typed))}</pre>
 <details><summary>what it printed</summary><pre>{html.escape(printed)}</pre></details></div>
 </section>"""
 
@@ -79,12 +92,9 @@ def write_page(walked, seconds):
     """Write journey.html of the stations so far: {station: (commands, what they printed, seconds)}."""
     rows = "".join(row(number, station, *each) for number, (station, each) in enumerate(walked.items(), start=1))
     css = (files("meshwise.timeline.views") / "html_page.css").read_text(encoding="utf-8") + STYLE
-    last = json.loads((FOLDER / "rows" / f"{list(walked)[-1]}.json").read_text())["done"]
-    verdict = json.loads((FOLDER / "rows/optimise.json").read_text())["done"] if "optimise" in walked else last
-    about = f"{min(len(walked), 8)} of 8 stations, {seconds:.0f} s"
-    footer = (
-        f"{DEVICES}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-    )
-    footer += f"{datetime.now():%Y-%m-%d %H:%M}. Every figure was measured in this run. More: docs/journey.md"
-    page = PAGE.format(style=css, about=about, verdict=html.escape(verdict), rows=rows, footer=html.escape(footer))
-    (FOLDER / "journey.html").write_text(page, encoding="utf-8")
+    last = "optimise" if "optimise" in walked else list(walked)[-1]
+    verdict = json.loads((FOLDER / "rows" / f"{last}.json").read_text())["done"]
+    about = f"{min(len(walked), 8)} of 8 stations, {seconds:.0f} s, {DEVICES}"
+    footer = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {datetime.now():%Y-%m-%d %H:%M}"
+    texts = {"verdict": html.escape(verdict), "lead": LEAD, "footer": footer, "about": about}
+    (FOLDER / "journey.html").write_text(PAGE.format(style=css, rows=rows, **texts), encoding="utf-8")

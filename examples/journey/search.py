@@ -1,4 +1,4 @@
-"""A search of Optuna, one trial a device at a time, from a queue that all devices share. Used by station 8."""
+"""An Optuna search with one trial per device at a time, from a queue that all devices share. Used by station 8."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 import meshwise as mw
 
 OVER = (TrialState.COMPLETE, TrialState.PRUNED)
-TRIES = 3  # of a device that fails
+STARTS = 3  # at most, of a device that fails
 
 
 def devices():
@@ -22,47 +22,60 @@ def devices():
 
 def open_study(journal):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = JournalStorage(JournalFileBackend(str(journal)))
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=4)
-    return optuna.create_study(
-        storage=storage, study_name="search", pruner=pruner, direction="maximize", load_if_exists=True
-    )
+    storage, pruner = JournalStorage(JournalFileBackend(str(journal))), optuna.pruners.MedianPruner(n_startup_trials=4)
+    settings = {"study_name": "search", "direction": "maximize", "load_if_exists": True}
+    return optuna.create_study(storage=storage, pruner=pruner, **settings)
 
 
 def work(objective, trials, journal, place):
-    """On one device: take trials from the queue until enough are over."""
+    """On one device: take trials from the queue until enough are over, or the search is to stop."""
     torch.set_num_threads(1)
 
     def placed(trial):
         trial.set_user_attr("place", place)
         return objective(trial)
 
-    open_study(journal).optimize(placed, callbacks=[optuna.study.MaxTrialsCallback(trials, OVER)])
+    def stop(study, trial):
+        if study.user_attrs["stopped"] or len(study.get_trials(states=OVER)) >= trials:
+            study.stop()
+
+    open_study(journal).optimize(placed, callbacks=[stop])
 
 
-def give_back(study, places):
-    """Put trials that began at places where nobody works any more into the queue again."""
+def give_back(study, place=None):
+    """Put interrupted trials, of one place or of all, into the queue again."""
     for trial in study.get_trials(states=[TrialState.RUNNING]):
-        if trial.user_attrs.get("place") in places:
+        if place in (None, trial.user_attrs.get("place")):
             study.tell(trial.number, state=TrialState.FAIL)
             study.enqueue_trial(trial.params)
 
 
 def search(objective, trials, journal):
-    """The study, when so many trials are over. What a device was at when it failed is tried again, so is what a search
-    was at that was stopped."""
+    """Run trials until so many are over. A search that was stopped resumes; a device that fails loses only its trial.
+
+    Returns the study. Raises RuntimeError if no device is left before enough trials are over.
+    """
     study, places = open_study(journal), devices()
-    give_back(study, [None, *range(len(places))])
+    study.set_user_attr("stopped", False)
+    give_back(study)
 
     def at(place):
-        for _ in range(TRIES):
-            if len(study.get_trials(states=OVER)) < trials:
-                try:
-                    mw.launch(work, objective, trials, journal, place, devices=places[place])
-                except mw.WorkerFailed as error:
-                    print(f"{places[place]}: {error}", flush=True)
-                    give_back(study, [place])
+        for _ in range(STARTS):
+            if study.user_attrs["stopped"] or len(study.get_trials(states=OVER)) >= trials:
+                break
+            try:
+                mw.launch(work, objective, trials, journal, place, devices=places[place])
+            except mw.WorkerFailed as error:
+                print(f"{places[place]}: {error}", flush=True)
+                give_back(study, place)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(at, range(len(places))))
+        try:
+            list(pool.map(at, range(len(places))))
+        except KeyboardInterrupt:
+            study.set_user_attr("stopped", True)
+            print("Stopped: the trials that run end first. The same command resumes the search.", flush=True)
+            raise
+    if len(study.get_trials(states=OVER)) < trials:
+        raise RuntimeError(f"Each device failed {STARTS} times: {len(study.get_trials(states=OVER))} trials are over.")
     return study

@@ -5,21 +5,21 @@ import warnings
 from statistics import median
 
 import torch
-from implement import accuracy, fit, predict
-from station import FOLDER
-from torch.ao.quantization import get_default_qconfig_mapping  # torch 2.11 to 2.15 have it; its successor is torchao
+from implement import fit, predict
+from station import FOLDER, accuracy
+from torch.ao.quantization import get_default_qconfig_mapping  # in torch 2.11 to 2.15; its successor is torchao
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
-from train import Moved
+from train import Shifted
 
 import meshwise as mw
 
 
 def distil(teacher, student, data, epochs):
-    """On every device: train a student on the labels and on a teacher's probabilities, half and half."""
+    """Train a student on the labels and on a teacher's probabilities, half and half. To be called on every device."""
     torch.manual_seed(0)
     probabilities, labels = predict(mw.distribute(teacher), data)
     targets = (probabilities + torch.nn.functional.one_hot(labels, 10)) / 2
-    fit(student, Moved(data.tensors[0], targets), epochs)
+    fit(student, Shifted(data.tensors[0], targets, by=2), epochs)
     return student.cpu().state_dict()
 
 
@@ -32,16 +32,17 @@ def in_8_bits(model, images):
         return convert_fx(prepared)
 
 
+@torch.no_grad()
 def compared(models, test, turns=20):
     """(name, accuracy, KiB of its file, milliseconds for 100 images) of each: medians, by turns, on one thread."""
-    images = test.tensors[0][:100]
     torch.set_num_threads(1)
     seconds = {name: [] for name in models}
     for name, model in [*models.items()] * turns:
         begin = time.perf_counter()
-        with torch.no_grad():
-            model(images)
+        model(test.tensors[0][:100])
         seconds[name].append(time.perf_counter() - begin)
     for name, model in models.items():
-        torch.save(model.state_dict(), file := FOLDER / f"{name}.pt")
-        yield name, accuracy(*predict(model, test)), file.stat().st_size / 2**10, median(seconds[name]) * 1e3
+        file = FOLDER / f"{name}.pt"
+        torch.save(model.state_dict(), file)
+        right = accuracy(model(test.tensors[0]), test.tensors[1])
+        yield name, right, file.stat().st_size / 2**10, median(seconds[name]) * 1e3

@@ -1,4 +1,4 @@
-"""What the stations share: their folder, what one needs of another, and the row that each tells journey.html."""
+"""What the stations share: their folder, what one needs of another, and what each reports to journey.html."""
 
 import html
 import io
@@ -10,13 +10,16 @@ import torch
 
 import meshwise as mw
 
-FOLDER = Path("journey")  # in the folder in which one types the commands
+FOLDER = Path("journey")  # in the folder where the commands are typed
 DEVICES = "all" if torch.accelerator.is_available() else "2xcpu"
 
+if (FOLDER / "station.py").exists():
+    raise SystemExit("The folder journey here is that of the stations' source. Change to another folder.")
+
 plt.switch_backend("svg")
-plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.bbox": "tight"}
-plt.rcParams |= {"axes.titlesize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
-plt.rcParams |= {"axes.prop_cycle": plt.cycler(color=["#0072b2", "#d55e00", "#009e73", "#8c6bb1"]), "axes.grid": False}
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams.update({"font.size": 9, "axes.titlesize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8})
+plt.rcParams.update({"axes.prop_cycle": plt.cycler(color=["#0072b2", "#d55e00", "#009e73", "#8c6bb1"])})
 
 
 def needs(name, station):
@@ -26,36 +29,41 @@ def needs(name, station):
     return FOLDER / name
 
 
-def tell(station, done="", figures=None, *pictures):
-    """Add to a station's row, once: what was done, figures by name, pictures (of matplotlib, or HTML)."""
+def accuracy(probabilities, labels):
+    return (probabilities.argmax(1) == labels).float().mean().item()
+
+
+def report(station, done="", figures=None, *pictures):
+    """Add to a station's row: what was done, figures by name, pictures (figures of matplotlib, or HTML). On rank 0."""
     if not mw.is_main():
         return
     path = FOLDER / "rows" / f"{station}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     row = json.loads(path.read_text()) if path.exists() else {"done": "", "figures": {}, "pictures": []}
     row["done"] = done or row["done"]
-    row["figures"] |= figures or {}
+    row["figures"].update(figures or {})
     row["pictures"] = [each if isinstance(each, str) else svg(each) for each in pictures] or row["pictures"]
     path.write_text(json.dumps(row))
-    print("\n".join(f"{name}: {value}" for name, value in (figures or {}).items()), flush=True)
+    for name, value in (figures or {}).items():
+        print(f"{name}: {value}", flush=True)
 
 
 def svg(figure):
     """A figure of matplotlib as SVG that stands in a page."""
     text = io.StringIO()
-    figure.savefig(text, format="svg")
+    figure.savefig(text, format="svg", bbox_inches="tight", transparent=True)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def show(images, titles, columns):
     """Images as a figure, each with its title."""
-    rows = -(-len(titles) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.8, rows * 1.05), squeeze=False)
+    rows = max(1, -(-len(titles) // columns))
+    figure, axes = plt.subplots(rows, columns, figsize=(columns * 0.7, rows * 0.95), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for axis, image, title in zip(axes.flat, images, titles):
         axis.imshow(image, cmap="gray_r")
-        axis.set_title(title, fontsize=7)
+        axis.set_title(title, fontsize=8)
     return figure
 
 

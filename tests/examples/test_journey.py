@@ -90,7 +90,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
         ("good", b"", True, [0]),
         ("breaks", b"", True, [0, 100_000, 200_000]),
         ("good", CONTENT[:1234], True, [1234]),
-        ("good", CONTENT, True, [300_000]),  # ended between the last byte and the new name
+        ("good", CONTENT, True, []),  # ended between the last byte and the new name
         ("good", b"y" * 1234, True, [1234, 0]),  # what is complete and wrong is thrown away
         ("wrong", b"", False, [0]),
         ("absent", b"", False, [0]),
@@ -101,10 +101,10 @@ def test_a_download_goes_on_and_is_used_only_if_it_is_right(
     where: str, had: bytes, is_right: bool, asked: list[int], module: Module, tmp_path: Path, server: Any
 ) -> None:
     path = tmp_path / "file.gz"
-    path.with_suffix(".part").write_bytes(had)
+    path.with_name("file.gz.part").write_bytes(had)
     with rich.progress.Progress(disable=True) as bar:
         url = f"http://127.0.0.1:{server.server_port}/{where}/file.gz"
-        assert module("download").download(url, SHA256, path, bar) == is_right
+        assert module("fetch").download(url, SHA256, path, bar) == is_right
     assert path.exists() == is_right
     if is_right:
         assert path.read_bytes() == CONTENT
@@ -113,17 +113,21 @@ def test_a_download_goes_on_and_is_used_only_if_it_is_right(
 
 def test_a_part_is_kept_for_the_next_time_where_nobody_answers(module: Module, tmp_path: Path) -> None:
     path = tmp_path / "file.gz"
-    path.with_suffix(".part").write_bytes(CONTENT[:1234])
+    path.with_name("file.gz.part").write_bytes(CONTENT[:1234])
     with rich.progress.Progress(disable=True) as bar:
-        assert not module("download").download("http://127.0.0.1:9/file.gz", SHA256, path, bar)
-    assert path.with_suffix(".part").read_bytes() == CONTENT[:1234]
+        assert not module("fetch").download("http://127.0.0.1:9/file.gz", SHA256, path, bar)
+    assert path.with_name("file.gz.part").read_bytes() == CONTENT[:1234]
 
 
 @pytest.mark.usefixtures("processes")
 def test_without_any_mirror_the_digits_are_those_of_the_package(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text(f"{SHA256}  http://127.0.0.1:9/train-images-idx3-ubyte.gz\n")
     told = typed("download.py", "list.txt", folder=tmp_path)
-    assert "from: the package" in told
+    assert "training images: 60,000" in told
+    assert (
+        "the MNIST that meshwise ships"
+        in json.loads((tmp_path / "journey" / "rows" / "download.json").read_text())["done"]
+    )
     assert len(read_digits(tmp_path / "journey" / "download", "test")) == len(read_digits(MNIST, "test"))
 
 
@@ -196,7 +200,7 @@ def cleaned(tmp_path: Path) -> Path:
     for part, count in ("train", 300), ("test", 200):
         digits = read_digits(MNIST, part)
         torch.save((digits.pixels[:count], digits.labels[:count]), tmp_path / "journey" / "clean" / f"{part}.pt")
-    (tmp_path / "journey" / "design.json").write_text('{"width": 4, "epochs": 3, "seconds": [0.001, 0.002]}')
+    (tmp_path / "journey" / "design.json").write_text('{"width": 4, "epochs": 3, "milliseconds": [1.0, 2.0]}')
     return tmp_path
 
 
@@ -230,7 +234,7 @@ def test_a_station_says_what_it_needs(station: str, module: Module, monkeypatch:
 @pytest.mark.usefixtures("processes")
 def test_the_loop_gives_the_same_on_one_and_two_devices_and_shows_its_lines(cleaned: Path) -> None:
     one, two = (typed("implement.py", folder=cleaned, run=run).splitlines()[-1] for run in (False, True))
-    assert one == two and one.startswith("accuracy after one epoch: ")
+    assert one == two and one.startswith("test accuracy, width 8, one epoch: ")
     (picture,) = row(cleaned, "implement")["pictures"]
     assert "<del>            loss.backward()</del>\n<ins>            loss = mw.backward(loss)</ins>" in picture
 
@@ -239,14 +243,14 @@ def test_the_loop_gives_the_same_on_one_and_two_devices_and_shows_its_lines(clea
 def test_a_training_that_was_stopped_goes_on_and_is_evaluated(cleaned: Path) -> None:
     """Stopped by Ctrl-C after its first epoch: the losses are those of a training that was never stopped."""
     typed("train.py", folder=cleaned, run=True)
-    kept = torch.load(cleaned / "journey" / "model.pt")
-    (cleaned / "journey" / "state of 3 epochs").rename(cleaned / "never stopped")
+    kept = torch.load(cleaned / "journey" / "model.pt")["weights"]
+    (cleaned / "journey" / "state-4-3-300").rename(cleaned / "never stopped")
     stop_after(cleaned, "epoch 1/3")
     told = typed("train.py", folder=cleaned, run=True)
-    torch.testing.assert_close(torch.load(cleaned / "journey" / "model.pt"), kept, rtol=0, atol=0)
+    torch.testing.assert_close(torch.load(cleaned / "journey" / "model.pt")["weights"], kept, rtol=0, atol=0)
     assert re.search(r"resumed after step: [3-8]\n", told)
     shown = typed("evaluate.py", folder=cleaned, run=True)
-    assert row(cleaned, "train")["figures"]["accuracy"] in shown and " of 200\n" in shown
+    assert row(cleaned, "train")["figures"]["test accuracy"] in shown and " of 200 images\n" in shown
     assert len(row(cleaned, "evaluate")["pictures"]) == 2
 
 
@@ -322,7 +326,7 @@ def test_the_late_rank_is_named_in_the_page_of_the_report(cleaned: Path) -> None
 @pytest.mark.usefixtures("processes")
 def test_a_search_a_student_and_8_bits_at_a_small_size(cleaned: Path) -> None:
     told = typed("optimise.py", "2", folder=cleaned)
-    assert re.findall(r"^(searched|distilled|in 8 bits): \d", told, re.MULTILINE) == [
+    assert re.findall(r"^(searched|student|in 8 bits): \d", told, re.MULTILINE) == [
         "searched",
         "distilled",
         "in 8 bits",
@@ -337,7 +341,7 @@ def test_the_whole_way_and_what_its_figures_must_be(tmp_path: Path) -> None:
     assert "stopped by Ctrl-C after step" in told and re.search(r"resumed after step: \d", told)
     planted = list(csv.DictReader((tmp_path / "journey" / "planted.csv").read_text().splitlines()))
     found = {fault: (int(of), int(hits), int(wrong)) for fault, hits, of, wrong in re.findall(
-        r"^(\w[\w ]+): (\d+) of (\d+) found, (\d+) others", told, re.MULTILINE
+        r"^(\w[\w ]+): (\d+) of (\d+) found, (\d+) false alarms", told, re.MULTILINE
     )}  # fmt: skip
     assert {fault: of for fault, (of, *_) in found.items()} == {
         fault: sum(row["fault"] == fault for row in planted) for fault in {row["fault"] for row in planted}
@@ -347,7 +351,7 @@ def test_the_whole_way_and_what_its_figures_must_be(tmp_path: Path) -> None:
     of, hits, wrong = found["wrong label"]
     assert hits >= 0.9 * of and hits >= 0.8 * (hits + wrong)
     sizes = {name: (float(share), float(kib)) for name, share, kib in re.findall(
-        r"^(searched|distilled|in 8 bits): ([\d.]+)%, (\d+) KiB", told, re.MULTILINE
+        r"^(searched|student|in 8 bits): ([\d.]+)%, (\d+) KiB", told, re.MULTILINE
     )}  # fmt: skip
     assert sizes["in 8 bits"][1] <= sizes["searched"][1] / 2
     assert sizes["in 8 bits"][0] >= sizes["searched"][0] - 0.3
