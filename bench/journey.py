@@ -29,7 +29,7 @@ def walked() -> dict[str, Any]:
         told = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
         seconds = time.perf_counter() - begin
     faults = re.findall(r"^(\w[\w ]+): (\d+) of (\d+) found, (\d+) false alarms", told, re.MULTILINE)
-    models = re.findall(r"^(searched|student|in 8 bits): ([\d.]+)%, (\d+) KiB, ([\d.]+) ms", told, re.MULTILINE)
+    models = re.findall(r"^(searched|student|8 bits): ([\d.]+)%, (\d+) KiB, ([\d.]+) ms", told, re.MULTILINE)
     figures = dict(re.findall(r"^(test accuracy|resumed after step|a step): (.*)", told, re.MULTILINE))
     return {
         "seconds": round(seconds, 1),
@@ -57,8 +57,8 @@ def main() -> None:
             walk["faults"][name]["found"] == walk["faults"][name]["planted"] for name in ("broken", "exact duplicate")
         )
         assert found >= 0.9 * labels["planted"] and found >= 0.8 * (found + labels["false alarms"]), labels
-        assert models["in 8 bits"]["KiB"] <= models["searched"]["KiB"] / 2, models
-        assert models["in 8 bits"]["accuracy"] >= models["searched"]["accuracy"] - 0.3, models
+        assert models["8 bits"]["KiB"] <= models["searched"]["KiB"] / 2, models
+        assert models["8 bits"]["accuracy"] >= models["searched"]["accuracy"] - 0.3, models
         assert walk["seconds"] <= 300, walk["seconds"]
 
 

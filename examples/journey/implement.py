@@ -55,4 +55,4 @@ if __name__ == "__main__":
     model = network(width=8)
     fit(model, train, epochs=1)
     figures = {"test accuracy, width 8, one epoch": f"{accuracy(*predict(model, test)):.2%}"}
-    report("implement", "Its loop. Red: for one device. Green: for many.", figures, lines_for_many(__file__))
+    report("implement", "The loop: red for one device, green for many.", figures, lines_for_many(__file__))

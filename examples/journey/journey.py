@@ -61,9 +61,9 @@ def arrays(printed):
     """What was done, the lines with seconds and bytes, and the pictures of the examples of arrays."""
     figures, pictures = {}, []
     for name, text in ARRAYS.items():
-        part = printed.split(f"{name}.py")[1]
+        part = printed.split(f"{name}.py")[1].split("\n$ ")[0]
         for what, seconds, moved in re.findall(r"^(\S.*?) +([\d.]+ s) +(.* bytes) moved", part, re.MULTILINE):
-            figures.setdefault(f"{text}: {what}", f"{seconds}, {moved} moved between devices")
+            figures[f"{text}: {what}"] = f"{seconds}, {moved} moved between devices"
         content = base64.b64encode((FOLDER / f"{name}.png").read_bytes()).decode()
         pictures.append(
             f'<figure><img alt="{text}" src="data:image/png;base64,{content}"><figcaption>{text}</figcaption>'

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     searched.load_state_dict(torch.load(FOLDER / f"trial-{best.number}.pt", map_location="cpu"))
     student = network(best.params["width"] // 2)
     student.load_state_dict(mw.launch(distil, searched, student, train, 18, devices=DEVICES)[0])
-    models = {"searched": searched, "student": student, "in 8 bits": in_8_bits(student, train.tensors[0][:500])}
+    models = {"searched": searched, "student": student, "8 bits": in_8_bits(student, train.tensors[0][:500])}
     rows = list(compared(models, test))
     figure, axes = plt.subplots(1, 4, figsize=(7, 1.7), layout="constrained")
     for trial in study.trials:
@@ -51,6 +51,7 @@ if __name__ == "__main__":
     for axis, column, title in zip(axes[1:], (1, 2, 3), ("test accuracy", "KiB", "ms per 100 images")):
         axis.bar(list(models), [row[column] for row in rows], color=["C0", "C2", "C3"])
         axis.set_title(title)
+        axis.tick_params("x", labelsize=7)
     axes[0].set(title="validation accuracy", xlabel="epoch")
     axes[1].set_ylim(min(row[1] for row in rows) - 0.02, 1)
     figures = {name: f"{share:.2%}, {kib:.0f} KiB, {ms:.2f} ms per 100 images" for name, share, kib, ms in rows}

@@ -326,7 +326,7 @@ def test_the_late_rank_is_named_in_the_page_of_the_report(cleaned: Path) -> None
 @pytest.mark.usefixtures("processes")
 def test_a_search_a_student_and_8_bits_at_a_small_size(cleaned: Path) -> None:
     told = typed("optimise.py", "2", folder=cleaned)
-    assert re.findall(r"^(searched|student|in 8 bits): \d", told, re.MULTILINE) == [
+    assert re.findall(r"^(searched|student|8 bits): \d", told, re.MULTILINE) == [
         "searched",
         "distilled",
         "in 8 bits",
@@ -351,10 +351,10 @@ def test_the_whole_way_and_what_its_figures_must_be(tmp_path: Path) -> None:
     of, hits, wrong = found["wrong label"]
     assert hits >= 0.9 * of and hits >= 0.8 * (hits + wrong)
     sizes = {name: (float(share), float(kib)) for name, share, kib in re.findall(
-        r"^(searched|student|in 8 bits): ([\d.]+)%, (\d+) KiB", told, re.MULTILINE
+        r"^(searched|student|8 bits): ([\d.]+)%, (\d+) KiB", told, re.MULTILINE
     )}  # fmt: skip
-    assert sizes["in 8 bits"][1] <= sizes["searched"][1] / 2
-    assert sizes["in 8 bits"][0] >= sizes["searched"][0] - 0.3
+    assert sizes["8 bits"][1] <= sizes["searched"][1] / 2
+    assert sizes["8 bits"][0] >= sizes["searched"][0] - 0.3
     page = (tmp_path / "journey" / "journey.html").read_text()
     assert page.count('<section class="card row"') == 9 and "https://" not in re.sub(
         r"<(pre|svg).*?</\1>", "", page, flags=re.S
