@@ -41,7 +41,7 @@ if __name__ == "__main__":
     best = study.best_trial
     searched = network(best.params["width"])
     searched.load_state_dict(torch.load(FOLDER / f"trial-{best.number}.pt", map_location="cpu"))
-    student = network(best.params["width"] // 2)
+    student = network(max(8, best.params["width"] // 2))
     student.load_state_dict(mw.launch(distil, searched, student, train, 18, devices=DEVICES)[0])
     models = {"searched": searched, "student": student, "8 bits": in_8_bits(student, train.tensors[0][:500])}
     rows = list(compared(models, test))

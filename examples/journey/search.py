@@ -20,11 +20,16 @@ def devices():
     return [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else ["1xcpu"] * 2
 
 
-def open_study(journal):
+def open_study(journal, place=0):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage, pruner = JournalStorage(JournalFileBackend(str(journal))), optuna.pruners.MedianPruner(n_startup_trials=4)
-    settings = {"study_name": "search", "direction": "maximize", "load_if_exists": True}
-    return optuna.create_study(storage=storage, pruner=pruner, **settings)
+    return optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(journal))),
+        sampler=optuna.samplers.TPESampler(n_startup_trials=6, seed=place),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=4),
+        study_name="search",
+        direction="maximize",
+        load_if_exists=True,
+    )
 
 
 def work(objective, trials, journal, place):
@@ -39,7 +44,7 @@ def work(objective, trials, journal, place):
         if study.user_attrs["stopped"] or len(study.get_trials(states=OVER)) >= trials:
             study.stop()
 
-    open_study(journal).optimize(placed, callbacks=[stop])
+    open_study(journal, place).optimize(placed, callbacks=[stop])
 
 
 def give_back(study, place=None):
