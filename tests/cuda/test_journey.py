@@ -15,6 +15,6 @@ def test_the_journey_ends_on_gpus_with_a_model_in_8_bits(tmp_path: Path) -> None
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal: Plan(data=2) computes what one device computes" in done.stdout
-    assert "here, width 8: " in done.stdout and "Rank 1 is" in done.stdout
+    assert "here, width 8: " in done.stdout
     assert re.search(r"^8 bits: [\d.]+%, \d+ KiB", done.stdout, re.MULTILINE)
     assert "cuda" in (tmp_path / "journey" / "rows" / "arrays.json").read_text()
