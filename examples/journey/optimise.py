@@ -10,7 +10,7 @@ import optuna
 import torch
 from implement import dataset, fit, network, predict
 from search import search
-from smaller import compared, distil, in_8_bits
+from smaller import compared, in_8_bits, trained
 from station import DEVICES, FOLDER, accuracy, needs, report
 from train import Shifted
 
@@ -23,31 +23,30 @@ def objective(trial):
     count = len(labels) // 6
     train, held_out = dataset(images[count:], labels[count:]), dataset(images[:count], labels[:count])
     data = Shifted(*train.tensors, by=trial.suggest_int("shift", 0, 3))
-    model = network(trial.suggest_categorical("width", [8, 16, 24]))
+    model = network(trial.suggest_categorical("width", [8, 12, 16]))
 
     def after_epoch(epoch):
         trial.report(accuracy(*predict(model, held_out)), epoch)
         if trial.should_prune():
             raise optuna.TrialPruned
 
-    fit(model, data, 6, trial.suggest_float("rate", 1e-3, 2e-2, log=True), after_epoch)
-    torch.save(model.state_dict(), FOLDER / f"trial-{trial.number}.pt")
+    fit(model, data, 10, trial.suggest_float("rate", 1e-3, 2e-2, log=True), after_epoch)
     return accuracy(*predict(model, held_out))
 
 
 if __name__ == "__main__":
     train, test = (dataset(*torch.load(needs(f"clean/{part}.pt", "clean"))) for part in ("train", "test"))
     study = search(objective, int(sys.argv[1]) if sys.argv[1:] else 12, FOLDER / f"search-{len(train)}.journal")
-    best = study.best_trial
-    searched = network(best.params["width"])
-    searched.load_state_dict(torch.load(FOLDER / f"trial-{best.number}.pt", map_location="cpu"))
-    student = network(max(8, best.params["width"] // 2))
-    student.load_state_dict(mw.launch(distil, searched, student, train, 18, devices=DEVICES)[0])
+    best = study.best_trial.params
+    width, settings = best["width"], (best["rate"], best["shift"])
+    searched, student = network(width), network(width * 3 // 4)
+    searched.load_state_dict(mw.launch(trained, searched, train, 12, *settings, devices=DEVICES)[0])
+    student.load_state_dict(mw.launch(trained, student, train, 18, *settings, searched, devices=DEVICES)[0])
     models = {"searched": searched, "student": student, "8 bits": in_8_bits(student, train.tensors[0][:500])}
     rows = list(compared(models, test))
     figure, axes = plt.subplots(1, 4, figsize=(7, 1.7), layout="constrained")
     for trial in study.trials:
-        axes[0].plot(list(trial.intermediate_values.values()), color="C0" if trial == best else "0.8")
+        axes[0].plot(list(trial.intermediate_values.values()), color="C0" if trial.params == best else "0.8")
     for axis, column, title in zip(axes[1:], (1, 2, 3), ("test accuracy", "KiB", "ms per 100 images")):
         axis.bar(list(models), [row[column] for row in rows], color=["C0", "C2", "C3"])
         axis.set_title(title)
@@ -55,6 +54,6 @@ if __name__ == "__main__":
     axes[0].set(title="validation accuracy", xlabel="epoch")
     axes[1].set_ylim(min(row[1] for row in rows) - 0.02, 1)
     figures = {name: f"{share:.2%}, {kib:.0f} KiB, {ms:.2f} ms per 100 images" for name, share, kib, ms in rows}
-    figures["best trial"] = ", ".join(f"{name} {value:.3g}" for name, value in best.params.items())
-    done = f"{rows[2][1]:.2%} of the test digits in {rows[2][2]:.0f} KiB; the best of {len(study.trials)} trials:"
+    figures["best trial"] = ", ".join(f"{name} {value:.3g}" for name, value in best.items())
+    done = f"{rows[2][1]:.2%} of the test digits in {rows[2][2]:.0f} KiB; by the best of {len(study.trials)} trials"
     report("optimise", f"{done} {rows[0][1]:.2%} in {rows[0][2]:.0f} KiB.", figures, figure)

@@ -25,7 +25,7 @@ def open_study(journal, place=0):
     return optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(journal))),
         sampler=optuna.samplers.TPESampler(n_startup_trials=6, seed=place),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=4),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=4),
         study_name="search",
         direction="maximize",
         load_if_exists=True,

@@ -1,4 +1,4 @@
-"""Make a model smaller: a student that learns from it, its weights in 8 bits, what each costs. Used by station 8."""
+"""Train a model again, or a student of it; its weights in 8 bits; what each costs. Used by station 8."""
 
 import time
 import warnings
@@ -9,18 +9,21 @@ from implement import fit, predict
 from station import FOLDER, accuracy
 from torch.ao.quantization import get_default_qconfig_mapping  # in torch 2.11 to 2.15; its successor is torchao
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+from torch.nn.functional import one_hot
 from train import Shifted
 
 import meshwise as mw
 
 
-def distil(teacher, student, data, epochs):
-    """Train a student on the labels and on a teacher's probabilities, half and half. To be called on every device."""
+def trained(model, data, epochs, rate, shift, teacher=None):
+    """To be called on every device. Train on labels, or half on a teacher's probabilities. Return the weights."""
     torch.manual_seed(0)
-    probabilities, labels = predict(mw.distribute(teacher), data)
-    targets = (probabilities + torch.nn.functional.one_hot(labels, 10)) / 2
-    fit(student, Shifted(data.tensors[0], targets, by=2), epochs)
-    return student.cpu().state_dict()
+    images, targets = data.tensors
+    if teacher is not None:
+        probabilities, labels = predict(mw.distribute(teacher), data)
+        targets = (probabilities + one_hot(labels, 10)) / 2
+    fit(model, Shifted(images, targets, by=shift), epochs, rate)
+    return model.cpu().state_dict()
 
 
 def in_8_bits(model, images):
