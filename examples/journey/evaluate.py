@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from implement import dataset, network, predict
-from station import needs, report, show
+from station import load, needs, report, show
 
 import meshwise as mw
 
@@ -24,10 +24,8 @@ def calibration(probabilities, labels, bins=10):
 
 if __name__ == "__main__":
     images, labels = torch.load(needs("clean/test.pt", "clean"))
-    saved = torch.load(needs("model.pt", "train"), map_location="cpu")
-    model = network(saved["width"])
-    model.load_state_dict(saved["weights"])
-    probabilities, labels = predict(mw.distribute(model), dataset(images, labels))
+    model = mw.distribute(load(network, needs("model.pt", "train")))
+    probabilities, labels = predict(model, dataset(images, labels))
 
     guess, count = probabilities.argmax(1), len(labels)
     confusion = torch.bincount(labels * 10 + guess, minlength=100).reshape(10, 10)

@@ -11,7 +11,7 @@ import torch
 from implement import dataset, fit, network, predict
 from search import search
 from smaller import compared, in_8_bits, trained
-from station import DEVICES, FOLDER, accuracy, needs, report
+from station import DEVICES, FOLDER, accuracy, load, needs, report
 from train import Shifted
 
 import meshwise as mw
@@ -42,18 +42,19 @@ if __name__ == "__main__":
     searched, student = network(width), network(width * 3 // 4)
     searched.load_state_dict(mw.launch(trained, searched, train, 12, *settings, devices=DEVICES)[0])
     student.load_state_dict(mw.launch(trained, student, train, 18, *settings, searched, devices=DEVICES)[0])
-    models = {"searched": searched, "student": student, "8 bits": in_8_bits(student, train.tensors[0][:500])}
+    models = {"trained": load(network, needs("model.pt", "train")), "searched": searched, "student": student}
+    models["8 bits"] = in_8_bits(student, train.tensors[0][:500])
     rows = list(compared(models, test))
+
     figure, axes = plt.subplots(1, 4, figsize=(7, 1.7), layout="constrained")
     for trial in study.trials:
         axes[0].plot(list(trial.intermediate_values.values()), color="C0" if trial.params == best else "0.8")
     for axis, column, title in zip(axes[1:], (1, 2, 3), ("test accuracy", "KiB", "ms per 100 images")):
-        axis.bar(list(models), [row[column] for row in rows], color=["C0", "C2", "C3"])
-        axis.set_title(title)
-        axis.tick_params("x", labelsize=7)
+        axis.barh(list(models), [row[column] for row in rows], color=["0.6", "C0", "C2", "C3"])
+        axis.set(title=title, yticks=range(4 if axis is axes[1] else 0))
     axes[0].set(title="validation accuracy", xlabel="epoch")
-    axes[1].set_ylim(min(row[1] for row in rows) - 0.02, 1)
+    axes[1].set_xlim(min(row[1] for row in rows) - 0.02, 1)
     figures = {name: f"{share:.2%}, {kib:.0f} KiB, {ms:.2f} ms per 100 images" for name, share, kib, ms in rows}
     figures["best trial"] = ", ".join(f"{name} {value:.3g}" for name, value in best.items())
-    done = f"{rows[2][1]:.2%} of the test digits in {rows[2][2]:.0f} KiB; by the best of {len(study.trials)} trials"
-    report("optimise", f"{done} {rows[0][1]:.2%} in {rows[0][2]:.0f} KiB.", figures, figure)
+    before, *_, after = (f"{share:.2%} of the test digits in {kib:.0f} KiB" for _, share, kib, _ in rows)
+    report("optimise", f"{after}. Station 5's network: {before}. {len(study.trials)} trials.", figures, figure)

@@ -20,11 +20,11 @@ def devices():
     return [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else ["1xcpu"] * 2
 
 
-def open_study(journal, place=0):
+def open_study(journal, seed=None):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(journal))),
-        sampler=optuna.samplers.TPESampler(n_startup_trials=6, seed=place),
+        sampler=optuna.samplers.TPESampler(n_startup_trials=6, seed=seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=4),
         study_name="search",
         direction="maximize",
@@ -32,7 +32,7 @@ def open_study(journal, place=0):
     )
 
 
-def work(objective, trials, journal, place):
+def work(objective, trials, journal, place, seed):
     """On one device: take trials from the queue until enough are over, or the search is to stop."""
     torch.set_num_threads(1)
 
@@ -44,7 +44,7 @@ def work(objective, trials, journal, place):
         if study.user_attrs["stopped"] or len(study.get_trials(states=OVER)) >= trials:
             study.stop()
 
-    open_study(journal, place).optimize(placed, callbacks=[stop])
+    open_study(journal, seed).optimize(placed, callbacks=[stop])
 
 
 def give_back(study, place=None):
@@ -63,13 +63,15 @@ def search(objective, trials, journal):
     study, places = open_study(journal), devices()
     study.set_user_attr("stopped", False)
     give_back(study)
+    before = len(study.trials)
 
     def at(place):
-        for _ in range(STARTS):
+        for start in range(STARTS):
             if study.user_attrs["stopped"] or len(study.get_trials(states=OVER)) >= trials:
                 break
+            seed = (before + start) * len(places) + place  # a worker that starts again draws other parameters
             try:
-                mw.launch(work, objective, trials, journal, place, devices=places[place])
+                mw.launch(work, objective, trials, journal, place, seed, devices=places[place])
             except mw.WorkerFailed as error:
                 print(f"{places[place]}: {error}", flush=True)
                 give_back(study, place)

@@ -33,6 +33,14 @@ def accuracy(probabilities, labels):
     return (probabilities.argmax(1) == labels).float().mean().item()
 
 
+def load(network, path):
+    """A network of station 5, with its weights."""
+    saved = torch.load(path, map_location="cpu")
+    model = network(saved["width"])
+    model.load_state_dict(saved["weights"])
+    return model
+
+
 def report(station, done="", figures=None, *pictures):
     """Add to a station's row: what was done, figures by name, pictures (figures of matplotlib, or HTML). On rank 0."""
     if not mw.is_main():

@@ -325,6 +325,7 @@ def test_the_late_rank_is_named_in_the_page_of_the_report(cleaned: Path) -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 def test_a_search_a_student_and_8_bits_at_a_small_size(cleaned: Path) -> None:
+    typed("train.py", folder=cleaned)
     told = typed("optimise.py", "2", folder=cleaned)
     assert re.findall(r"^(searched|student|8 bits): \d", told, re.MULTILINE) == [
         "searched",
