@@ -38,11 +38,13 @@ Module = Callable[[str], ModuleType]
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
     """Imports a file of the journey, as its neighbours do, in a folder of its own."""
-    before = set(sys.modules)
+    names = {file.stem for file in FOLDER.glob("*.py")}
+    for name in names:  # other tests have a train.py of their own
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.chdir(tmp_path)
     yield importlib.import_module
-    for name in {file.stem for file in FOLDER.glob("*.py")} - before:
+    for name in names:
         sys.modules.pop(name, None)
 
 
