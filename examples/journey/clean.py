@@ -47,7 +47,7 @@ if __name__ == "__main__":
     shutil.rmtree(FOLDER / "aside", ignore_errors=True)
     for file, (fault, _) in removed.items():
         (FOLDER / "aside" / fault).mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, FOLDER / "aside" / fault / f"{file.parent.name} {file.name}")
+        shutil.copy(file, FOLDER / "aside" / fault / f"{' '.join(file.parts[-3:])}")
     (FOLDER / "clean").mkdir(exist_ok=True)
     torch.save((images[rest], labels[rest]), FOLDER / "clean" / "train.pt")
     torch.save((test, test_labels), FOLDER / "clean" / "test.pt")

@@ -74,8 +74,12 @@ if __name__ == "__main__":
         )
         report("clean", done, figures)
     else:
-        shutil.rmtree(FOLDER / "copy", ignore_errors=True)
-        rows = list(plant(int(sys.argv[1]) if sys.argv[1:] else 10_000, np.random.default_rng(0)))
+        images = int(sys.argv[1]) if sys.argv[1:] else 10_000
+        for name in ("copy", "clean", "aside"):  # of another copy
+            shutil.rmtree(FOLDER / name, ignore_errors=True)
+        (FOLDER / "planted.csv").unlink(missing_ok=True)
+        (FOLDER / "removed.csv").unlink(missing_ok=True)
+        rows = list(plant(images, np.random.default_rng(0)))
         with (FOLDER / "planted.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("file", "fault", "copy of"), *rows])
         count = sum(1 for _ in (FOLDER / "copy" / "train").glob("*/*.png"))

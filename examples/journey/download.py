@@ -21,10 +21,12 @@ if __name__ == "__main__":
     table = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_suffix(".txt")
     complete = True
     with Progress("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
-        for line in table.read_text().splitlines():
+        for line in filter(str.strip, table.read_text().splitlines()):
             sha256, *urls = line.split()
             path = folder / Path(urls[0]).name
-            complete = complete and any(download(url, sha256, path, bar) for url in urls)
+            complete = complete and any(download(url, sha256.lower(), path, bar) for url in urls)
+    if not complete and sys.argv[1:]:
+        raise SystemExit(f"Not every file of {table} could be downloaded with its SHA-256.")
     if not complete:
         shutil.copytree(MNIST, folder, dirs_exist_ok=True)
 

@@ -18,10 +18,13 @@ def read(folder):
             Image.open(io.BytesIO(content)).verify()
             if not content.endswith(b"IEND\xaeB`\x82"):  # Pillow does not notice that these are missing
                 raise OSError("the end of the file is missing")
-            images.append(np.array(Image.open(io.BytesIO(content))))
+            image = np.array(Image.open(io.BytesIO(content)).convert("L"))
+            if image.shape != (28, 28):
+                raise OSError(f"{image.shape[1]} x {image.shape[0]} pixels instead of 28 x 28")
+            images.append(image)
             files.append(file)
         except (OSError, SyntaxError) as error:  # SyntaxError: Pillow's for a damaged PNG
-            broken[file] = ("broken", str(error))
+            broken[file] = ("broken", str(error).split(" <")[0])
     return torch.from_numpy(np.stack(images)), torch.tensor([int(file.parent.name) for file in files]), files, broken
 
 

@@ -15,10 +15,9 @@ import time
 from pathlib import Path
 
 from page import write_page
-from station import DEVICES, FOLDER, report
+from station import DEVICES, FOLDER, MARK, report
 
 EXAMPLES = Path(__file__).parents[1]
-OURS = FOLDER / "rows"  # a folder without it is somebody else's
 ARRAYS = {"film": "ray-marched spheres", "nbody": "bodies in space", "heat": "heat in a plate"}
 STOPPED = "  # and Ctrl-C in the third epoch"
 
@@ -79,10 +78,9 @@ if __name__ == "__main__":
     options.add_argument("--images", type=int, default=10_000, help="to train; half as many to test")
     options.add_argument("--trials", type=int, default=12, help="of the search")
     given, began = options.parse_args(), time.perf_counter()
-    if FOLDER.exists() and not OURS.exists():
-        raise SystemExit(f"{FOLDER} exists, and no journey has made it. Move it, or begin in another folder.")
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    OURS.mkdir(parents=True)
+    shutil.rmtree(FOLDER)  # station.py has seen that it is ours
+    FOLDER.mkdir()
+    MARK.touch()
     walked = {}
     for station, typed in commands(given.images, given.trials).items():
         begin = time.perf_counter()

@@ -11,7 +11,7 @@ import torch
 from implement import dataset, fit, network, predict
 from search import search
 from smaller import compared, in_8_bits, trained
-from station import DEVICES, FOLDER, accuracy, load, needs, report
+from station import DEVICES, FOLDER, accuracy, fingerprint, load, needs, report
 from train import Shifted
 
 import meshwise as mw
@@ -36,8 +36,9 @@ def objective(trial):
 
 if __name__ == "__main__":
     train, test = (dataset(*torch.load(needs(f"clean/{part}.pt", "clean"))) for part in ("train", "test"))
-    study = search(objective, int(sys.argv[1]) if sys.argv[1:] else 12, FOLDER / f"search-{len(train)}.journal")
+    study = search(objective, int(sys.argv[1]) if sys.argv[1:] else 12, FOLDER / f"search-{fingerprint(train)}.journal")
     best = study.best_trial.params
+    torch.manual_seed(0)
     width, settings = best["width"], (best["rate"], best["shift"])
     searched, student = network(width), network(width * 3 // 4)
     searched.load_state_dict(mw.launch(trained, searched, train, 12, *settings, devices=DEVICES)[0])
@@ -45,7 +46,6 @@ if __name__ == "__main__":
     models = {"trained": load(network, needs("model.pt", "train")), "searched": searched, "student": student}
     models["8 bits"] = in_8_bits(student, train.tensors[0][:500])
     rows = list(compared(models, test))
-
     figure, axes = plt.subplots(1, 4, figsize=(7, 1.7), layout="constrained")
     for trial in study.trials:
         axes[0].plot(list(trial.intermediate_values.values()), color="C0" if trial.params == best else "0.8")

@@ -1,5 +1,6 @@
 """What the stations share: their folder, what one needs of another, and what each reports to journey.html."""
 
+import hashlib
 import html
 import io
 import json
@@ -13,8 +14,12 @@ import meshwise as mw
 FOLDER = Path("journey")  # in the folder where the commands are typed
 DEVICES = "all" if torch.accelerator.is_available() else "2xcpu"
 
-if (FOLDER / "station.py").exists():
-    raise SystemExit("The folder journey here is that of the stations' source. Change to another folder.")
+MARK = FOLDER / ".made-by-meshwise"
+
+if FOLDER.exists() and any(FOLDER.iterdir()) and not MARK.exists():
+    raise SystemExit(f"The folder {FOLDER} here is somebody else's. Move it, or change to another folder.")
+FOLDER.mkdir(exist_ok=True)
+MARK.touch()
 
 plt.switch_backend("svg")
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
@@ -31,6 +36,11 @@ def needs(name, station):
 
 def accuracy(probabilities, labels):
     return (probabilities.argmax(1) == labels).float().mean().item()
+
+
+def fingerprint(data):
+    """Some letters that tell data sets of tensors apart."""
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in data.tensors)).hexdigest()[:8]
 
 
 def load(network, path):

@@ -8,7 +8,7 @@ import json
 import matplotlib.pyplot as plt
 import torch
 from implement import dataset, network, predict
-from station import FOLDER, accuracy, needs, report
+from station import FOLDER, accuracy, fingerprint, needs, report
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=epochs * len(loader))
     history = {"losses": [], "starts": []}
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "extra": history}
-    saved = mw.checkpoint(FOLDER / f"state-{width}-{epochs}-{len(train)}", **parts)
+    saved = mw.checkpoint(FOLDER / f"state-{width}-{epochs}-{fingerprint(train)}", **parts)
     history["starts"].append(len(history["losses"]))
     for epoch in range(saved.epoch, epochs):
         for images, labels in loader:

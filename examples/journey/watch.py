@@ -46,9 +46,9 @@ if __name__ == "__main__":
     done = f"Rank {late} was slowed on purpose, by 20 ms a step; the report {'names' if named else 'does not name'} it."
     report("watch", done, figures, figure, link)
 
-    if trained := sorted((FOLDER / "runs").glob("*-train")):
+    trained = sorted((FOLDER / "runs").glob("*-train"))
+    if trained and (seen := mw.report(trained[-1])).steps:
         low, high = json.loads(needs("design.json", "design").read_text())["milliseconds"]
-        seen = mw.report(trained[-1])
         step, loader = seen.step_seconds * 1e3, seen.kinds["data"] / seen.steps * 1e3
         measured = f"{step:.1f} ms measured, of which {loader:.1f} ms for reading images, which is not predicted"
         report("train", figures={"a step": f"{low:.1f} to {high:.1f} ms predicted; {measured}"})

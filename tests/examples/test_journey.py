@@ -122,9 +122,15 @@ def test_a_part_is_kept_for_the_next_time_where_nobody_answers(module: Module, t
 
 
 @pytest.mark.usefixtures("processes")
-def test_without_any_mirror_the_digits_are_those_of_the_package(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_text(f"{SHA256}  http://127.0.0.1:9/train-images-idx3-ubyte.gz\n")
-    told = typed("download.py", "list.txt", folder=tmp_path)
+def test_without_any_mirror_the_digits_are_those_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # where nobody answers
+    (tmp_path / "list.txt").write_text(f"{SHA256}  http://127.0.0.1:9/train-images-idx3-ubyte.gz\n\n")
+    words = [sys.executable, str(FOLDER / "download.py"), "list.txt"]
+    refused = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 1 and "Not every file of list.txt" in refused.stderr
+    told = typed("download.py", folder=tmp_path)
     assert "training images: 60,000" in told
     assert (
         "the MNIST that meshwise ships"
@@ -138,7 +144,7 @@ def test_without_any_mirror_the_digits_are_those_of_the_package(tmp_path: Path) 
 
 def damaged(module: Module, images: int) -> list[dict[str, str]]:
     """A damaged copy of so many digits, and what was planted."""
-    (Path("journey")).mkdir()
+    module("station")  # makes the folder
     Path("journey/download").symlink_to(MNIST)
     rows = list(module("damage").plant(images, np.random.default_rng(1)))
     return [{"file": str(file), "fault": fault, "copy of": str(of)} for file, fault, of in rows]
@@ -199,6 +205,7 @@ def test_the_score_counts_a_pair_once_whichever_of_it_went(module: Module) -> No
 def cleaned(tmp_path: Path) -> Path:
     """A folder with what stations 2 and 3 leave to the others: few digits, a small design."""
     (tmp_path / "journey" / "clean").mkdir(parents=True)
+    (tmp_path / "journey" / ".made-by-meshwise").touch()
     for part, count in ("train", 300), ("test", 200):
         digits = read_digits(MNIST, part)
         torch.save((digits.pixels[:count], digits.labels[:count]), tmp_path / "journey" / "clean" / f"{part}.pt")
@@ -246,7 +253,7 @@ def test_a_training_that_was_stopped_goes_on_and_is_evaluated(cleaned: Path) -> 
     """Stopped by Ctrl-C after its first epoch: the losses are those of a training that was never stopped."""
     typed("train.py", folder=cleaned, run=True)
     kept = torch.load(cleaned / "journey" / "model.pt")["weights"]
-    (cleaned / "journey" / "state-4-3-300").rename(cleaned / "never stopped")
+    next((cleaned / "journey").glob("state-4-3-*")).rename(cleaned / "never stopped")
     stop_after(cleaned, "epoch 1/3")
     told = typed("train.py", folder=cleaned, run=True)
     torch.testing.assert_close(torch.load(cleaned / "journey" / "model.pt")["weights"], kept, rtol=0, atol=0)
@@ -370,5 +377,5 @@ def test_a_journey_overwrites_no_folder_of_somebody_else(tmp_path: Path) -> None
     result = subprocess.run(
         [sys.executable, str(FOLDER / "journey.py")], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
-    assert result.returncode == 1 and "no journey has made it" in result.stderr
+    assert result.returncode == 1 and "is somebody else's" in result.stderr
     assert (tmp_path / "journey" / "mine.txt").read_text() == "mine"
