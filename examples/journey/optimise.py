@@ -40,7 +40,7 @@ if __name__ == "__main__":
     best = study.best_trial.params
     torch.manual_seed(0)
     width, settings = best["width"], (best["rate"], best["shift"])
-    searched, student = network(width), network(width * 3 // 4)
+    searched, student = network(width), network(max(8, width * 3 // 4))
     searched.load_state_dict(mw.launch(trained, searched, train, 12, *settings, devices=DEVICES)[0])
     student.load_state_dict(mw.launch(trained, student, train, 18, *settings, searched, devices=DEVICES)[0])
     models = {"trained": load(network, needs("model.pt", "train")), "searched": searched, "student": student}
