@@ -32,6 +32,10 @@ def open_study(journal, seed=None):
     )
 
 
+def is_over(study, trials):
+    return study.user_attrs["stopped"] or len(study.get_trials(states=OVER)) >= trials
+
+
 def work(objective, trials, journal, place, seed):
     """On one device: take trials from the queue until enough are over, or the search is to stop."""
     torch.set_num_threads(1)
@@ -41,7 +45,7 @@ def work(objective, trials, journal, place, seed):
         return objective(trial)
 
     def stop(study, trial):
-        if study.user_attrs["stopped"] or len(study.get_trials(states=OVER)) >= trials:
+        if is_over(study, trials):
             study.stop()
 
     open_study(journal, seed).optimize(placed, callbacks=[stop])
@@ -67,7 +71,7 @@ def search(objective, trials, journal):
 
     def at(place):
         for start in range(STARTS):
-            if study.user_attrs["stopped"] or len(study.get_trials(states=OVER)) >= trials:
+            if is_over(study, trials):
                 break
             seed = (before + start) * len(places) + place  # a worker that starts again draws other parameters
             try:
@@ -83,6 +87,6 @@ def search(objective, trials, journal):
             study.set_user_attr("stopped", True)
             print("Stopped: the trials that run end first. The same command resumes the search.", flush=True)
             raise
-    if len(study.get_trials(states=OVER)) < trials:
-        raise RuntimeError(f"Each device failed {STARTS} times: {len(study.get_trials(states=OVER))} trials are over.")
+    if not is_over(study, trials):
+        raise RuntimeError(f"Each device failed {STARTS} times before {trials} trials were over.")
     return study

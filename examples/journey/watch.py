@@ -30,7 +30,8 @@ if __name__ == "__main__":
     run = max((FOLDER / "watched").iterdir())
     subprocess.run([*meshwise, "report", run, "--html"], check=True)
 
-    watched, window = mw.report(run), mw.report(run).views[0]  # a few typical steps, bar by bar
+    watched = mw.report(run)
+    window = watched.views[0]  # a few typical steps, bar by bar
     ranks = range(len(watched.ranks))
     figure, axis = plt.subplots(figsize=(6, 1.6), layout="constrained")
     for kind, color in COLORS.items():
