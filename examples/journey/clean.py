@@ -37,7 +37,7 @@ if __name__ == "__main__":
             removed[names[number]] = (f"{kind} duplicate", f"of {names[twins[number]]}")
 
     rest = torch.tensor([number for number, file in enumerate(files) if file not in removed])
-    probabilities = mw.launch(out_of_fold, images[rest], labels[rest], devices=DEVICES)[0]
+    probabilities = mw.launch(out_of_fold, images[rest], labels[rest], devices=DEVICES)[0]  # what rank 0 returns
     likely = likely_labels(probabilities, labels[rest])
     wrong, others, rest = rest[likely >= 0].tolist(), likely[likely >= 0].tolist(), rest[likely < 0]
     removed |= {files[number]: ("wrong label", f"more likely {other}") for number, other in zip(wrong, others)}

@@ -30,7 +30,7 @@ def job(width):
 
 def planned(width, machine):
     """Milliseconds of a step (low, likely, high), MiB per device, and seconds of the training (high)."""
-    plans = mw.plan(job(width), machine=machine, fits=mw.Plan(data=len(machine.devices)))
+    plans = mw.plan(job(width), machine=machine, fits=mw.Plan(data=len(machine.devices)))  # this plan alone
     step, memory = plans.best.seconds, plans.best.memory.total
     return step.low * 1e3, step.value * 1e3, step.high * 1e3, memory.value / 2**20, step.high * plans.steps
 
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     found = {name: {width: planned(width, machine) for width in WIDTHS} for name, machine in machines.items()}
     quick = [width for width, (*_, seconds) in found["here"].items() if seconds < MOST_SECONDS]
     width = max(quick, default=WIDTHS[0])
-    design = {"width": width, "epochs": EPOCHS, "milliseconds": found["here"][width][:3:2]}
+    design = {"width": width, "epochs": EPOCHS, "milliseconds": found["here"][width][:3:2]}  # low, high
     (FOLDER / "design.json").write_text(json.dumps(design))
 
     figures, (figure, (left, right)) = {}, plt.subplots(1, 2, figsize=(6, 2), layout="constrained")
@@ -57,4 +57,4 @@ if __name__ == "__main__":
     right.set(xlabel="width", ylabel="MiB per device", yscale="log", xticks=WIDTHS)
     left.legend()
     why = f"the widest that trains {EPOCHS} epochs in {MOST_SECONDS} s here" if quick else "none is quick enough"
-    report("design", f"Width {width}: {why}, as predicted before anything has run.", figures, figure)
+    report("design", f"Width {width}: {why}, as predicted before any of them has run.", figures, figure)

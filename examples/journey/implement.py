@@ -1,4 +1,4 @@
-"""Station 4, implement: a model and its loop for one device. Lines marked `# many` run it on many devices.
+"""Station 4, implement: a model and its loop for one device. `# many` marks lines for many; after it, the line for one.
 
 python examples/journey/implement.py                             one device
 meshwise run --devices 2xcpu examples/journey/implement.py       two: the same numbers

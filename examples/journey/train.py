@@ -1,6 +1,6 @@
 """Station 5, train: on all devices, images shifted at random; saved after each epoch and when stopped.
 
-meshwise run --devices 2xcpu examples/journey/train.py      after Ctrl-C, the same command resumes
+meshwise run --devices 2xcpu --out journey/runs examples/journey/train.py      after Ctrl-C, the same command resumes
 """
 
 import json
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "extra": history}
     saved = mw.checkpoint(FOLDER / f"state-{width}-{epochs}-{fingerprint(train)}", **parts)
     history["starts"].append(len(history["losses"]))
-    for epoch in range(saved.epoch, epochs):
+    for epoch in range(saved.epoch, epochs):  # restored; saves by itself, after each epoch and at Ctrl-C
         for images, labels in loader:
             loss = mw.backward(cross_entropy(model(images), labels))
             optimizer.step()
