@@ -30,7 +30,7 @@ def job(width):
 
 def planned(width, machine):
     """Milliseconds of a step (low, likely, high), MiB per device, and seconds of the training (high)."""
-    plans = mw.plan(job(width), machine=machine, fits=mw.Plan(data=len(machine.devices)))  # this plan alone
+    plans = mw.plan(job(width), machine=machine, fits=mw.Plan(data=len(machine.devices)))  # data parallel alone
     step, memory = plans.best.seconds, plans.best.memory.total
     return step.low * 1e3, step.value * 1e3, step.high * 1e3, memory.value / 2**20, step.high * plans.steps
 

@@ -39,9 +39,9 @@ if __name__ == "__main__":
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=epochs * len(loader))
     history = {"losses": [], "starts": []}
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "extra": history}
-    saved = mw.checkpoint(FOLDER / f"state-{width}-{epochs}-{fingerprint(train)}", **parts)
+    saved = mw.checkpoint(FOLDER / f"state-{width}-{epochs}-{fingerprint(train)}", **parts)  # restores them in place
     history["starts"].append(len(history["losses"]))
-    for epoch in range(saved.epoch, epochs):  # restored; saves by itself, after each epoch and at Ctrl-C
+    for epoch in range(saved.epoch, epochs):  # saves by itself, after each epoch and at Ctrl-C
         for images, labels in loader:
             loss = mw.backward(cross_entropy(model(images), labels))
             optimizer.step()

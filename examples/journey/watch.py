@@ -47,7 +47,7 @@ if __name__ == "__main__":
     done = f"Rank {late} was slowed on purpose, by 20 ms a step; the report {'names' if named else 'does not name'} it."
     report("watch", done, figures, figure, link)
 
-    trained = sorted((FOLDER / "runs").glob("*-train"))  # of station 5, run with --out journey/runs: for its row
+    trained = sorted((FOLDER / "runs").glob("*-train"))  # station 5's runs: its step, predicted and measured
     if trained and (seen := mw.report(trained[-1])).steps:
         low, high = json.loads(needs("design.json", "design").read_text())["milliseconds"]
         step, loader = seen.step_seconds * 1e3, seen.kinds["data"] / seen.steps * 1e3
