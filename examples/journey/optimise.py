@@ -42,9 +42,7 @@ if __name__ == "__main__":
     width, settings = best["width"], (best["rate"], best["shift"])
     searched, student = network(width), network(max(8, width * 3 // 4))
     searched.load_state_dict(mw.launch(trained, searched, train, 12, *settings, devices=DEVICES)[0])  # 12 epochs
-    student.load_state_dict(
-        mw.launch(trained, student, train, 18, *settings, searched, devices=DEVICES)[0]
-    )  # 18, distilled
+    student.load_state_dict(mw.launch(trained, student, train, 18, *settings, searched, devices=DEVICES)[0])  # distil
     models = {"trained": load(network, needs("model.pt", "train")), "searched": searched, "student": student}
     models["8 bits"] = in_8_bits(student, train.tensors[0][:500])
     rows = list(compared(models, test))
