@@ -47,6 +47,10 @@ class ThreadAxis:
     sent: Counter[str] = field(default_factory=Counter, compare=False)
     name: str = "context"
     sequence: bool = False
+    gradient_scale: int = 1
+
+    def averages(self, whole: Tensor) -> bool:
+        return False
 
     @property
     def size(self) -> int:

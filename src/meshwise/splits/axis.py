@@ -37,6 +37,13 @@ class Axis(Protocol):
     def sequence(self) -> bool:
         """Whether each rank gets only some positions (dim 1) of a sum over the ranks, instead of the whole sum."""
 
+    @property
+    def gradient_scale(self) -> int:
+        """By how much the gradient of a part is larger than that of the whole tensor (see crossing.py)."""
+
+    def averages(self, whole: Tensor) -> bool:
+        """Whether the gradients that the ranks compute for this whole tensor are averaged after the backward."""
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` over the ranks, in place, and return it."""
 
@@ -64,6 +71,10 @@ class MeshAxis:
     rank: int
     group: collectives.Group
     sequence: bool = False
+    gradient_scale: int = 1
+
+    def averages(self, whole: Tensor) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         _own[self.name] = self

@@ -14,6 +14,9 @@ tensor.
 
 The backward of each conversion is another conversion of this list, so each can be differentiated twice.
 
+On an axis with a `gradient_scale` of n, the gradient of a part is n times that of the whole tensor. Gradients of
+parameters, which each rank computes from its parts, are then averaged instead of summed, as DDP and FSDP do it.
+
 Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 
@@ -55,7 +58,7 @@ def enter(whole: Tensor, axis: Axis) -> Tensor:
     """Return a whole tensor for operators that combine it with split tensors. Its values stay the same. The backward
     sums the gradients of the ranks.
     """
-    if not (whole.requires_grad and torch.is_grad_enabled()):
+    if not (whole.requires_grad and torch.is_grad_enabled()) or axis.averages(whole):
         return whole
     return _once(whole, "enter", axis, axis.name)
 
@@ -156,28 +159,34 @@ class _Crossing(Function):
     """The autograd function that runs a conversion of `_WAYS`, and in its backward the opposite conversion.
 
     where: an axis for "enter" and "add up", and a `SplitPart` for any other conversion.
+    factor: multiplies the result.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any) -> Tensor:
-        ctx.way, ctx.where = way, where  # type: ignore[attr-defined]
-        return _WAYS[way][0](tensor, where)
+    def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any, factor: float = 1) -> Tensor:
+        ctx.way, ctx.where, ctx.factor = way, where, factor  # type: ignore[attr-defined]
+        made = _WAYS[way][0](tensor, where)
+        return made if factor == 1 else made * factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return through(_Crossing, gradient, _WAYS[ctx.way][1], ctx.where), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        _, back, power = _WAYS[ctx.way]
+        axis = ctx.where.axis if isinstance(ctx.where, SplitPart) else ctx.where
+        factor = ctx.factor * axis.gradient_scale**power if power else ctx.factor
+        return through(_Crossing, gradient, back, ctx.where, factor), None, None, None
 
 
 def _added_up(value: Tensor, axis: Axis) -> Tensor:
     return axis.all_reduce(value.clone(memory_format=torch.contiguous_format))
 
 
-_WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
-    "enter": (lambda whole, axis: whole.view_as(whole), "add up"),
-    "add up": (_added_up, "enter"),
-    "gather": (lambda local, part: part.gathered(local), "scatter"),
-    "scatter": (lambda whole, part: part.slice_of(whole), "gather"),
-    "sum apart": (lambda value, part: part.summed(value), "spread"),
-    "spread": (lambda local, part: part.gathered(local), "sum apart"),
+_WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str, int]] = {
+    "enter": (lambda whole, axis: whole.view_as(whole), "add up", -1),
+    "add up": (_added_up, "enter", 1),
+    "gather": (lambda local, part: part.gathered(local), "scatter", 1),
+    "scatter": (lambda whole, part: part.slice_of(whole), "gather", -1),
+    "sum apart": (lambda value, part: part.summed(value), "spread", 0),
+    "spread": (lambda local, part: part.gathered(local), "sum apart", 0),
 }
-"""For each conversion, its function and the conversion that its backward runs. The module's docstring lists them."""
+"""For each conversion: its function, the conversion that its backward runs, and the power of the axis's
+`gradient_scale` by which that backward multiplies. The module's docstring lists the conversions."""

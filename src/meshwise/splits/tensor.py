@@ -23,7 +23,7 @@ from torch import Tensor
 from meshwise.compat.fake import over
 from meshwise.splits.axis import SplitPart
 
-LEVELS = ("context", "tensor")
+LEVELS = ("data", "context", "tensor")
 """The axes over which tensors are split, outermost first."""
 Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 _dispatch: list[Dispatch] = []
