@@ -52,6 +52,9 @@ class ThreadAxis:
     def averages(self, whole: Tensor) -> bool:
         return False
 
+    def divides(self, whole: Tensor, dim: int) -> None:
+        pass
+
     @property
     def size(self) -> int:
         return self.ranks.size

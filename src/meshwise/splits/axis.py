@@ -44,6 +44,9 @@ class Axis(Protocol):
     def averages(self, whole: Tensor) -> bool:
         """Whether the gradients that the ranks compute for this whole tensor are averaged after the backward."""
 
+    def divides(self, whole: Tensor, dim: int) -> None:
+        """Note that each rank is about to take its part of a whole tensor along `dim`."""
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` over the ranks, in place, and return it."""
 
@@ -75,6 +78,9 @@ class MeshAxis:
 
     def averages(self, whole: Tensor) -> bool:
         return False
+
+    def divides(self, whole: Tensor, dim: int) -> None:
+        pass
 
     def __post_init__(self) -> None:
         _own[self.name] = self

@@ -116,6 +116,7 @@ def gather_over(axis: str, tensor: Tensor) -> Tensor:
 
 def scatter(whole: Tensor, part: SplitPart) -> SplitTensor:
     """Return this rank's part of a whole tensor as a split tensor."""
+    part.axis.divides(whole, part.dim)
     return split(_crossed(whole, "scatter", part), part)
 
 
