@@ -1,0 +1,243 @@
+"""Compares the rows of a batch with each other, and keeps queues, codebooks and advantages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.whole.shared import Distribute, fit, mlp, rows, step, usual, weights
+
+
+def simclr(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        views = [x + 0.1 * torch.randn_like(x), x * (torch.rand(x.shape) > 0.2)]
+        z = F.normalize(torch.cat([model(view) for view in views]), dim=1)
+        near = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+        return F.cross_entropy(near, torch.arange(len(z)).roll(len(x)))
+
+    return fit(distribute, loss)
+
+
+def clip_with_learned_temperature(distribute: Distribute) -> Any:
+    texts, pictures, scale = mlp(4, 3), mlp(4, 3), nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.Adam([*texts.parameters(), *pictures.parameters(), scale], 0.02)
+    loader = DataLoader(rows(), batch_size=8, shuffle=True)
+    texts, pictures, optimizer, loader = distribute(texts, pictures, optimizer, loader)
+    right = 0
+    for x, _ in loader:
+        a, b = (F.normalize(out, dim=-1) for out in (texts(x[:, :3]), pictures(x[:, 3:])))
+        logits, target = scale.exp() * a @ b.t(), torch.arange(x.shape[0], device=x.device)
+        step((F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2, optimizer)
+        right += int((logits.argmax(0) == target).sum())
+    return right, scale.item(), weights(texts, pictures)
+
+
+def supervised_contrast(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(model(x), dim=1)
+        near, other = z @ z.T / 0.3, ~torch.eye(len(x), dtype=torch.bool)
+        same = (y[:, None] == y[None, :]) & other
+        log = near - (near.exp() * other).sum(1, keepdim=True).log()
+        return -((log * same).sum(1) / same.sum(1).clamp(min=1))[same.any(1)].mean()
+
+    return fit(distribute, loss)
+
+
+def hardest_triplets(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        far, same = torch.cdist(model(x), model(x) + 1e-3), y.unsqueeze(0) == y.unsqueeze(1)
+        other = far.masked_fill(same, float("inf")).min(1).values
+        return F.relu(far.masked_fill(~same, 0).max(1).values - other.clamp(max=9) + 1).mean()
+
+    return fit(distribute, loss)
+
+
+def mined_triplets(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        z = model(x)
+        with torch.no_grad():
+            order = (z[:, None] - z[None]).square().sum(-1).topk(len(x), largest=False).indices
+        anchors, friends, foes = [], [], []
+        for row, label in enumerate(y):
+            friend = [i for i in order[row].tolist() if i != row and y[i] == label]
+            foe = [i for i in order[row].tolist() if y[i] != label]
+            if friend and foe:
+                anchors, friends, foes = [*anchors, row], [*friends, friend[-1]], [*foes, foe[0]]
+        return F.triplet_margin_loss(z[anchors], z[friends], z[foes])
+
+    return fit(distribute, loss)
+
+
+def prototypes_summed_by_label(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        z, half = model(x), len(x) // 2
+        total = torch.zeros(3, z.shape[1]).index_add(0, y[:half], z[:half])
+        count = torch.bincount(y[:half], minlength=3).clamp(min=1)
+        return F.cross_entropy(-torch.cdist(z[half:], total / count[:, None]), y[half:])
+
+    return fit(distribute, loss)
+
+
+def prototypes_by_one_hot(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        z, label = model(x), F.one_hot(y, 3).to(x.dtype)
+        centre = label.T @ z / label.sum(0).clamp(min=1).unsqueeze(1)
+        apart = (centre[0] - centre[1]).square().sum() + torch.einsum("nc,nd->cd", label, z).square().mean()
+        return (z - centre[y]).pow(2).sum(1).mean() - 0.1 * apart.clamp(max=1)
+
+    return fit(distribute, loss)
+
+
+def ranking_of_pairs(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        score, worth = model(x).squeeze(1), x.sum(1)
+        better = worth[:, None] > worth[None, :]
+        lists = -(F.softmax(worth, dim=0) * F.log_softmax(score, dim=0)).sum()
+        return F.softplus(-(score[:, None] - score[None, :]))[better].mean() + lists
+
+    return fit(distribute, loss, mlp(1))
+
+
+def barlow_twins(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        a, b = model(x), model(x + 0.2 * torch.randn(x.shape))
+        a, b = (a - a.mean(0)) / a.std(0), (b - b.mean(0)) / b.std(0)
+        c = a.T @ b / len(x)
+        return (c.diagonal() - 1).pow(2).sum() + 0.05 * (c - torch.diag(c.diag())).pow(2).sum()
+
+    return fit(distribute, loss)
+
+
+def vicreg(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        a, b = model(x), model(x.roll(1, 0))
+        covariance = torch.cov(a.T)
+        spread = F.relu(1 - torch.sqrt(b.var(dim=0) + 1e-4)).mean()
+        return F.mse_loss(a, b) + spread + covariance.square().sum() - covariance.diagonal().square().sum()
+
+    return fit(distribute, loss)
+
+
+def swav(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        scores = model(x)
+        with torch.no_grad():
+            q = torch.exp(model(x + 0.1 * torch.randn_like(x)) / 0.5).T
+            q /= q.sum()
+            for _ in range(3):
+                q /= q.sum(dim=1, keepdim=True) * q.shape[0]
+                q /= q.sum(dim=0, keepdim=True) * q.shape[1]
+        return -((q * len(x)).T * F.log_softmax(scores / 0.5, dim=1)).sum(1).mean()
+
+    return fit(distribute, loss)
+
+
+def moco(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, mlp(4))
+    slow, queue, place = copy.deepcopy(model).requires_grad_(False), F.normalize(torch.randn(12, 4), dim=1), 0
+    losses = []
+    for _ in range(2):
+        for x, _ in loader:
+            with torch.no_grad():
+                for p, s in zip(model.parameters(), slow.parameters(), strict=True):
+                    s.mul_(0.9).add_(p, alpha=0.1)
+                key = F.normalize(slow(x + 0.1 * torch.randn_like(x)), dim=1)
+            query = F.normalize(model(x), dim=1)
+            logits = torch.cat([(query * key).sum(1, keepdim=True), query @ queue.T], dim=1) / 0.2
+            losses.append(step(F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long)), optimizer))
+            queue[torch.arange(place, place + len(x)) % 12] = key
+            place = (place + len(x)) % 12
+    return losses, queue.tolist(), weights(model, slow)
+
+
+def codebook_straight_through(distribute: Distribute) -> Any:
+    encoder, decoder, codes = mlp(4), nn.Linear(4, 6), nn.Embedding(5, 4)
+    optimizer = torch.optim.Adam([p for m in (encoder, decoder, codes) for p in m.parameters()], 0.02)
+    loader = DataLoader(rows(), batch_size=8, shuffle=True)
+    encoder, decoder, codes, optimizer, loader = distribute(encoder, decoder, codes, optimizer, loader)
+    used, losses = set(), []
+    for x, _ in loader:
+        z = encoder(x)
+        nearest = torch.cdist(z, codes.weight).argmin(1)
+        used |= set(nearest.tolist())
+        q = codes(nearest)
+        loss = F.mse_loss(q, z.detach()) + 0.25 * F.mse_loss(z, q.detach())
+        losses.append(step(F.mse_loss(decoder(z + (q - z).detach()), x) + loss, optimizer))
+    return losses, sorted(used), weights(encoder, decoder, codes)
+
+
+def codebook_of_moving_means(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, mlp(4))
+    codes, count, total = torch.randn(5, 4), torch.ones(5), torch.zeros(5, 4)
+    for _ in range(2):
+        for x, _ in loader:
+            z = model(x)
+            chosen = F.one_hot(torch.cdist(z.detach(), codes).argmin(1), 5).to(z.dtype)
+            count = 0.8 * count + 0.2 * chosen.sum(0)
+            total.mul_(0.8).add_(chosen.T @ z.detach(), alpha=0.2)
+            codes = total / count.clamp(min=1e-3)[:, None]
+            share = chosen.mean(0)
+            step(F.mse_loss(z, chosen @ codes) + x[:, 0].mean() * z.pow(2).mean(), optimizer)
+    return codes.tolist(), torch.exp(-(share * (share + 1e-9).log()).sum()).item(), weights(model)
+
+
+def reinforce_whitened(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    rewards = []
+    for _ in range(2):
+        for x, y in loader:
+            policy = torch.distributions.Categorical(logits=model(x))
+            action = policy.sample()
+            reward = (action == y).double() - 0.1 * action
+            advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
+            step(-(policy.log_prob(action) * advantage).mean() - 0.01 * policy.entropy().mean(), optimizer)
+            rewards.append(reward.mean().item())
+    return rewards, weights(model)
+
+
+def ppo(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, mlp(4))
+    clipped, stopped = [], 0
+    for x, y in loader:
+        with torch.no_grad():
+            logits, value = model(x).split([3, 1], dim=1)
+            action = torch.multinomial(logits.softmax(1), 1)
+            old = logits.log_softmax(1).gather(1, action).squeeze(1)
+            reward = torch.where(action[:, 0] == y, 1.0, -0.5)
+            advantage = reward - value.squeeze(1)
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        for _ in range(2):
+            for chosen in torch.randperm(len(x)).split(3):
+                logits, value = model(x[chosen]).split([3, 1], dim=1)
+                log = logits.log_softmax(1).gather(1, action[chosen]).squeeze(1)
+                ratio, gain = (log - old[chosen]).exp(), advantage[chosen]
+                loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+                step(loss + 0.5 * F.mse_loss(value[:, 0], reward[chosen]), optimizer)
+                clipped.append(((ratio - 1).abs() > 0.2).double().mean().item())
+            if (old[chosen] - log).mean().item() > 0.02:
+                stopped += 1
+                break
+    return clipped, stopped, weights(model)
+
+
+def returns_of_a_trajectory(distribute: Distribute) -> Any:
+    model = mlp(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = distribute(model, optimizer, DataLoader(rows(), batch_size=8))
+    losses = []
+    for x, y in loader:
+        reward, value = y.double() - 1, model(x).flatten()
+        with torch.no_grad():
+            back, gains = 0.0, torch.zeros(len(x))
+            for t in reversed(range(len(x))):
+                after = value[t + 1] if t + 1 < len(x) else 0.0
+                back = reward[t] + 0.9 * after - value[t] + 0.9 * 0.95 * back
+                gains[t] = back
+        losses.append(step(F.smooth_l1_loss(value, gains + value.detach()), optimizer))
+        losses.append(reward.cumsum(0)[-1].item())
+    return losses, weights(model)

@@ -1,0 +1,303 @@
+"""Trains plain classifiers in all the ways in which loops are written."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.whole.shared import Distribute, mlp, rows, step, usual, weights
+
+
+def accuracy_beside_loss(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    losses, right, seen = [], 0, 0
+    for _ in range(2):
+        for x, y in loader:
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            right += (out.argmax(1) == y).sum().item()
+            seen += len(x)
+    return losses, right / seen, seen, len(loader), weights(model)
+
+
+def two_rows_and_a_last_one(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, data=rows(7), batch_size=2)
+    return [(step(F.cross_entropy(model(x), y), optimizer), x.size(0)) for x, y in loader], weights(model)
+
+
+def one_row(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, data=rows(5), batch_size=1)
+    return [step(F.cross_entropy(model(x), y), optimizer) for x, y in loader], weights(model)
+
+
+def samples_seen_drive_the_rate(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    seen, rates = 0, []
+    for _ in range(2):
+        for x, y in loader:
+            seen += x.shape[0]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.2 * min(1.0, seen / 30) / (1 + seen / 50)
+            rates.append(optimizer.param_groups[0]["lr"])
+            step(F.cross_entropy(model(x), y), optimizer)
+    return seen, rates, weights(model)
+
+
+def minibatches_split(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    losses = []
+    for x, y in loader:
+        for part, labels in zip(x.split(3), y.split(3), strict=True):
+            losses.append(step(F.cross_entropy(model(part), labels), optimizer) * len(part) / len(x))
+    return losses, weights(model)
+
+
+def minibatches_permuted(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    losses = []
+    for x, y in loader:
+        order = torch.randperm(len(x))
+        for start in range(0, len(x), 3):
+            chosen = order[start : start + 3]
+            losses.append(step(F.cross_entropy(model(x[chosen]), y[chosen]), optimizer))
+    return losses, weights(model)
+
+
+def minibatches_chunked_and_sliced(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    for x, y in loader:
+        for part, labels in zip(x.chunk(3), y.chunk(3), strict=True):
+            step(F.cross_entropy(model(part), labels), optimizer)
+        for start in range(0, len(x), 5):
+            step(F.cross_entropy(model(x[start : start + 5]), y[start : start + 5]), optimizer)
+        step(F.cross_entropy(model(x[::2]), y[::2]) + model(x[-1:]).square().mean(), optimizer)
+    return weights(model)
+
+
+def accumulation_by_hand(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, batch_size=4)
+    total = 0.0
+    for number, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y) / 3
+        loss.backward()
+        total += loss.item()
+        if (number + 1) % 3 == 0 or number + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+    return total, weights(model)
+
+
+def clipped_norms(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    norms = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        optimizer.step()
+        norms.append(sum(p.grad.pow(2).sum().item() for p in model.parameters()) ** 0.5)
+    return norms, weights(model)
+
+
+def clipped_values(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        optimizer.step()
+    return [p.grad.abs().max().item() for p in model.parameters()], weights(model)
+
+
+def batch_norm(distribute: Distribute) -> Any:
+    net = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model, optimizer, loader = usual(distribute, net)
+    losses = [step(F.cross_entropy(model(x), y), optimizer) for _ in range(2) for x, y in loader]
+    model.eval()
+    with torch.no_grad():
+        return losses, [F.cross_entropy(model(x), y).item() for x, y in loader], weights(model)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.label, self.energy = mlp(8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return F.normalize(self.body(x), dim=1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        z = self.encode(x)
+        return {"label": self.label(z), "energy": self.energy(z).squeeze(1)}
+
+
+def parts_and_methods_called(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, TwoHeads())
+    losses = []
+    for x, y in loader:
+        z = model.encode(x)
+        both = model(x + 0.1)
+        loss = F.cross_entropy(model.label(z), y) + (model.energy(model.body(x)) ** 2).mean()
+        losses.append(step(loss + F.cross_entropy(both["label"], y) + both["energy"].mean() ** 2, optimizer))
+    return losses, weights(model)
+
+
+def validation_keeps_the_best(distribute: Distribute) -> Any:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    train, held = DataLoader(rows(), batch_size=8, shuffle=True), DataLoader(rows(10), batch_size=4)
+    model, optimizer, train, held = distribute(model, optimizer, train, held)
+    best, kept, history = float("inf"), None, []
+    for _ in range(3):
+        model.train()
+        for x, y in train:
+            step(F.cross_entropy(model(x), y), optimizer)
+        model.eval()
+        total, right = 0.0, 0
+        with torch.no_grad():
+            for x, y in held:
+                out = model(x)
+                total += F.cross_entropy(out, y).item() * x.size(0)
+                right += int(out.argmax(-1).eq(y).sum())
+        history.append((total / len(held.dataset), right / len(held.dataset)))
+        if history[-1][0] < best:
+            best, kept = history[-1][0], copy.deepcopy(model.state_dict())
+    model.load_state_dict(kept)
+    return best, history, weights(model)
+
+
+def early_stopping(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    best, patience, losses = float("inf"), 2, []
+    for _ in range(9):
+        mean = sum(step(F.cross_entropy(model(x), y) + 0.3 * torch.rand(()), optimizer) for x, y in loader) / len(
+            loader
+        )
+        losses.append(mean)
+        patience = 2 if mean < best else patience - 1
+        best = min(best, mean)
+        if patience == 0:
+            break
+    return losses, patience, weights(model)
+
+
+def plateau_lowers_the_rate(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+    rates = []
+    for _ in range(4):
+        epoch = torch.zeros(())
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            step(loss, optimizer)
+            epoch += loss.detach() * len(x)
+        scheduler.step(epoch / len(loader.dataset))
+        rates.append((optimizer.param_groups[0]["lr"], epoch.item()))
+    return rates, weights(model)
+
+
+def loss_scaler(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for x, y in loader:
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale(), weights(model)
+
+
+def lbfgs(distribute: Distribute) -> Any:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=4, line_search_fn="strong_wolfe")
+    model, optimizer, loader = distribute(model, optimizer, DataLoader(rows(), batch_size=21))
+    calls = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    for _ in range(2):
+        for batch in loader:
+            x, y = batch
+            optimizer.step(closure)
+    return calls, weights(model)
+
+
+def sharpness_aware(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            climbs = [0.05 * p.grad / (norm + 1e-12) for p in model.parameters()]
+            for p, climb in zip(model.parameters(), climbs, strict=True):
+                p.add_(climb)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for p, climb in zip(model.parameters(), climbs, strict=True):
+                p.sub_(climb)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def two_backwards_of_one_graph(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute)
+    angles = []
+    for x, y in loader:
+        out = model(x)
+        first, second = F.cross_entropy(out, y), out.square().mean()
+        optimizer.zero_grad()
+        first.backward(retain_graph=True)
+        before = [p.grad.clone() for p in model.parameters()]
+        second.backward()
+        after = [p.grad - q for p, q in zip(model.parameters(), before, strict=True)]
+        angles.append(sum((p * q).sum() for p, q in zip(before, after, strict=True)).item())
+        optimizer.step()
+    return angles, weights(model)
+
+
+def two_optimizers(distribute: Distribute) -> Any:
+    body, head = mlp(8), nn.Linear(8, 3)
+    slow, fast = torch.optim.SGD(body.parameters(), 0.02), torch.optim.AdamW(head.parameters(), 0.05)
+    loader = DataLoader(rows(), batch_size=8, shuffle=True)
+    body, head, slow, fast, loader = distribute(body, head, slow, fast, loader)
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(head(body(x).relu()), y)
+        losses.append(step(loss, fast))
+        if number % 2 == 0:
+            slow.step()
+        body.zero_grad()
+    return losses, weights(body, head)
+
+
+def two_loaders_zipped(distribute: Distribute) -> Any:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    known = DataLoader(rows(12), batch_size=4, shuffle=True)
+    unknown = DataLoader(rows(21).tensors[0], batch_size=7, shuffle=True)
+    model, optimizer, known, unknown = distribute(model, optimizer, known, unknown)
+    losses = []
+    for (x, y), u in zip(known, unknown, strict=True):
+        sure = model(u).softmax(1).max(1)
+        pseudo = (F.cross_entropy(model(u), sure.indices, reduction="none") * (sure.values > 0.4)).mean()
+        out = model(torch.cat([x, u[:4]]))
+        losses.append(step(F.cross_entropy(out[: len(x)], y) + pseudo + out[len(x) :].pow(2).mean(), optimizer))
+    return losses, weights(model)
