@@ -81,6 +81,9 @@ class ThreadAxis:
     def pass_on(self, tensor: Tensor) -> Tensor:
         return self._all("pass on", tensor)[(self.rank - 1) % self.size]
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return torch.stack([each[self.rank] for each in self._all("all-to-all", tensor)])
+
     def meet(self, what: str) -> None:
         pass
 

@@ -60,6 +60,10 @@ class Axis(Protocol):
     def pass_on(self, tensor: Tensor) -> Tensor:
         """Send `tensor` to the next rank, and return the tensor of the rank before. All tensors have the same shape."""
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Send entry i of the first dim to rank i, and return the entries that the ranks sent to this rank, in rank
+        order."""
+
     def meet(self, what: str) -> None:
         """Wait until all ranks are about to exchange `what`."""
 
@@ -114,6 +118,9 @@ class MeshAxis:
         to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         collectives.send_receive([(tensor, to)], [(taken, source)], self.group)
         return taken
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return collectives.all_to_all(tensor, self.group)
 
     def meet(self, what: str) -> None:
         meet(what)

@@ -5,6 +5,7 @@ Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -108,16 +109,17 @@ def _hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     tensor, over the same axes."""
     tensor, hook = args[0], args[1]
     parts = sorted(parts_of(tensor), key=level_of)
+    scale = math.prod(part.axis.gradient_scale for part in parts)
 
     def hooked(gradient: Tensor) -> Any:
-        found = hook(split_again(gradient.view_as(gradient), parts))
+        found = hook(split_again(gradient.view_as(gradient) if scale == 1 else gradient / scale, parts))
         if not isinstance(found, Tensor):
             return found
         for part in parts:
             with at_level(level_of(part)):
                 found = with_parts_of(found, part, found.dim())
         with on_parts():
-            return found.view(gradient.shape)
+            return found.view(gradient.shape) * scale if scale > 1 else found.view(gradient.shape)
 
     with on_parts():
         return func(tensor, hooked)

@@ -119,11 +119,11 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
     if probable:
         return total / (math.prod(whole_shape(x)) // x.shape[1])
     whole = not is_split(target)
-    counts = _counted(target if whole else own, weight, values.get("ignore_index", -100))
+    counts = counted(target if whole else own, weight, values.get("ignore_index", -100))
     return total / (counts if whole else add_up(counts, part.axis))
 
 
-def _counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+def counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
     """Return the number of targets that are not ignored. If class weights are given, return the sum of the weights of
     these targets instead."""
     counted = target != ignored

@@ -19,17 +19,18 @@ from torch import Tensor
 from meshwise.compat.torch_function import called, change_arguments_of_functions, on_parts, written_out
 from meshwise.compat.tree import map_kind
 from meshwise.spec.words import some
-from meshwise.splits import along, attention, elementwise, losses, products, shapes
+from meshwise.splits import along, attention, elementwise, losses, picking, products, shapes
 from meshwise.splits.crossing import gather, scatter
-from meshwise.splits.rule import NoRule, Rule
+from meshwise.splits.rule import NoRule, Rule, either
 from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, is_split, levels_below, split, whole_shape
 
-RULES: dict[str, Rule] = {
-    name: rule
-    for room in (elementwise, shapes, along, products, losses, attention)
-    for name, rule in room.RULES.items()
-}
+RULES: dict[str, Rule] = {}
 """The rule of each torch function that has one, by the function's name. A rule runs the function on split tensors."""
+for _room in (elementwise, shapes, along, products, losses):
+    RULES.update(_room.RULES)
+RULES.update(attention.RULES)
+for _room in (picking,):
+    RULES.update({name: either(RULES.get(name), rule) for name, rule in _room.RULES.items()})
 WRITTEN_OUT = {"multi_head_attention_forward"}
 """Torch functions that need no rule in RULES, because RULES has the operators that their Python code calls."""
 READS = {
@@ -51,7 +52,8 @@ _large: set[str] = set()
 """The functions without a rule that had to gather activations (floating-point tensors of at least three dims)."""
 
 
-def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a torch function whose arguments have split tensors: by its rule in `RULES`, or on whole tensors."""
     name = called(func)
     if name in WRITTEN_OUT:
         return written_out(func)(*args, **kwargs)
@@ -166,4 +168,4 @@ def _count(name: str, args: Sequence[Any]) -> None:
         _large.add(name)
 
 
-dispatch_with(_dispatch)
+dispatch_with(dispatch)

@@ -129,6 +129,11 @@ def _add_levels(things: Iterable[Any], found: set[int]) -> None:
             _add_levels(thing.values() if isinstance(thing, dict) else thing, found)
 
 
+def level() -> int:
+    """Return the index in `LEVELS` of the axis that `at_level` has set, or -1 outside of `at_level`."""
+    return _view.level
+
+
 class at_level:
     """A context manager that selects one axis, by its index `level` in `LEVELS`. Inside, a tensor counts as split only
     if it is split over this axis."""

@@ -1,0 +1,1 @@
+"""Show a training loop whole batches, whose rows lie on the ranks."""

@@ -1,0 +1,126 @@
+"""Define the axis over whose ranks the rows of batches are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwise.spec.user_code import user_place
+from meshwise.transfer import collectives
+from meshwise.workers.verb_log import came_to
+
+READ = "a read of a value"
+
+
+class Crossing(Exception):
+    """Raised in a proof by an operator that needs the rows of another rank."""
+
+
+class DataAxis:
+    """The ranks that hold the rows of a batch.
+
+    Their exchanges have a group of their own, so that a rank that reads a value alone waits there, and does not get
+    the bytes of another rank's gradients.
+    """
+
+    name, sequence, proves = "data", False, False
+
+    def __init__(self) -> None:
+        own = collectives.ranks_of(None)
+        every = collectives.gather_objects(own, collectives.everyone())
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(every))}
+        self.group, self.size, self.rank = groups[own], len(own), collectives.get_rank()
+        self.gradient_scale = self.size
+        self._averaged = WeakIdKeyDictionary()
+        self.crossings: list[str] | None = None
+        """While a call of a model is watched: which of its lines needed the rows of other ranks."""
+
+    def __deepcopy__(self, memo: Any) -> DataAxis:
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError("a split tensor is pickled whole")
+
+    def average(self, parameters: Iterable[Tensor]) -> None:
+        """Note that the gradients of these parameters are averaged over the ranks after a backward."""
+        self._averaged.update(dict.fromkeys(parameters, True))
+
+    def averages(self, whole: Tensor) -> bool:
+        return whole in self._averaged or (isinstance(whole, nn.Parameter) and hasattr(whole, "_meshwise_unsharded"))
+
+    @contextmanager
+    def watched(self, found: list[str] | None) -> Iterator[None]:
+        """Inside the `with` block, note each exchange in `found`, or in no list."""
+        before, self.crossings = self.crossings, found
+        try:
+            yield
+        finally:
+            self.crossings = before
+
+    def _crosses(self) -> None:
+        if self.crossings is not None:
+            self.crossings.append(user_place())
+
+    def divides(self, whole: Tensor, dim: int) -> None:
+        """Note that a whole tensor is about to be divided. If its rows differ, whoever made it knows which row it is."""
+        if self.crossings is not None and not rows_alike(whole, dim):
+            self._crosses()
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        self._crosses()
+        came_to(READ)
+        return collectives.all_reduce(tensor, op, self.group, of="values")
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self._crosses()
+        came_to(READ)
+        return collectives.all_gather(tensor, self.group, of="rows")
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        self._crosses()
+        came_to(READ)
+        return collectives.reduce_scatter(tensor, group=self.group)[0]
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        self._crosses()
+        came_to(READ)
+        return collectives.all_to_all(tensor, self.group)
+
+    def pass_on(self, tensor: Tensor) -> Tensor:
+        return self.all_gather(tensor)[(self.rank - 1) % self.size]
+
+    def meet(self, what: str) -> None:
+        """Wait for nobody: a rank that reads alone is found by its verb log."""
+
+
+class ProofAxis:
+    """An axis of two ranks, of which only the first exists. Whatever needs the second raises `Crossing`."""
+
+    name, sequence, proves, size, rank, gradient_scale = "data", False, True, 2, 0, 1
+
+    def averages(self, whole: Tensor) -> bool:
+        return True
+
+    def divides(self, whole: Tensor, dim: int) -> None:
+        if not rows_alike(whole, dim):
+            raise Crossing("makes a tensor whose rows differ")
+
+    def _raises(self, *_: Any) -> Any:
+        raise Crossing("needs the rows of other ranks")
+
+    all_reduce = all_gather = reduce_scatter = all_to_all = pass_on = _raises
+
+    def meet(self, what: str) -> None:
+        raise Crossing(f"reads a value ({what})")
+
+
+def rows_alike(whole: Tensor, dim: int) -> bool:
+    """Return whether all entries of `whole` along `dim` are equal."""
+    with torch.no_grad():
+        return whole.shape[dim] < 2 or bool((whole == whole.narrow(dim, 0, 1)).all())

@@ -1,0 +1,159 @@
+"""Run sums, means and losses over the rows of a batch as terms.
+
+The operators of this file come before the rules of splits/rules.py, where they apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.torch_function import called, on_parts
+from meshwise.compat.tree import map_kind
+from meshwise.splits import rules
+from meshwise.splits.crossing import enter, gather
+from meshwise.splits.losses import EACH_PLACE, NAMES, counted
+from meshwise.splits.rule import moved, numbers, with_parts_of
+from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, level, split, whole_shape
+from meshwise.whole.term import Known, Term, resolved, settled, term
+
+Func = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid
+logsigmoid clone""".split()
+"""Operators whose result comes from the same call of a model as their input."""
+
+
+def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    name = called(func)
+    if level() < 0:
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, SplitTensor) and 0 in first.parts:
+            rule = RULES.get(name)
+            if rule is not None:
+                made = rule(func, args, kwargs)
+                if made is not NotImplemented:
+                    return made
+            if name in KEEP and "of_call" in first.__dict__:
+                made = rules.dispatch(func, args, kwargs)
+                made.of_call = True
+                return made
+    if any(isinstance(each, (Term, list, tuple)) for each in (*args, *kwargs.values())):
+        args, kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs)))
+    return rules.dispatch(func, args, kwargs)
+
+
+class _own(ExitStack):
+    """A context manager in which operators run on this rank's rows."""
+
+    def __init__(self, x: SplitTensor) -> None:
+        super().__init__()
+        self.enter_context(at_level(0))
+        if len(x.parts) == 1:
+            self.enter_context(on_parts())
+
+
+def _over(total: Tensor, x: SplitTensor, count: float) -> Term:
+    """Return the term of a sum divided by `count`. The sum is divided after the ranks' parts are added, as on one
+    device."""
+    axis = x.parts[0].axis
+    whole = Known(axis, total.detach())
+    return term(total / count, axis, Known(axis, parent=whole, by=count, divides=True))
+
+
+def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
+    def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        x, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs.get("dim")
+        every = dim is None or (isinstance(dim, Sequence) and not dim)
+        with at_level(0):
+            asked = range(x.dim()) if every else [each % x.dim() for each in numbers((dim,))]
+            if x.part.dim not in asked or "out" in kwargs or (mean and not x.is_floating_point()):
+                return NotImplemented
+            count = math.prod(whole_shape(x)[each] for each in asked)
+        with _own(x):
+            total = torch.sum(*args, **kwargs)
+        return _over(total, x, count) if mean else term(total, x.parts[0].axis)
+
+    return rule
+
+
+def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Compute a cross entropy of rows. A mean is divided by the number of targets that are not ignored, which each
+    rank knows of its own rows alone: it is exchanged with the gradients."""
+    values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
+    x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
+    reduction, old = values.pop("reduction", "mean"), [values.pop(each, None) for each in ("size_average", "reduce")]
+    with at_level(0):
+        part, probable = x.part, target.is_floating_point()
+        alone = weight is not None and weight.requires_grad
+        if reduction == "none" or part.dim == (x.dim() > 1) or old != [None, None] or alone:
+            return NotImplemented
+    with _own(x):
+        rows = part if probable else moved(part, part.dim - (part.dim > 1))
+        own = with_parts_of(target, rows, x.dim() - (not probable))
+        weight = enter(gather(weight), part.axis) if weight is not None else None
+        total = func(x, own, weight=weight, reduction="sum", **values)
+        if reduction == "sum":
+            return term(total, part.axis)
+        number = math.prod(whole_shape(x)) // x.shape[1]
+        if probable:
+            return _over(total, x, number)
+        count = counted(own, weight, values.get("ignore_index", -100))
+        assumed = max(number, 1)
+        made = term(total / assumed, part.axis, Known(part.axis, total.detach(), count), assumed)
+    return made if "of_call" in x.__dict__ else settled(made)
+
+
+def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    options = dict(kwargs)
+    reduction = options.pop("reduction", "mean")
+    x = args[0] if args else options["input"]
+    if reduction == "none" or len(args) > 2 or any(options.get(each) is not None for each in ("size_average", "reduce")):
+        return NotImplemented
+    each = rules.dispatch(func, *map_kind(Term, resolved, (tuple(args), options | {"reduction": "none"})))
+    if not isinstance(each, SplitTensor) or 0 not in each.parts:
+        return each.sum() if reduction == "sum" else each.mean() if reduction == "mean" else each.sum() / len(each)
+    count = each.numel() if reduction == "mean" else len(each)
+    with _own(each):
+        total = torch.sum(each)
+    return term(total, x.parts[0].axis) if reduction == "sum" else _over(total, x, count)
+
+
+def _backward(func: Func, args: Args, kwargs: Kwargs) -> None:
+    values = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False)) | dict(kwargs)
+    torch.autograd.backward((args[0],), values.pop("gradient", None), **values)
+
+
+def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Return the `.grad` of a split tensor, which autograd has added up in the scale of parts."""
+    x = args[0]
+    with on_parts():
+        found = func(x)
+        if found is None:
+            return None
+        found = found / x.parts[0].axis.gradient_scale
+    for part in x.parts.values():
+        found = split(found, part)
+    return found
+
+
+RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
+    "sum": _summed(mean=False),
+    "mean": _summed(mean=True),
+    **dict.fromkeys(NAMES, _of_rows),
+    **dict.fromkeys(EACH_PLACE.split(), _each_place),
+    "backward": _backward,
+    ".grad": _gradient,
+}
+
+
+def begin() -> None:
+    """Let operators on the rows of batches make terms, from now on."""
+    rules.prepare()
+    dispatch_with(_dispatch)

@@ -1,0 +1,258 @@
+"""Keep a sum over rows unsummed until the program reads it.
+
+A term looks like the sum and holds this rank's part of it. Linear operators keep it a term; any other operator gets
+the sum, which costs one small all-reduce. A loss is such a term, so its backward needs no communication of its own,
+and its value travels with the gradients (backward.py).
+
+The gradient of a term is that of a part (splits/crossing.py): as large as the axis's `gradient_scale` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.compat.fake import over
+from meshwise.compat.torch_function import called, on_parts
+from meshwise.compat.tree import map_kind
+from meshwise.splits.axis import Axis
+from meshwise.splits.crossing import add_up, through
+from meshwise.splits.tensor import SplitTensor
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+SCALED = "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ __div__".split()
+KEPT = """neg negative __neg__ float double to clone squeeze unsqueeze view reshape flatten contiguous sum mean
+positive""".split()
+ADDED = "add sub subtract __add__ __radd__ __sub__ __rsub__".split()
+READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__", "tolist", "numpy", "__array__"}
+READS |= {"__reduce_ex__", "__deepcopy__"}
+PLAIN = """dim ndimension numel nelement size __len__ is_floating_point is_complex element_size get_device stride
+storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requires_grad .grad_fn .is_leaf .ndim
+.layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested""".split()
+
+
+class Known:
+    """What is known of a sum over the ranks, which several terms share.
+
+    local: this rank's part of the sum, detached.
+    count: this rank's part of a number, which the sum is divided by; None if there is none. `total` is that number.
+    parent, by, divides: if given, the sum is that of `parent`, times `by` or divided by it.
+    """
+
+    __slots__ = ("axis", "by", "count", "divides", "local", "parent", "total", "value")
+
+    def __init__(
+        self, axis: Axis, local: Tensor | None = None, count: Tensor | None = None, parent: Known | None = None,
+        by: Any = 1, divides: bool = False,
+    ) -> None:  # fmt: skip
+        self.axis, self.local, self.count, self.parent, self.by, self.divides = axis, local, count, parent, by, divides
+        self.value: Tensor | None = None
+        self.total: Tensor | None = None
+
+    @property
+    def root(self) -> Known:
+        return self if self.parent is None else self.parent.root
+
+    def get(self, reduce: bool = False) -> Tensor | None:
+        """Return the sum, or None if it is not known. reduce: whether to make it known, which is collective."""
+        if self.value is None:
+            if self.parent is not None:
+                above = self.parent.get(reduce)
+                self.value = above if above is None else above / self.by if self.divides else above * self.by
+            elif reduce:
+                assert self.local is not None
+                wide = torch.promote_types(self.local.dtype, torch.float32) if self.count is not None else None
+                parts = self.local.clone() if wide is None else torch.stack([self.local.to(wide), self.count.to(wide)])  # type: ignore[union-attr]
+                self.set(self.axis.all_reduce(parts))
+        return self.value
+
+    def set(self, sums: Tensor) -> None:
+        """Take the sum over the ranks of the part, and of the count if there is one."""
+        self.local = None
+        self.value = sums
+        if self.count is not None:
+            self.total = sums[1]
+            self.value = sums[0] / sums[1]
+
+
+class Term(Tensor):
+    """A sum over the ranks of an axis, of which this tensor holds this rank's part.
+
+    assumed: where the sum is divided by a count that is not exchanged yet, the number by which it is divided for now.
+    """
+
+    axis: Axis
+    known: Known
+    assumed: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        name = called(func)
+        if name in PLAIN:
+            with on_parts():
+                return func(*args, **(kwargs or {}))
+        if name in READS:
+            return func(value_of(args[0]), *args[1:], **(kwargs or {}))
+        if _in_place(name) and isinstance(args[0], Term):
+            return _written(name, func, args, kwargs or {})
+        rule = RULES.get(name)
+        made = NotImplemented if rule is None else rule(name, func, args, kwargs or {})
+        if made is NotImplemented:
+            new_args, new_kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs or {})))
+            made = func(*new_args, **new_kwargs)
+        return made
+
+
+def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0) -> Term:
+    """Turn `local`, in place, into a term, and return it. See `Term`."""
+    known = known or Known(axis, local.detach())
+    local.__class__ = over(Term, type(local))
+    local.axis, local.known, local.assumed = axis, known, assumed  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+def plain(value: Term) -> Tensor:
+    """Return this rank's part as a plain tensor, with its gradient."""
+    with on_parts():
+        return value.as_subclass(Tensor)
+
+
+def value_of(value: Term) -> Tensor:
+    """Return the sum, without its gradient. Collective if it is not known."""
+    with on_parts():
+        found = value.known.get(reduce=True)
+        assert found is not None
+        return found if found.dtype == value.dtype else found.to(value.dtype)
+
+
+def settled(value: Term) -> Term:
+    """Return the same sum as a term without a count. Collective if it has one that is not exchanged yet."""
+    if not value.assumed:
+        return value
+    value.known.get(reduce=True)
+    with on_parts():
+        return term(value * factor_of(value).to(value.dtype), value.axis, value.known)
+
+
+def factor_of(value: Term) -> Tensor:
+    """Return the number that this rank's part lacks: by what it is divided for now, over the count of all ranks."""
+    total = value.known.root.total
+    assert total is not None
+    return value.assumed / total
+
+
+class _Given(torch.autograd.Function):
+    """Gives a sum that is known, with the backward of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, value: Tensor, scale: int) -> Tensor:
+        ctx.scale = scale
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return gradient * ctx.scale, None, None
+
+
+def resolved(value: Term) -> Tensor:
+    """Return the sum as a plain tensor, with its gradient. Collective if it is not known."""
+    if not isinstance(value, Term):
+        return value
+    known = value_of(value)
+    if not value.requires_grad or not torch.is_grad_enabled():
+        return known.clone()
+    return through(_Given, plain(settled(value)), known, value.axis.gradient_scale)
+
+
+def _is_number(thing: Any) -> bool:
+    return not isinstance(thing, Tensor) or not (isinstance(thing, (Term, SplitTensor)) or thing.requires_grad)
+
+
+def _scaled(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    if kwargs or len(args) != 2:
+        return NotImplemented
+    value, by = args if isinstance(args[0], Term) else args[::-1]
+    divides = "div" in name
+    if not isinstance(value, Term) or not _is_number(by) or (divides and value is not args[0]):
+        return NotImplemented
+    if divides and not value.is_floating_point():  # as one device: the quotient of the whole
+        return NotImplemented
+    with on_parts():
+        local = func(*args)
+        return term(local, value.axis, Known(value.axis, parent=value.known, by=by, divides=divides), value.assumed)
+
+
+def _in_place(name: str) -> bool:
+    return name.endswith("_") and (not name.startswith("__") or name[2] == "i")
+
+
+def _kept(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    value = args[0]
+    others = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, Tensor)]
+    if not isinstance(value, Term) or others or (value.dim() and value.assumed):
+        return NotImplemented
+    with on_parts():
+        local = func(*args, **kwargs)
+        known = Known(value.axis, parent=value.known, by=-1 if "neg" in name else 1) if local.dim() == 0 else None
+        return term(local, value.axis, known, value.assumed)
+
+
+def _detached(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    with on_parts():
+        return term(args[0].detach(), args[0].axis, args[0].known, args[0].assumed)
+
+
+def _backward(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    values = dict(zip(names, args[1:], strict=False)) | dict(kwargs)
+    torch.autograd.backward((args[0],), values.pop("gradient", None), **values)
+
+
+def _added(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    if len(args) != 2 or set(kwargs) - {"alpha"} or any(isinstance(each, SplitTensor) for each in args):
+        return NotImplemented
+    axis = next(each for each in args if isinstance(each, Term)).axis
+    parts = [_part(each, axis) for each in args]
+    with on_parts():
+        return term(func(*parts, **kwargs), axis)
+
+
+def _part(thing: Any, axis: Axis) -> Any:
+    """Return this rank's part of a summand. One that is whole is added by rank 0, or by each rank its share."""
+    if isinstance(thing, Term):
+        return settled(thing)
+    if isinstance(thing, Tensor):
+        return thing / axis.size if thing.requires_grad else thing if axis.rank == 0 else torch.zeros_like(thing)
+    return thing if axis.rank == 0 else type(thing)(0)
+
+
+_ADD = {"__iadd__": torch.add, "add_": torch.add, "__isub__": torch.sub, "sub_": torch.sub}
+
+
+def _written(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Term:
+    """Run an in-place operator on a term, and return that term. Only a sum stays unsummed."""
+    target, made = args[0], NotImplemented
+    if name in _ADD:
+        made = _added(name, _ADD[name], args, kwargs)
+    if made is NotImplemented:
+        new_args, new_kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs)))
+        made = term(_part(func(*new_args, **new_kwargs), target.axis) + 0, target.axis)
+    with on_parts():
+        target.copy_(made)
+    target.known, target.assumed = made.known, 0
+    return target  # type: ignore[no-any-return]
+
+
+RULES: dict[str, Callable[[str, Callable[..., Any], Args, Kwargs], Any]] = {
+    **dict.fromkeys(SCALED, _scaled),
+    **dict.fromkeys(KEPT, _kept),
+    **dict.fromkeys(ADDED, _added),
+    "detach": _detached,
+    "backward": _backward,
+}
