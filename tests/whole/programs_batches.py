@@ -116,41 +116,35 @@ class Finder(nn.Module):
 
     def forward(self, pictures: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
         z = self.body(torch.stack(pictures)).relu().flatten(1)
-        boxes, names = self.boxes(z).view(-1, 2, 4).sigmoid(), self.names(z).view(-1, 2, 3)
+        found = [self.boxes(z).view(-1, 2, 4).sigmoid(), self.names(z).view(-1, 2, 3)]
         if targets is None:
-            kept = names.softmax(-1).max(-1)
-            return [{"boxes": b, "scores": s, "labels": k} for b, s, k in zip(boxes, *kept, strict=True)]
+            return [{"boxes": boxes, "scores": names.softmax(-1)} for boxes, names in zip(*found, strict=True)]
         place = name = 0.0
-        for box, logits, target in zip(boxes, names, targets, strict=True):
-            near = torch.cdist(target["boxes"], box.detach()).argmin(1)
-            place = place + F.smooth_l1_loss(box[near], target["boxes"], reduction="sum")
-            name = name + F.cross_entropy(logits[near], target["labels"])
+        for boxes, names, target in zip(*found, targets, strict=True):
+            near = torch.cdist(target["boxes"], boxes.detach()).argmin(1)
+            place = place + F.smooth_l1_loss(boxes[near], target["boxes"], reduction="sum")
+            name = name + F.cross_entropy(names[near], target["labels"])
         return {"place": place / sum(len(t["boxes"]) for t in targets), "name": name / len(targets)}
 
 
 def objects() -> list[Any]:
     generator = torch.Generator().manual_seed(7)
-    found = []
-    for number, (picture, _) in enumerate(images()):
-        boxes = torch.rand(1 + number % 3, 4, generator=generator)
-        found.append((picture, {"boxes": boxes, "labels": torch.arange(len(boxes)) % 3}))
-    return found
+    boxes = [torch.rand(1 + number % 3, 4, generator=generator) for number in range(13)]
+    return [(p, {"boxes": b, "labels": torch.arange(len(b))}) for (p, _), b in zip(images(), boxes, strict=True)]
 
 
 def detection(distribute: Distribute) -> Any:
     model = Finder()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loader = DataLoader(objects(), batch_size=5, shuffle=True, collate_fn=lambda b: tuple(zip(*b, strict=True)))
+    loader = DataLoader(objects(), batch_size=5, shuffle=True, collate_fn=lambda b: map(list, zip(*b, strict=True)))
     model, optimizer, loader = distribute(model, optimizer, loader)
-    losses, scores, counts = [], [], 0
+    losses, scores = [], []
     for pictures, targets in loader:
-        parts = model(list(pictures), list(targets))
-        losses.append(step(sum(parts.values()), optimizer))
-        counts += sum(len(target["labels"]) for target in targets)
+        losses.append(step(sum(model(pictures, targets).values()), optimizer))
         with torch.no_grad():
-            found = model(list(pictures))
+            found = model(pictures)
         scores += [one["scores"][one["boxes"][:, 0] < 0.9].sum().item() for one in found]
-    return losses, counts, scores, weights(model)
+    return losses, scores, weights(model)
 
 
 def printed_lines(distribute: Distribute) -> Any:
@@ -167,30 +161,20 @@ def printed_lines(distribute: Distribute) -> Any:
 
 def predictions_of_an_epoch(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute)
-    kept, truth, losses = [], [], []
+    kept, truth, losses, table = [], [], [], torch.zeros(9, dtype=torch.long)
     for x, y in loader:
         out = model(x)
         losses.append(F.cross_entropy(out, y, reduction="none").detach())
         step(F.cross_entropy(out, y), optimizer)
         kept.append(out.detach().cpu())
         truth.append(y.numpy())
+        table += torch.bincount(3 * y + out.argmax(1), minlength=9)
     scores, labels = torch.cat(kept).softmax(1).numpy(), np.concatenate(truth)
     order = np.argsort(-scores[:, 1], kind="stable")
     right = (labels[order] == 1).astype(float)
     precision = float((np.cumsum(right) / np.arange(1, len(right) + 1) * right).sum() / right.sum())
-    return precision, float(np.mean(scores.argmax(1) == labels)), torch.cat(losses).tolist(), weights(model)
-
-
-def confusion_matrix(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute)
-    table = torch.zeros(3, 3, dtype=torch.long)
-    for _ in range(2):
-        for x, y in loader:
-            out = model(x)
-            step(F.cross_entropy(out, y), optimizer)
-            table += torch.bincount(3 * y + out.argmax(1), minlength=9).reshape(3, 3)
-    recall = table.diag() / table.sum(1).clamp(min=1)
-    return table.tolist(), recall.tolist(), int(table.trace()), weights(model)
+    right = float(np.mean(scores.argmax(1) == labels))
+    return precision, right, table.view(3, 3).tolist(), torch.cat(losses).tolist(), weights(model)
 
 
 def labels_by_threshold(distribute: Distribute) -> Any:

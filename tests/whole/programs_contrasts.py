@@ -59,36 +59,23 @@ def hardest_triplets(distribute: Distribute) -> Any:
 
 def mined_triplets(distribute: Distribute) -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        z = model(x)
-        with torch.no_grad():
-            order = (z[:, None] - z[None]).square().sum(-1).topk(len(x), largest=False).indices
-        anchors, friends, foes = [], [], []
-        for row, label in enumerate(y):
-            friend = [i for i in order[row].tolist() if i != row and y[i] == label]
-            foe = [i for i in order[row].tolist() if y[i] != label]
-            if friend and foe:
-                anchors, friends, foes = [*anchors, row], [*friends, friend[-1]], [*foes, foe[0]]
-        return F.triplet_margin_loss(z[anchors], z[friends], z[foes])
+        z, mined = model(x), []
+        order = torch.cdist(z.detach(), z.detach()).topk(len(x), largest=False).indices.tolist()
+        for row, near in enumerate(order):
+            foes = [other for other in near if y[other] != y[row]]
+            mined += [(row, other, foes[0]) for other in near[1:] if y[other] == y[row] and foes]
+        return F.triplet_margin_loss(*(z[list(chosen)] for chosen in zip(*mined, strict=True)))
 
     return fit(distribute, loss)
 
 
-def prototypes_summed_by_label(distribute: Distribute) -> Any:
+def prototypes(distribute: Distribute) -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        z, half = model(x), len(x) // 2
+        z, half, label = model(x), len(x) // 2, F.one_hot(y, 3).to(x.dtype)
         total = torch.zeros(3, z.shape[1]).index_add(0, y[:half], z[:half])
-        count = torch.bincount(y[:half], minlength=3).clamp(min=1)
-        return F.cross_entropy(-torch.cdist(z[half:], total / count[:, None]), y[half:])
-
-    return fit(distribute, loss)
-
-
-def prototypes_by_one_hot(distribute: Distribute) -> Any:
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        z, label = model(x), F.one_hot(y, 3).to(x.dtype)
-        centre = label.T @ z / label.sum(0).clamp(min=1).unsqueeze(1)
-        apart = (centre[0] - centre[1]).square().sum() + torch.einsum("nc,nd->cd", label, z).square().mean()
-        return (z - centre[y]).pow(2).sum(1).mean() - 0.1 * apart.clamp(max=1)
+        centre = total / torch.bincount(y[:half], minlength=3).clamp(min=1)[:, None]
+        later = label.T @ z / label.sum(0).clamp(min=1).unsqueeze(1)
+        return F.cross_entropy(-torch.cdist(z[half:], centre), y[half:]) + (z - later[y]).pow(2).sum(1).mean()
 
     return fit(distribute, loss)
 
@@ -109,16 +96,6 @@ def barlow_twins(distribute: Distribute) -> Any:
         a, b = (a - a.mean(0)) / a.std(0), (b - b.mean(0)) / b.std(0)
         c = a.T @ b / len(x)
         return (c.diagonal() - 1).pow(2).sum() + 0.05 * (c - torch.diag(c.diag())).pow(2).sum()
-
-    return fit(distribute, loss)
-
-
-def vicreg(distribute: Distribute) -> Any:
-    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
-        a, b = model(x), model(x.roll(1, 0))
-        covariance = torch.cov(a.T)
-        spread = F.relu(1 - torch.sqrt(b.var(dim=0) + 1e-4)).mean()
-        return F.mse_loss(a, b) + spread + covariance.square().sum() - covariance.diagonal().square().sum()
 
     return fit(distribute, loss)
 
@@ -223,21 +200,3 @@ def ppo(distribute: Distribute) -> Any:
                 stopped += 1
                 break
     return clipped, stopped, weights(model)
-
-
-def returns_of_a_trajectory(distribute: Distribute) -> Any:
-    model = mlp(1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer, loader = distribute(model, optimizer, DataLoader(rows(), batch_size=8))
-    losses = []
-    for x, y in loader:
-        reward, value = y.double() - 1, model(x).flatten()
-        with torch.no_grad():
-            back, gains = 0.0, torch.zeros(len(x))
-            for t in reversed(range(len(x))):
-                after = value[t + 1] if t + 1 < len(x) else 0.0
-                back = reward[t] + 0.9 * after - value[t] + 0.9 * 0.95 * back
-                gains[t] = back
-        losses.append(step(F.smooth_l1_loss(value, gains + value.detach()), optimizer))
-        losses.append(reward.cumsum(0)[-1].item())
-    return losses, weights(model)

@@ -52,15 +52,6 @@ def samples_seen_drive_the_rate(distribute: Distribute) -> Any:
     return seen, rates, weights(model)
 
 
-def minibatches_split(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute)
-    losses = []
-    for x, y in loader:
-        for part, labels in zip(x.split(3), y.split(3), strict=True):
-            losses.append(step(F.cross_entropy(model(part), labels), optimizer) * len(part) / len(x))
-    return losses, weights(model)
-
-
 def minibatches_permuted(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute)
     losses = []
@@ -72,13 +63,13 @@ def minibatches_permuted(distribute: Distribute) -> Any:
     return losses, weights(model)
 
 
-def minibatches_chunked_and_sliced(distribute: Distribute) -> Any:
+def minibatches_split_chunked_and_sliced(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute)
     for x, y in loader:
         for part, labels in zip(x.chunk(3), y.chunk(3), strict=True):
             step(F.cross_entropy(model(part), labels), optimizer)
-        for start in range(0, len(x), 5):
-            step(F.cross_entropy(model(x[start : start + 5]), y[start : start + 5]), optimizer)
+        for part, labels in zip(x.split(5), y.split(5), strict=True):
+            step(F.cross_entropy(model(part), labels) * len(part) / len(x), optimizer)
         step(F.cross_entropy(model(x[::2]), y[::2]) + model(x[-1:]).square().mean(), optimizer)
     return weights(model)
 
@@ -96,26 +87,17 @@ def accumulation_by_hand(distribute: Distribute) -> Any:
     return total, weights(model)
 
 
-def clipped_norms(distribute: Distribute) -> Any:
+def clipped_by_norm_and_value(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute)
     norms = []
     for x, y in loader:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.8)))
         optimizer.step()
         norms.append(sum(p.grad.pow(2).sum().item() for p in model.parameters()) ** 0.5)
     return norms, weights(model)
-
-
-def clipped_values(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute)
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y, reduction="sum").backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.5)
-        optimizer.step()
-    return [p.grad.abs().max().item() for p in model.parameters()], weights(model)
 
 
 def batch_norm(distribute: Distribute) -> Any:
@@ -175,33 +157,20 @@ def validation_keeps_the_best(distribute: Distribute) -> Any:
     return best, history, weights(model)
 
 
-def early_stopping(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute)
-    best, patience, losses = float("inf"), 2, []
-    for _ in range(9):
-        mean = sum(step(F.cross_entropy(model(x), y) + 0.3 * torch.rand(()), optimizer) for x, y in loader) / len(
-            loader
-        )
-        losses.append(mean)
-        patience = 2 if mean < best else patience - 1
-        best = min(best, mean)
-        if patience == 0:
-            break
-    return losses, patience, weights(model)
-
-
-def plateau_lowers_the_rate(distribute: Distribute) -> Any:
+def plateau_lowers_the_rate_and_stops(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
-    rates = []
-    for _ in range(4):
+    rates, best, patience = [], float("inf"), 2
+    while patience and len(rates) < 6:
         epoch = torch.zeros(())
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
+            loss = F.cross_entropy(model(x), y) + 0.3 * torch.rand(())
             step(loss, optimizer)
             epoch += loss.detach() * len(x)
         scheduler.step(epoch / len(loader.dataset))
-        rates.append((optimizer.param_groups[0]["lr"], epoch.item()))
+        patience = 2 if epoch < best else patience - 1
+        best = min(best, epoch.item())
+        rates.append((optimizer.param_groups[0]["lr"], best, patience))
     return rates, weights(model)
 
 
@@ -241,20 +210,18 @@ def lbfgs(distribute: Distribute) -> Any:
 def sharpness_aware(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute)
     for x, y in loader:
-        F.cross_entropy(model(x), y).backward()
-        with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-            climbs = [0.05 * p.grad / (norm + 1e-12) for p in model.parameters()]
-            for p, climb in zip(model.parameters(), climbs, strict=True):
-                p.add_(climb)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        before = copy.deepcopy(model.state_dict())
         with torch.no_grad():
-            for p, climb in zip(model.parameters(), climbs, strict=True):
-                p.sub_(climb)
+            for p in model.parameters():
+                p.add_(0.05 * p.grad / (norm + 1e-12))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        model.load_state_dict(before)
         optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
+    return norm.item(), weights(model)
 
 
 def two_backwards_of_one_graph(distribute: Distribute) -> Any:
@@ -289,15 +256,13 @@ def two_optimizers(distribute: Distribute) -> Any:
 
 
 def two_loaders_zipped(distribute: Distribute) -> Any:
-    model = mlp()
+    model, known = mlp(), DataLoader(rows(12), batch_size=4, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    known = DataLoader(rows(12), batch_size=4, shuffle=True)
     unknown = DataLoader(rows(21).tensors[0], batch_size=7, shuffle=True)
     model, optimizer, known, unknown = distribute(model, optimizer, known, unknown)
-    losses = []
     for (x, y), u in zip(known, unknown, strict=True):
         sure = model(u).softmax(1).max(1)
         pseudo = (F.cross_entropy(model(u), sure.indices, reduction="none") * (sure.values > 0.4)).mean()
         out = model(torch.cat([x, u[:4]]))
-        losses.append(step(F.cross_entropy(out[: len(x)], y) + pseudo + out[len(x) :].pow(2).mean(), optimizer))
-    return losses, weights(model)
+        step(F.cross_entropy(out[: len(x)], y) + pseudo + out[len(x) :].pow(2).mean(), optimizer)
+    return weights(model)

@@ -33,17 +33,6 @@ def mean_of_tokens_that_count(distribute: Distribute) -> Any:
     return fit(distribute, loss, net, TensorDataset(words, targets))
 
 
-def masked_mean_by_hand(distribute: Distribute) -> Any:
-    net = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
-
-    def loss(model: nn.Module, w: Tensor) -> Tensor:
-        out, mask = model(w[:, :-1]), (w[:, 1:] > 3).double()
-        each = F.cross_entropy(out.transpose(1, 2), w[:, 1:], reduction="none")
-        return (each * mask).sum() / mask.sum().clamp(min=1)
-
-    return fit(distribute, loss, net, tokens())
-
-
 def weight_of_positives(distribute: Distribute) -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         weight = (y.numel() - y.sum()) / y.sum().clamp(min=1)
@@ -58,15 +47,6 @@ def mixup(distribute: Distribute) -> Any:
         other = torch.randperm(x.size(0))
         out = model(share * x + (1 - share) * x[other])
         return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other])
-
-    return fit(distribute, loss)
-
-
-def mixup_flipped_soft_labels(distribute: Distribute) -> Any:
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        share, target = torch.rand(len(x), 1), F.one_hot(y, 3).to(x.dtype)
-        out = model(share * x + (1 - share) * x.flip(0))
-        return -(out.log_softmax(1) * (share * target + (1 - share) * target.flip(0))).sum(1).mean()
 
     return fit(distribute, loss)
 
@@ -88,22 +68,13 @@ def cutmix(distribute: Distribute) -> Any:
 
 def running_scale(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute)
-    mean, scaled = None, []
+    mean, smooth, scaled = None, torch.ones(()), []
     for x, y in loader:
         loss = F.cross_entropy(model(x), y)
         mean = loss.item() if mean is None else 0.9 * mean + 0.1 * loss.item()
-        scaled.append(step(loss / mean, optimizer))
-    return mean, scaled, weights(model)
-
-
-def running_scale_as_tensor(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute)
-    mean = torch.ones(())
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        mean = 0.9 * mean + 0.1 * loss.detach()
-        step(loss / mean.sqrt() + (loss / mean) ** 2, optimizer)
-    return mean.item(), weights(model)
+        smooth = 0.9 * smooth + 0.1 * loss.detach()
+        scaled.append(step(loss / mean + (loss / smooth) ** 2, optimizer))
+    return mean, smooth.item(), scaled, weights(model)
 
 
 def dice(distribute: Distribute) -> Any:
@@ -136,24 +107,15 @@ def ctc(distribute: Distribute) -> Any:
     return fit(distribute, loss, mlp(5), data)
 
 
-class Uncertain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.label, self.value = mlp(8), nn.Linear(8, 3), nn.Linear(8, 1)
-        self.log_variance = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.body(x).relu()
-        return self.label(z), self.value(z)[:, 0]
-
-
 def learned_weights_of_tasks(distribute: Distribute) -> Any:
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        label, value = model(x)
-        parts = torch.stack([F.cross_entropy(label, y), F.mse_loss(value, x.sum(1))])
+        out = model(x)
+        parts = torch.stack([F.cross_entropy(out[:, :3], y), F.mse_loss(out[:, 3], x.sum(1))])
         return (parts * torch.exp(-model.log_variance) + model.log_variance).sum()
 
-    return fit(distribute, loss, Uncertain())
+    net = mlp(4)
+    net.log_variance = nn.Parameter(torch.zeros(2))
+    return fit(distribute, loss, net)
 
 
 def learned_temperature_and_penalty(distribute: Distribute) -> Any:
@@ -225,16 +187,5 @@ def loss_of_each_class(distribute: Distribute) -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         each = F.cross_entropy(model(x), y, reduction="none")
         return torch.stack([each[y == label].mean() for label in y.unique()]).mean()
-
-    return fit(distribute, loss)
-
-
-def penalty_of_correlation(distribute: Distribute) -> Any:
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out, group = model(x), (x[:, 5] > 0)
-        p = out.softmax(1)[:, 0]
-        gap = p[group].sum() / group.sum().clamp(min=1) - p[~group].sum() / (~group).sum().clamp(min=1)
-        centred = (p - p.mean()) * (x[:, 5] - x[:, 5].mean())
-        return F.cross_entropy(out, y) + gap.abs() + centred.mean() ** 2
 
     return fit(distribute, loss)

@@ -1,0 +1,69 @@
+"""Untouched training programs of one device leave on several what they leave on one."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn import functional as F
+
+import meshwise as mw
+from meshwise.spec import errors
+from tests.pool import CaseFailed
+from tests.whole.running import PROGRAMS, SWITCHES, apart, run, whole
+from tests.whole.shared import Distribute, fit, mlp
+
+SIZES, BOUND = [2, 3], 1e-9
+OURS = {
+    name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.MeshwiseError)
+}
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS reads its loss so
+seen_whole = pytest.mark.skipif("view" not in inspect.signature(mw.distribute).parameters, reason="no whole view yet")
+
+
+def with_dropout(distribute: Distribute) -> Any:
+    """Draws its masks in another order than one device does."""
+    return fit(
+        distribute, lambda model, x, y: F.cross_entropy(model(x), y), nn.Sequential(mlp(8), nn.Dropout(), mlp(3, 8))
+    )
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    far, at = apart(got, want)
+    assert far <= BOUND, at
+
+
+@pytest.mark.parametrize("name", PROGRAMS | SWITCHES)
+def test_a_program_is_the_same_twice_on_one_device(name: str) -> None:
+    program = (PROGRAMS | SWITCHES)[name]
+    far, at = apart(run(program), run(program))
+    assert far == 0, at
+
+
+@seen_whole
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_leaves_what_one_device_leaves(name: str, size: int, pool: Any) -> None:
+    for got in pool(size).run(whole, PROGRAMS[name]):
+        assert_equal(got, run(PROGRAMS[name]))
+
+
+@seen_whole
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_model_that_begins_to_mix_rows_is_equal_or_caught(name: str, pool: Any) -> None:
+    try:
+        results = pool(2).run(whole, SWITCHES[name])
+    except CaseFailed as failed:
+        assert failed.kind in OURS, failed
+        return
+    for got in results:
+        assert_equal(got, run(SWITCHES[name]))
+
+
+@seen_whole
+def test_ranks_with_dropout_end_alike(pool: Any) -> None:
+    first, *others = pool(3).run(whole, with_dropout)
+    for other in others:
+        assert apart(other, first)[0] == 0
