@@ -23,6 +23,20 @@ class NoRule(Exception):
     """Raised by a rule if the operator must run on whole tensors."""
 
 
+def either(first: Rule | None, other: Rule) -> Rule:
+    """Return a rule that runs `first`, or `other` where `first` raises NoRule."""
+    if first is None:
+        return other
+
+    def rule(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return first(func, args, kwargs)
+        except NoRule:
+            return other(func, args, kwargs)
+
+    return rule
+
+
 def part_of(thing: Any) -> SplitPart | None:
     """Return how `thing` is split, or None if it is not split."""
     return thing.part if is_split(thing) else None

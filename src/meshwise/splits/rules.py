@@ -26,10 +26,7 @@ from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, is_spli
 
 RULES: dict[str, Rule] = {}
 """The rule of each torch function that has one, by the function's name. A rule runs the function on split tensors."""
-for _room in (elementwise, shapes, along, products, losses):
-    RULES.update(_room.RULES)
-RULES.update(attention.RULES)
-for _room in (picking,):
+for _room in (elementwise, shapes, along, attention, products, losses, picking):
     RULES.update({name: either(RULES.get(name), rule) for name, rule in _room.RULES.items()})
 WRITTEN_OUT = {"multi_head_attention_forward"}
 """Torch functions that need no rule in RULES, because RULES has the operators that their Python code calls."""

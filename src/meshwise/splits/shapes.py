@@ -208,25 +208,22 @@ def _stacked(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run `torch.chunk` or `torch.split` on a split tensor.
+    """Run `torch.chunk`, `torch.split` or `torch.tensor_split` on a split tensor.
 
-    Raises NoRule for the split dim, unless its `repeats` is above 1 and each piece consists of whole sections (see
-    `SplitPart`).
+    Rows (a split dim 0) stay where they are. Raises NoRule for any other split dim, unless its `repeats` is above 1 and
+    each piece consists of whole sections (see `SplitPart`).
     """
     x = first_split(args)
     dim = positive(args[2] if len(args) > 2 else kwargs.get("dim", 0), x.dim())
     if dim != x.part.dim:
         return along(2, 0)(func, args, kwargs)
-    if x.part.repeats == 1:
+    if x.part.repeats == 1 and dim:
         raise NoRule  # pieces of unequal length on the ranks: gathered once they are cheaper
-    asked, length = [*args[1:2], *(value for name, value in kwargs.items() if name != "dim")][0], x.part.length
-    if isinstance(asked, int):
-        size = asked if called(func) == "split" else -(-length // asked)
-        sizes = [min(size, length - begin) for begin in range(0, length, size)]
-    else:
-        sizes = [int(size) for size in asked]
+    places_of = torch.empty(x.part.length, device="meta")
+    others = {name: value for name, value in kwargs.items() if name not in ("dim", "tensor")}
+    sizes = [len(each) for each in getattr(places_of, called(func))(*args[1:2], **others)]
     ends = list(itertools.accumulate(sizes))
-    if any(end % x.part.run for end in ends) or ends[-1] != length:
+    if x.part.repeats > 1 and any(end % x.part.run for end in ends):
         raise NoRule
     return tuple(given(*places.cut(x, end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
@@ -237,9 +234,10 @@ def _repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if dim != x.part.dim:
         return given(func(*args, **kwargs), x.part)
     times = args[1] if len(args) > 1 else kwargs.get("repeats")
-    if not isinstance(times, int) or not x.part.is_even:
+    if not isinstance(times, int) or x.part.repeats > 1:
         raise NoRule
-    return given(func(*args, **kwargs), moved(x.part, dim, x.part.length * times))
+    pieces = [[(b * times, e * times) for b, e in x.part.of_rank(rank)] for rank in range(x.part.axis.size)]
+    return given(func(*args, **kwargs), x.part.divided(pieces, x.part.length * times))
 
 
 def _pad(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -270,8 +268,7 @@ RULES: dict[str, Rule] = {
     "narrow": _narrow,
     **dict.fromkeys(["cat", "concat", "concatenate"], _joined),
     "stack": _stacked,
-    **dict.fromkeys(["chunk", "split"], _in_pieces),
-    "tensor_split": along(2, 0),
+    **dict.fromkeys(["chunk", "split", "split_with_sizes", "tensor_split"], _in_pieces),
     "repeat_interleave": _repeat_interleave,
     "pad": _pad,
 }
