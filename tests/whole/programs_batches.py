@@ -15,26 +15,21 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from tests.whole.shared import Distribute, binary, images, mlp, rows, step, usual, weights
 
 
-def weighted_sampler(distribute: Distribute) -> Any:
-    data = rows()
-    counts = torch.bincount(data.tensors[1], minlength=3)
-    sampler = WeightedRandomSampler((1 / counts)[data.tensors[1]].tolist(), 18)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer, loader = distribute(model, optimizer, DataLoader(data, batch_size=5, sampler=sampler))
-    seen = torch.zeros(3, dtype=torch.long)
-    for x, y in loader:
-        step(F.cross_entropy(model(x), y), optimizer)
-        seen += torch.bincount(y, minlength=3)
-    return seen.tolist(), weights(model)
-
-
-def own_batch_sampler(distribute: Distribute) -> Any:
+def samplers_of_the_users_own(distribute: Distribute) -> Any:
     model, data = mlp(), rows()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    counts = torch.bincount(data.tensors[1], minlength=3)
+    sampler = WeightedRandomSampler((1 / counts)[data.tensors[1]].tolist(), 18)
     batches = [b[: 3 + n % 4] for n, b in enumerate(BatchSampler(RandomSampler(data), 6, drop_last=False))]
-    model, optimizer, loader = distribute(model, optimizer, DataLoader(data, batch_sampler=batches))
-    return [(len(x), step(F.cross_entropy(model(x), y), optimizer)) for x, y in loader], weights(model)
+    even, cut = DataLoader(data, batch_size=5, sampler=sampler), DataLoader(data, batch_sampler=batches)
+    model, optimizer, even, cut = distribute(model, optimizer, even, cut)
+    seen, sizes = torch.zeros(3, dtype=torch.long), []
+    for loader in (even, cut):
+        for x, y in loader:
+            step(F.cross_entropy(model(x), y), optimizer)
+            seen += torch.bincount(y, minlength=3)
+            sizes.append(len(x))
+    return seen.tolist(), sizes, weights(model)
 
 
 class Stream(IterableDataset[Any]):
@@ -49,39 +44,29 @@ def streamed_samples(distribute: Distribute) -> Any:
     return [(len(y), step(F.cross_entropy(model(x), y), optimizer)) for x, y in loader], weights(model)
 
 
+class Pair(NamedTuple):
+    low: Tensor
+    high: Tensor
+
+
 class Named(Dataset[Any]):
     def __len__(self) -> int:
         return 21
 
     def __getitem__(self, number: int) -> Any:
         x, y = rows()[number]
-        parts = {"low": x[:3], "high": x[3:]}
-        return {"features": parts, "label": y, "name": f"row {number}", "weight": 0.5 + number / 21}
+        return {"parts": Pair(x[:3], x[3:]), "label": y, "name": f"row {number}", "weight": 0.5 + number / 21}
 
 
-def batch_is_a_dict(distribute: Distribute) -> Any:
+def batch_is_a_dict_with_a_named_tuple(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute, data=Named())
     names = []
     for batch in loader:
-        out = model(torch.cat([batch["features"]["low"], batch["features"]["high"]], dim=1))
+        out = model(torch.cat([batch["parts"].low, batch["parts"].high], dim=1))
         loss = F.cross_entropy(out, batch["label"], reduction="none")
         step((loss * batch["weight"]).sum() / batch["weight"].sum(), optimizer)
         names += [int(name.split()[1]) for name in batch["name"]]
     return names, weights(model)
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-def batch_is_a_named_tuple(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute, data=[Pair(x, y) for x, y in rows()])
-    losses = []
-    for batch in loader:
-        losses.append(step(F.cross_entropy(model(batch.x), batch.y), optimizer))
-        losses.append((type(batch) is Pair, batch._fields == ("x", "y")))
-    return losses, weights(model)
 
 
 @dataclass
@@ -190,17 +175,3 @@ def labels_by_threshold(distribute: Distribute) -> Any:
             meant = meant + y.sum(dim=0)
     f1 = 2 * hit / (told + meant).clamp(min=1)
     return f1.tolist(), f1.mean().item(), hit.tolist(), weights(model)
-
-
-def rows_by_python(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute)
-    by_label = {0: [], 1: [], 2: []}
-    for x, y in loader:
-        out = model(x)
-        for number, label in enumerate(y.tolist()):
-            by_label[label].append(out[number, label].item())
-        step(
-            sum((1 + n) * F.cross_entropy(o[None], t[None]) for n, (o, t) in enumerate(zip(out, y, strict=True))),
-            optimizer,
-        )
-    return by_label, weights(model)

@@ -48,23 +48,15 @@ def supervised_contrast(distribute: Distribute) -> Any:
     return fit(distribute, loss)
 
 
-def hardest_triplets(distribute: Distribute) -> Any:
+def hard_triplets(distribute: Distribute) -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        far, same = torch.cdist(model(x), model(x) + 1e-3), y.unsqueeze(0) == y.unsqueeze(1)
-        other = far.masked_fill(same, float("inf")).min(1).values
-        return F.relu(far.masked_fill(~same, 0).max(1).values - other.clamp(max=9) + 1).mean()
-
-    return fit(distribute, loss)
-
-
-def mined_triplets(distribute: Distribute) -> Any:
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        z, mined = model(x), []
-        order = torch.cdist(z.detach(), z.detach()).topk(len(x), largest=False).indices.tolist()
-        for row, near in enumerate(order):
+        z, mined, same = model(x), [], y.unsqueeze(0) == y.unsqueeze(1)
+        far = torch.cdist(z, z + 1e-3)
+        for row, near in enumerate(far.topk(len(x), largest=False).indices.tolist()):
             foes = [other for other in near if y[other] != y[row]]
-            mined += [(row, other, foes[0]) for other in near[1:] if y[other] == y[row] and foes]
-        return F.triplet_margin_loss(*(z[list(chosen)] for chosen in zip(*mined, strict=True)))
+            mined += [(row, other, foes[0]) for other in near if row != other and same[row, other] and foes]
+        hard = far.masked_fill(~same, 0).max(1).values - far.masked_fill(same, float("inf")).min(1).values.clamp(max=9)
+        return F.triplet_margin_loss(*(z[list(n)] for n in zip(*mined, strict=True))) + F.relu(hard + 1).mean()
 
     return fit(distribute, loss)
 
@@ -132,35 +124,21 @@ def moco(distribute: Distribute) -> Any:
     return losses, queue.tolist(), weights(model, slow)
 
 
-def codebook_straight_through(distribute: Distribute) -> Any:
-    encoder, decoder, codes = mlp(4), nn.Linear(4, 6), nn.Embedding(5, 4)
-    optimizer = torch.optim.Adam([p for m in (encoder, decoder, codes) for p in m.parameters()], 0.02)
-    loader = DataLoader(rows(), batch_size=8, shuffle=True)
-    encoder, decoder, codes, optimizer, loader = distribute(encoder, decoder, codes, optimizer, loader)
-    used, losses = set(), []
-    for x, _ in loader:
-        z = encoder(x)
-        nearest = torch.cdist(z, codes.weight).argmin(1)
-        used |= set(nearest.tolist())
-        q = codes(nearest)
-        loss = F.mse_loss(q, z.detach()) + 0.25 * F.mse_loss(z, q.detach())
-        losses.append(step(F.mse_loss(decoder(z + (q - z).detach()), x) + loss, optimizer))
-    return losses, sorted(used), weights(encoder, decoder, codes)
-
-
 def codebook_of_moving_means(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute, mlp(4))
-    codes, count, total = torch.randn(5, 4), torch.ones(5), torch.zeros(5, 4)
+    model, optimizer, loader = usual(distribute, nn.Sequential(mlp(4), nn.Linear(4, 6)))
+    codes, count, total, used = torch.randn(5, 4), torch.ones(5), torch.zeros(5, 4), set()
     for _ in range(2):
         for x, _ in loader:
-            z = model(x)
-            chosen = F.one_hot(torch.cdist(z.detach(), codes).argmin(1), 5).to(z.dtype)
+            z = model[0](x)
+            nearest = torch.cdist(z.detach(), codes).argmin(1)
+            used |= set(nearest.tolist())
+            chosen, q = F.one_hot(nearest, 5).to(z.dtype), codes[nearest]
+            step(F.mse_loss(model[1](z + (q - z).detach()), x) + 0.25 * F.mse_loss(z, q), optimizer)
             count = 0.8 * count + 0.2 * chosen.sum(0)
             total.mul_(0.8).add_(chosen.T @ z.detach(), alpha=0.2)
             codes = total / count.clamp(min=1e-3)[:, None]
-            share = chosen.mean(0)
-            step(F.mse_loss(z, chosen @ codes) + x[:, 0].mean() * z.pow(2).mean(), optimizer)
-    return codes.tolist(), torch.exp(-(share * (share + 1e-9).log()).sum()).item(), weights(model)
+    share = chosen.mean(0)
+    return codes.tolist(), sorted(used), torch.exp(-(share * (share + 1e-9).log()).sum()).item(), weights(model)
 
 
 def reinforce_whitened(distribute: Distribute) -> Any:

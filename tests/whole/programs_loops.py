@@ -29,14 +29,12 @@ def accuracy_beside_loss(distribute: Distribute) -> Any:
     return losses, right / seen, seen, len(loader), weights(model)
 
 
-def two_rows_and_a_last_one(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute, data=rows(7), batch_size=2)
-    return [(step(F.cross_entropy(model(x), y), optimizer), x.size(0)) for x, y in loader], weights(model)
-
-
-def one_row(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute, data=rows(5), batch_size=1)
-    return [step(F.cross_entropy(model(x), y), optimizer) for x, y in loader], weights(model)
+def fewer_rows_than_ranks(distribute: Distribute) -> Any:
+    left = []
+    for size in (1, 2):
+        model, optimizer, loader = usual(distribute, data=rows(5), batch_size=size)
+        left.append([(step(F.cross_entropy(model(x), y), optimizer), x.size(0)) for x, y in loader])
+    return left, weights(model)
 
 
 def samples_seen_drive_the_rate(distribute: Distribute) -> Any:
@@ -138,7 +136,7 @@ def validation_keeps_the_best(distribute: Distribute) -> Any:
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     train, held = DataLoader(rows(), batch_size=8, shuffle=True), DataLoader(rows(10), batch_size=4)
     model, optimizer, train, held = distribute(model, optimizer, train, held)
-    best, kept, history = float("inf"), None, []
+    best, history = float("inf"), []
     for _ in range(3):
         model.train()
         for x, y in train:
@@ -188,22 +186,19 @@ def loss_scaler(distribute: Distribute) -> Any:
 
 
 def lbfgs(distribute: Distribute) -> Any:
-    model = mlp()
+    model, calls = mlp(), []
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=4, line_search_fn="strong_wolfe")
-    model, optimizer, loader = distribute(model, optimizer, DataLoader(rows(), batch_size=21))
-    calls = []
+    model, optimizer, loader = distribute(model, optimizer, DataLoader(rows(), batch_size=11))
+    for x, y in loader:
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        calls.append(loss.item())
-        return loss
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            calls.append(loss.item())
+            return loss
 
-    for _ in range(2):
-        for batch in loader:
-            x, y = batch
-            optimizer.step(closure)
+        optimizer.step(closure)
     return calls, weights(model)
 
 
@@ -234,32 +229,14 @@ def two_backwards_of_one_graph(distribute: Distribute) -> Any:
         first.backward(retain_graph=True)
         before = [p.grad.clone() for p in model.parameters()]
         second.backward()
-        after = [p.grad - q for p, q in zip(model.parameters(), before, strict=True)]
-        angles.append(sum((p * q).sum() for p, q in zip(before, after, strict=True)).item())
+        angles.append(sum((q * (p.grad - q)).sum() for p, q in zip(model.parameters(), before, strict=True)).item())
         optimizer.step()
     return angles, weights(model)
 
 
-def two_optimizers(distribute: Distribute) -> Any:
-    body, head = mlp(8), nn.Linear(8, 3)
-    slow, fast = torch.optim.SGD(body.parameters(), 0.02), torch.optim.AdamW(head.parameters(), 0.05)
-    loader = DataLoader(rows(), batch_size=8, shuffle=True)
-    body, head, slow, fast, loader = distribute(body, head, slow, fast, loader)
-    losses = []
-    for number, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(head(body(x).relu()), y)
-        losses.append(step(loss, fast))
-        if number % 2 == 0:
-            slow.step()
-        body.zero_grad()
-    return losses, weights(body, head)
-
-
 def two_loaders_zipped(distribute: Distribute) -> Any:
-    model, known = mlp(), DataLoader(rows(12), batch_size=4, shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    unknown = DataLoader(rows(21).tensors[0], batch_size=7, shuffle=True)
-    model, optimizer, known, unknown = distribute(model, optimizer, known, unknown)
+    model, optimizer, known = usual(distribute, data=rows(12), batch_size=4)
+    unknown = distribute(DataLoader(rows(21).tensors[0], batch_size=7, shuffle=True))
     for (x, y), u in zip(known, unknown, strict=True):
         sure = model(u).softmax(1).max(1)
         pseudo = (F.cross_entropy(model(u), sure.indices, reduction="none") * (sure.values > 0.4)).mean()

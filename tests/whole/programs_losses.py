@@ -12,14 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.whole.shared import Distribute, binary, fit, images, mlp, rows, step, tokens, usual, weights
 
 
-def smoothed_labels(distribute: Distribute) -> Any:
-    criterion = nn.CrossEntropyLoss(label_smoothing=0.2)
+def class_weights_and_smoothed_labels(distribute: Distribute) -> Any:
+    criterion = nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0]), label_smoothing=0.2)
     return fit(distribute, lambda model, x, y: criterion(model(x), y))
-
-
-def class_weights(distribute: Distribute) -> Any:
-    weight = torch.tensor([0.2, 1.0, 3.0])
-    return fit(distribute, lambda model, x, y: F.cross_entropy(model(x), y, weight=weight))
 
 
 def mean_of_tokens_that_count(distribute: Distribute) -> Any:
@@ -51,10 +46,6 @@ def mixup(distribute: Distribute) -> Any:
     return fit(distribute, loss)
 
 
-def small_convolution() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16, 2))
-
-
 def cutmix(distribute: Distribute) -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         other, (top, left) = torch.randperm(len(x)), torch.randint(0, 5, (2,)).tolist()
@@ -63,7 +54,8 @@ def cutmix(distribute: Distribute) -> Any:
         out, share = model(x), 1 - 12 / 64
         return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other])
 
-    return fit(distribute, loss, small_convolution(), images())
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16, 2))
+    return fit(distribute, loss, net, images())
 
 
 def running_scale(distribute: Distribute) -> Any:
@@ -163,15 +155,7 @@ def robust_and_clamped(distribute: Distribute) -> Any:
     return fit(distribute, loss, mlp(1))
 
 
-def hardest_examples(distribute: Distribute) -> Any:
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        each = F.cross_entropy(model(x), y, reduction="none")
-        return each.topk(max(1, len(each) // 2)).values.mean() + 0.1 * each.sort(descending=True)[0][:2].sum()
-
-    return fit(distribute, loss)
-
-
-def curriculum(distribute: Distribute) -> Any:
+def hard_examples_and_curriculum(distribute: Distribute) -> Any:
     model, optimizer, loader = usual(distribute)
     used = []
     for epoch in range(3):
@@ -179,13 +163,7 @@ def curriculum(distribute: Distribute) -> Any:
             each = F.cross_entropy(model(x), y, reduction="none")
             easy = each.detach() <= each.detach().quantile(0.4 + 0.3 * epoch)
             used.append(int(easy.sum()))
-            step(each[easy].mean() + 0.01 * (each * ~easy).sum(), optimizer)
+            hard = each.topk(max(1, len(each) // 2)).values.mean() + each.sort(descending=True)[0][:2].sum()
+            kinds = [each[y == label].mean() for label in y.unique()]
+            step(each[easy].mean() + 0.01 * (each * ~easy).sum() + 0.1 * hard + torch.stack(kinds).mean(), optimizer)
     return used, weights(model)
-
-
-def loss_of_each_class(distribute: Distribute) -> Any:
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        each = F.cross_entropy(model(x), y, reduction="none")
-        return torch.stack([each[y == label].mean() for label in y.unique()]).mean()
-
-    return fit(distribute, loss)

@@ -183,14 +183,7 @@ class Lm(nn.Module):
 
 
 def language_model_returns_its_loss(distribute: Distribute) -> Any:
-    model, optimizer, loader = usual(distribute, Lm(), tokens())
-    total, count = 0.0, 0
-    for (words,) in loader:
-        loss, out = model(words)
-        step(loss, optimizer)
-        total += loss.item() * out[..., 0].numel()
-        count += out.shape[0] * out.shape[1]
-    return total / count, weights(model)
+    return fit(distribute, lambda model, words: model(words)[0] + model(words)[1].logsumexp(-1).mean(), Lm(), tokens())
 
 
 def padded(samples: list[Any]) -> Any:

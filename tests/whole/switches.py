@@ -11,41 +11,32 @@ from torch.nn import functional as F
 
 from tests.whole.shared import Distribute, mlp, step, usual, weights
 
-LATER = 2
-"""Calls before a model begins to mix rows."""
-
 
 class Switching(nn.Module):
-    def __init__(self, mixed: Callable[..., Tensor]) -> None:
+    """Keeps rows apart at its first two calls."""
+
+    def __init__(self, mixed: Callable[[nn.Module, Tensor, bool], Tensor]) -> None:
         super().__init__()
         self.body, self.mixed, self.calls = mlp(), mixed, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.mixed(self.body, x, self.calls > LATER)
+        return self.mixed(self.body, x, self.calls > 2)
 
 
-def trained(distribute: Distribute, mixed: Callable[..., Tensor]) -> Any:
-    """The first calls keep rows apart, and after 64 calls more there is no further one."""
+def trained(distribute: Distribute, mixed: Callable[[nn.Module, Tensor, bool], Tensor]) -> Any:
+    """Two calls, and the 64 within which a switch must be caught."""
     model, optimizer, loader = usual(distribute, Switching(mixed))
     losses = [step(F.cross_entropy(model(x), y), optimizer) for _ in range(22) for x, y in loader]
-    return losses, weights(model)
+    return losses, model.calls, weights(model)
 
 
 def rows_compared_later(distribute: Distribute) -> Any:
-    def mixed(body: nn.Module, x: Tensor, later: bool) -> Tensor:
-        z = body(x)
-        return z + 0.1 * (z @ z.T).softmax(1) @ z if later else z
-
-    return trained(distribute, mixed)
+    return trained(distribute, lambda body, x, later: body(x) + (x @ x.T).softmax(1) @ body(x) if later else body(x))
 
 
 def outputs_centred_later(distribute: Distribute) -> Any:
-    def mixed(body: nn.Module, x: Tensor, later: bool) -> Tensor:
-        z = body(x)
-        return z - z.mean(0) if later else z
-
-    return trained(distribute, mixed)
+    return trained(distribute, lambda body, x, later: body(x) - body(x).mean(0) if later else body(x))
 
 
 def inputs_centred_later(distribute: Distribute) -> Any:
@@ -67,8 +58,4 @@ def branch_by_a_mean_later(distribute: Distribute) -> Any:
 
 
 def norm_over_rows_later(distribute: Distribute) -> Any:
-    def mixed(body: nn.Module, x: Tensor, later: bool) -> Tensor:
-        z = body(x)
-        return z / z.norm(dim=0 if later else 1, keepdim=True)
-
-    return trained(distribute, mixed)
+    return trained(distribute, lambda body, x, later: F.normalize(body(x), dim=0 if later else 1))
