@@ -45,6 +45,7 @@ FLOORS = {
     "guards": 11,
     "process": 12,
     "tracking": 13,
+    "whole": 13,
     "job": 14,
     "script": 14,
     "prediction": 15,

@@ -117,6 +117,8 @@ class ProgramGenerator:
     def __init__(self) -> None:
         self._loops = 0
         self._state = torch.empty(0)  # of the program, while loops are open
+        self.seeded = True
+        """Whether loops are seeded for each step. If not, they draw from the program's state, as on one device."""
 
     @property
     def in_loop(self) -> bool:
@@ -131,6 +133,9 @@ class ProgramGenerator:
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
         """Return a context manager for a loop. Draws inside the loop do not affect torch's generator outside it."""
+        if not self.seeded:
+            yield
+            return
         outer = torch.get_rng_state()
         if self._loops == 0:
             self._state = outer

@@ -146,6 +146,9 @@ def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) 
     """
     if world.shares:
         first, last = world_part(start, stop, world)
+    elif world.chunks:
+        size = -(-(stop - start) // world.size)
+        first, last = (min(stop, start + rank * size) for rank in (world.rank, world.rank + 1))
     else:
         first, last = part(start, stop, world.size, world.rank)
     if first == last:

@@ -61,6 +61,8 @@ class Engine:
     recording: Recording | None = None
     """The recording of the run, which is closed together with the engine."""
     watcher: Watcher | None = None
+    whole: Any = None
+    """The `WholeView` of a program that sees whole batches; None if it sees this rank's rows."""
     part: BatchSlice | None = None
     """This rank's slice of the current batch or microbatch; None outside of batches."""
     draw_key: tuple[int, int] | None = None

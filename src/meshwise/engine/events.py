@@ -122,6 +122,11 @@ class Events:
         self._all = [each for each in self._all if each.listener is not listener]
         self.tell()
 
+    def without(self, prefix: str) -> None:
+        """Remove the listeners whose class is defined in a module with this prefix."""
+        self._all = [each for each in self._all if not type(each.listener).__module__.startswith(prefix)]
+        self.tell()
+
     def find(self, kind: type[Kind]) -> Kind | None:
         """Return the listener of the class `kind`; None if there is none."""
         return next((each.listener for each in self._all if isinstance(each.listener, kind)), None)

@@ -44,10 +44,11 @@ from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_rank
 from meshwise.script.trainer import distribute_trainer, is_trainer, join_as_trainer, model_of
 from meshwise.slips.divided_batch import says_divided
 from meshwise.slips.padded_sums import refuse_padded_sums
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.workers.join import rank_context
+from meshwise.whole.view import WholeView
 from meshwise.workers.verb_log import came_to
 
 First = TypeVar("First")
@@ -56,13 +57,21 @@ More = TypeVarTuple("More")
 
 
 @overload
-def distribute(only: First, /, *, plan: Plan | str | Path | None = None, streams: str = "whole") -> First: ...
+def distribute(
+    only: First, /, *, plan: Plan | str | Path | None = None, streams: str = "whole", view: str = "rank"
+) -> First: ...
 @overload
 def distribute(
-    first: First, second: Second, /, *more: *More, plan: Plan | str | Path | None = None, streams: str = "whole"
+    first: First,
+    second: Second,
+    /,
+    *more: *More,
+    plan: Plan | str | Path | None = None,
+    streams: str = "whole",
+    view: str = "rank",
 ) -> tuple[First, Second, *More]: ...
 def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
-    *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole"
+    *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole", view: str = "rank"
 ) -> Any:
     """Distribute models, optimizers and loaders over all devices, and return them in the same order.
 
@@ -85,6 +94,9 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     streams: which samples of an iterable data set a rank uses. With `whole`, every rank reads the whole data set, and
         keeps its slice of every batch. With `per-rank`, the data set must itself yield other samples on each rank,
         using `mw.rank()`.
+    view: what the program sees of a batch. With `whole`, it sees the whole batch as one tensor, whose rows lie on the
+        ranks: a script for one device needs no other change, and its numbers are those of one device. With `rank`, it
+        sees this rank's rows, and puts numbers together by `mw.backward`, `mw.sum` and `mw.mean`.
 
     Raises UsageError for objects of any other kind, and PlanError for a plan that cannot be applied."""
     came_to("mw.distribute")
@@ -99,8 +111,9 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
         current().program = "trainer" if trainers else "lightning" if lightning else current().program
         chosen = choose_plan(plan, engine)
         _add_models(engine, chosen, models)
+    _see(engine, view, models, others=bool(trainers or lightning))
     seed = draw_alike()
-    if engine.world.size > 1:
+    if engine.world.size > 1 and engine.whole is None:
         refuse_padded_sums(objects, engine.world.size)
     share = partial(_distributed, seed=seed, engine=engine, streams=streams)
     add = partial(_add_models, engine, chosen or Plan())
@@ -112,6 +125,18 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
 
     result = tuple(map(given, objects))
     return result[0] if len(result) == 1 else result
+
+
+def _see(engine: Engine, view: str, models: list[nn.Module], *, others: bool) -> None:
+    """Let the program see whole batches from now on, if it asks for that."""
+    check_known("view", view, ("whole", "rank"))
+    if view == "rank" or engine.world.size == 1:
+        return
+    if others:
+        raise UsageError("view='whole' is for training loops of your own. Leave it out for a Trainer.")
+    if engine.whole is None:
+        engine.whole = WholeView(engine)
+    engine.whole.add_models(models)
 
 
 def _add_models(engine: Engine, plan: Plan, models: list[nn.Module]) -> None:
@@ -135,12 +160,13 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
         own_seed = seed if thing.generator is None else thing.generator.initial_seed() % 2**31
         samples = len(thing.dataset) if isinstance(thing.dataset, Sized) else None
         check_data(engine, thing.dataset, samples, samplers_of(thing))
-        spec = split_loader(thing, own_seed, engine.world, streams)
-        if engine.world.size > 1:
+        world, whole = (engine.world, None) if engine.whole is None else engine.whole.loader(thing)
+        spec = split_loader(thing, own_seed, world, streams)
+        if engine.world.size > 1 and whole is None:
             engine.notify(says_divided(thing.batch_size, rank_context().world.size))
         if spec.note:
             engine.notify(spec.note)
-        return DistributedLoader(thing, spec, seed, engine)
+        return DistributedLoader(thing, spec, seed, engine, whole)
     if (name := loader_inside(thing)) is not None:
         inner = _distributed(getattr(thing, name), seed, engine, streams)
         inner.wrapper = read_through(thing, name, inner)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from meshwise.compat.fake import as_rehearsed
 from meshwise.data.generators import TORCH, Draws, OrderGenerators, States, packed, unpacked
+from meshwise.data.order import BatchSlice
 from meshwise.data.split_loader import LoaderSpec
 from meshwise.data.wrapped_loader import Wrapper
 from meshwise.engine.engine import Engine
@@ -38,9 +39,18 @@ class DistributedLoader:
 
     The order of the samples is the one that torch's DataLoader would draw at this point of the program on rank 0."""
 
-    def __init__(self, loader: DataLoader[Any], spec: LoaderSpec, seed: int, engine: Engine) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        spec: LoaderSpec,
+        seed: int,
+        engine: Engine,
+        whole: Callable[[Any, BatchSlice], Any] | None = None,
+    ) -> None:
+        """whole: makes a batch whole, for a program that sees whole batches: its loop then draws as on one device."""
         self.dataset, self.batch_size = loader.dataset, spec.batch_size
         self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
+        self._whole = whole
         self._epoch, self._index, self._batches_given, self._running = 0, 0, 0, False
         self.start = 0
         """How many batches of the epoch were done when the run was resumed, or 0. It is 0 in later epochs. Count with
@@ -158,7 +168,8 @@ class DistributedLoader:
         of_epoch = mixed(self._seed, self._epoch)
         with contextlib.closing(batches):
             for batch, part in batches:
-                engine.draw_key = key = of_epoch, self._index
+                key = of_epoch, self._index
+                engine.draw_key = key if self._whole is None else None
                 self.given_at, self._before = engine.phases.steps, (self._index, self._batches_given)
                 self._index += self.batch_size if self._spec.own else part.total
                 self._batches_given += 1
@@ -169,7 +180,9 @@ class DistributedLoader:
                     engine.watcher.batch_given(part, batch, loader=self._loader)
                 self.in_batch, loop.batch = True, batch
                 try:
-                    if engine.draws is None or engine.watcher is not None:
+                    if self._whole is not None:
+                        yield self._whole(batch, part)
+                    elif engine.draws is None or engine.watcher is not None:
                         seed_generators(engine.world.device, mixed(*key, engine.world.rank))  # as `seed_draws`
                         yield batch
                     else:

@@ -13,6 +13,7 @@ class World:
     shares: how much of each batch each rank computes, in proportion. Empty if all ranks compute the same.
     given: whether the launcher chose the device. If not, a run of one worker leaves models on the devices where the
         program has put them.
+    chunks: whether a batch is divided as by `torch.chunk`. By default, the ranks' parts differ by at most one sample.
     """
 
     rank: int = 0
@@ -22,6 +23,7 @@ class World:
     device: str = "cpu"
     shares: tuple[float, ...] = ()
     given: bool = False
+    chunks: bool = False
 
     @property
     def kind(self) -> str:

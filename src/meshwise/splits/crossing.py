@@ -88,6 +88,11 @@ def add_up(value: Tensor, axis: Axis) -> Tensor:
     return _crossed(value, "add up", axis)
 
 
+def averaged(value: Tensor, axis: Axis) -> Tensor:
+    """Return the mean of the ranks' values. Each is the gradient that a rank has computed from its parts."""
+    return through(_Crossing, value, "add up", axis, 1 / axis.size)
+
+
 def add_apart(value: Tensor, axis: Axis) -> Tensor:
     """Sum `value` over the ranks. If `axis.sequence` is set, the result is split along positions (dim 1).
 

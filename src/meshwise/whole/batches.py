@@ -1,0 +1,50 @@
+"""Make the batches of a loader whole: each rank holds its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from meshwise.compat.tree import all_leaves, map_tensors
+from meshwise.data.generators import GLOBAL
+from meshwise.data.order import BatchSlice
+from meshwise.splits.axis import SplitPart
+from meshwise.splits.crossing import scatter
+from meshwise.splits.tensor import split
+from meshwise.whole.axis import DataAxis
+
+
+def reads_own_rows(loader: DataLoader[Any]) -> bool:
+    """Return whether each rank can read its rows of a batch alone. Otherwise, as with a `collate_fn` of the user's,
+    each rank makes the whole batch."""
+    if loader.collate_fn is not default_collate or loader.batch_sampler is None:
+        return False
+    before = [handle.state() for handle in GLOBAL]
+    try:
+        sample = loader.dataset[0]
+    except Exception:  # noqa: BLE001 -- a data set of another kind: a stream of samples
+        return False
+    finally:
+        for handle, state in zip(GLOBAL, before, strict=True):
+            handle.set_state(state)
+    return all(isinstance(leaf, (Tensor, int, float)) or hasattr(leaf, "__array__") for leaf in all_leaves(sample))
+
+
+def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) -> Any:
+    """Return a batch as the program sees it.
+
+    own: this rank's slice of it.
+    read_own: whether `batch` has this rank's rows alone, as `default_collate` makes them.
+    """
+
+    def divided(leaf: Tensor) -> Tensor:
+        if read_own:
+            rows = leaf if own.samples else leaf[:0]
+            return split(rows, SplitPart(axis, 0, own.micro))
+        if leaf.dim() == 0 or leaf.shape[0] != own.total:
+            return leaf
+        return scatter(leaf, SplitPart(axis, 0, own.total))
+
+    return map_tensors(divided, batch)

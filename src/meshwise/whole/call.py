@@ -1,0 +1,288 @@
+"""Run a model's calls on each rank's own rows, or operator by operator.
+
+    apart      the model gets plain tensors with this rank's rows. It was proven that no row of its output depends on
+               another row (proof.py), and is proven again at some calls, and where a call differs from the proven one.
+    through    the model gets split tensors: each operator runs by its rule, or on the whole. Always exact. The model's
+               own submodules may then run apart.
+
+A gradient inside a call that runs apart is that of a part (splits/crossing.py), so nothing is scaled on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.compat.compiling import is_used, without_compiling
+from meshwise.compat.torch_function import on_parts
+from meshwise.compat.tree import all_leaves, map_leaves
+from meshwise.data.order import BatchSlice
+from meshwise.engine.engine import Engine
+from meshwise.engine.seeds import seed_generators, set_states, states
+from meshwise.spec.errors import UsageError
+from meshwise.splits.axis import SplitPart
+from meshwise.splits.crossing import enter, scatter
+from meshwise.splits.tensor import SplitTensor, split
+from meshwise.transfer import collectives
+from meshwise.transfer.splitmix import mixed
+from meshwise.whole.axis import DataAxis
+from meshwise.whole.proof import Verdict, outputs, prove
+from meshwise.whole.term import Term, resolved
+
+AGAIN = 64
+"""A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at each 64th after that."""
+KINDS = 16  # of one call, by its number of autograd nodes: with more of them, it runs through
+APART: list[Verdict] = []
+"""The verdict of the call that runs apart now, and that reads no value."""
+_nodes = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class ReadInside(Exception):
+    """A call that runs apart reads a value, which it did not when it was proven."""
+
+
+class Divided:
+    """How the calls of a program's models are divided over the ranks of `axis`."""
+
+    def __init__(self, engine: Engine, axis: DataAxis) -> None:
+        self.engine, self.axis, self.exact, self.draws = engine, axis, engine.draws is not None, 0
+        self.verdicts: dict[str, Verdict] = {}
+        """The newest verdict on each class of modules."""
+
+    @contextlib.contextmanager
+    def drawing(self, alike: bool) -> Iterator[None]:
+        """Return a context manager for a call that draws numbers: from a stream of its own, so that the loop's own
+        draws stay alike. alike: whether all ranks draw the same numbers."""
+        self.draws += 1
+        device = self.engine.world.device
+        before = states(device)
+        seed_generators(device, mixed(torch.initial_seed(), self.draws, 0 if alike else self.axis.rank + 1))
+        try:
+            yield
+        finally:
+            set_states(device, before)
+
+
+class Call:
+    """The forward of a module, which takes split tensors. own: whether the gradients of the module's parameters are
+    averaged over the ranks."""
+
+    def __init__(self, module: nn.Module, divided: Divided, own: bool = True) -> None:
+        self.module, self.inner, self.divided, self.own = module, module.forward, divided, own
+        self.known: dict[Any, Verdict] = {}
+        self.opened = False
+        self._modules = list(module.modules())
+        self._parameters = [m._parameters for m in self._modules if m._parameters]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self.module))
+        if module is None:
+            return self
+        copied = Call.__new__(Call)
+        copied.module, copied.divided, copied.own, copied.known, copied.opened = module, self.divided, False, {}, False
+        copied.inner = types.MethodType(type(module).forward, module)
+        copied._modules, copied._parameters = [], []
+        return copied
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = args if not kwargs and len(args) == 1 and type(args[0]) is SplitTensor else [*all_leaves((args, kwargs))]
+        part = next((each.parts[0] for each in leaves if isinstance(each, SplitTensor) and 0 in each.parts), None)
+        if part is None or part.axis.proves or torch._C._current_graph_task_id() != -1:
+            return self.inner(*args, **kwargs)
+        if leaves is not args:
+            args, kwargs = map_leaves(lambda leaf: _with_rows(leaf, part), (args, kwargs), _is_leaf)
+            leaves = [*all_leaves((args, kwargs))]
+        verdict = self._verdict(leaves, args, kwargs, part)
+        if verdict.dims is None or not self._is_own():
+            return self._through(args, kwargs)
+        verdict.calls += 1
+        calls = verdict.calls
+        if calls % AGAIN == 0 or (1 < calls < AGAIN and calls & (calls - 1) == 0):
+            return self._again(args, kwargs, verdict)
+        return self._apart(args, kwargs, verdict, part)
+
+    def _is_own(self) -> bool:
+        """Return whether the module's gradients are averaged, or need not be."""
+        if not torch.is_grad_enabled():
+            return True
+        averages = self.divided.axis.averages
+        each = itertools.chain.from_iterable(held.values() for held in self._parameters)
+        return self.own and all(p is None or averages(p) or not p.requires_grad for p in each)
+
+    def _verdict(self, leaves: Any, args: Any, kwargs: Any, part: SplitPart) -> Verdict:
+        key: list[Any] = [self.module.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *kwargs]
+        usable = part.is_plain and part.held(part.axis.size - 1) > 0
+        for leaf in leaves:
+            if isinstance(leaf, SplitTensor):
+                own = leaf.parts.get(0)
+                usable = usable and own is not None and len(leaf.parts) == 1 and own.is_plain and own.length == part.length
+                key.append((leaf.dim(), leaf.dtype, own.dim if own is not None else -1))
+            else:
+                key.append(leaf.shape if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf))
+        key.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self._modules))
+        if not usable:
+            return Verdict(why="a rank has no row")
+        verdict = self.known.get(tuple(key))
+        return verdict if verdict is not None else self._proven(tuple(key), args, kwargs)
+
+    def _proven(self, key: Any, args: Any, kwargs: Any) -> Verdict:
+        hooks = [h for m in self._modules for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+        if any(not (getattr(h, "__module__", None) or type(h).__module__).startswith(("meshwise.", "torch.")) for h in hooks):
+            verdict = Verdict(why="has hooks of the program")
+        else:
+            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine.world.device)
+        if verdict.draws and self.divided.exact:
+            verdict = Verdict(why="draws the numbers of one device")
+        every = collectives.gather_objects((verdict.dims, verdict.why), self.divided.axis.group)
+        if verdict.dims is not None and any(dims != verdict.dims for dims, _ in every):
+            verdict = Verdict(why=next((why for _, why in every if why), "differs between ranks"))
+        self.known[key] = verdict
+        self.divided.verdicts[type(self.module).__name__] = verdict
+        return verdict
+
+    def _through(self, args: Any, kwargs: Any) -> Any:
+        if not self.opened:
+            self.opened = True
+            for child in self.module.children():
+                divide(child, self.divided, self.own)
+        with without_compiling() if is_used() else contextlib.nullcontext():
+            return self.inner(*args, **kwargs)
+
+    def _again(self, args: Any, kwargs: Any, verdict: Verdict) -> Any:
+        """Run a proven call through, as if it were not proven, and look whether it still keeps rows apart."""
+        found: list[str] = []
+        drawing = self.divided.drawing(alike=True) if verdict.draws else contextlib.nullcontext()
+        with drawing, self.divided.axis.watched(found):
+            made = self._run_through(args, kwargs)
+        if found:
+            self._mixes(verdict, found[0])
+            raise UsageError(
+                f"{type(self.module).__name__} has begun to mix the rows of a batch, at {found[0]}. Its call number "
+                f"{verdict.calls} needs all rows, and some of the {verdict.calls - 1} calls before may have needed them "
+                "too, but ran on each rank's rows. Let the model mix rows from its first call on, or use one device."
+            )
+        return made
+
+    def _run_through(self, args: Any, kwargs: Any) -> Any:
+        with without_compiling() if is_used() else contextlib.nullcontext():
+            return self.inner(*args, **kwargs)
+
+    def _mixes(self, verdict: Verdict, why: str) -> None:
+        verdict.dims, verdict.why = None, why
+
+    def _apart(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
+        engine, grad = self.divided.engine, torch.is_grad_enabled()
+        before, nodes, outside = (_nodes() if grad else 0), -1, [False]
+        versions = [b._version for m in self._modules for b in m._buffers.values() if b is not None]
+        with on_parts():
+            own_args, own_kwargs = _own(args, kwargs, part, outside)
+        drawing = self.divided.drawing(alike=False) if verdict.draws else None
+        if engine.program.coupled_gradients:
+            engine.part = BatchSlice(torch.empty(0), part.own, part.length)
+        if not verdict.reads:
+            APART.append(verdict)
+        try:
+            if drawing is None:
+                made = self.inner(*own_args, **own_kwargs)
+            else:
+                with drawing:
+                    made = self.inner(*own_args, **own_kwargs)
+            nodes = _nodes() - before
+            why = "" if not grad or self._is_usual(verdict, nodes) else "another number of operators"
+        except ReadInside as read:
+            why = str(read)
+        finally:
+            if not verdict.reads:
+                APART.pop()
+        if why:
+            return self._otherwise(args, kwargs, verdict, versions, why, nodes)
+        for tensor, dim in zip((each for each in outputs(made) if isinstance(each, Tensor)), verdict.dims or (), strict=True):
+            if dim >= 0 and not isinstance(tensor, SplitTensor):
+                split(tensor, part if dim == part.dim else SplitPart(part.axis, dim, part.length))
+                if not outside[0]:
+                    tensor.of_call = True  # type: ignore[attr-defined]
+        return made
+
+    def _is_usual(self, verdict: Verdict, nodes: int) -> bool:
+        if not verdict.nodes:
+            verdict.nodes.add(nodes)
+        return nodes in verdict.nodes
+
+    def _otherwise(
+        self, args: Any, kwargs: Any, verdict: Verdict, versions: list[int], why: str, nodes: int
+    ) -> Any:
+        """Run a call that differs from the proven one anew, through. It is proven too if no row needs another."""
+        if versions != [b._version for m in self._modules for b in m._buffers.values() if b is not None]:
+            raise UsageError(
+                f"{type(self.module).__name__} no longer computes what it did when it was proven to keep the rows of a "
+                f"batch apart: {why}. It has written to its buffers, so the call cannot run anew. Use one device, or "
+                'mw.distribute(…, view="rank").'
+            )
+        found: list[str] = []
+        with self.divided.axis.watched(found):
+            made = self._run_through(args, kwargs)
+        if found or nodes < 0 or len(verdict.nodes) >= KINDS:
+            self._mixes(verdict, found[0] if found else why)
+        verdict.nodes.add(nodes)
+        return made
+
+
+def _is_leaf(thing: Any) -> bool:
+    return isinstance(thing, Tensor)
+
+
+def _with_rows(leaf: Tensor, part: SplitPart) -> Tensor:
+    """Divide a whole tensor that has as many rows as the batch, which is exact whatever its rows mean."""
+    if isinstance(leaf, Term):
+        return resolved(leaf)
+    if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:
+        return leaf
+    return scatter(leaf, SplitPart(part.axis, part.dim, part.length))
+
+
+def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
+    def own(leaf: Tensor) -> Tensor:
+        outside[0] |= leaf.requires_grad
+        if isinstance(leaf, SplitTensor):
+            return leaf.as_subclass(Tensor)
+        return enter(leaf, part.axis)
+
+    if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:
+        return (own(args[0]),), kwargs
+    return map_leaves(own, (args, kwargs), _is_leaf)
+
+
+def divide(module: nn.Module, divided: Divided, own: bool = True) -> None:
+    """Let the calls of a module, if it has submodules, run apart where they can."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            divide(child, divided, own)
+    elif next(module.children(), None) is not None and not isinstance(vars(module).get("forward"), Call):
+        module.forward = Call(module, divided, own)  # type: ignore[method-assign]
+
+
+def guard_reads() -> None:
+    """Let a call that runs apart raise `ReadInside` where it reads a value."""
+    for name in ("item", "__bool__", "__float__", "__int__", "__index__", "tolist", "numpy"):
+        original = getattr(Tensor, name)
+        if not hasattr(original, "guarded"):
+            setattr(Tensor, name, _guarded(original, name))
+
+
+def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if APART:
+            raise ReadInside(f"it reads a value ({name})")
+        return original(self, *args, **kwargs)
+
+    read.guarded, read.__name__ = True, name  # type: ignore[attr-defined]
+    return read

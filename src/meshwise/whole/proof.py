@@ -1,0 +1,196 @@
+"""Prove that no row of a module's output depends on another row.
+
+The module runs twice without gradients: on split tensors over an axis whose other rank does not exist, where each
+operator that needs that rank's rows raises; and on plain tensors with this rank's rows. Both must give the same values,
+so that a module that uses the number of rows is noticed too. Buffers, attributes and random states are put back.
+
+Dropout is left out of both runs: it draws for each row alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwise.compat.compiling import without_compiling
+from meshwise.compat.torch_function import called, on_parts
+from meshwise.compat.tree import all_leaves, map_kind
+from meshwise.engine.seeds import set_states, states
+from meshwise.splits.axis import SplitPart
+from meshwise.splits.tensor import SplitTensor, split
+from meshwise.whole.axis import Crossing, ProofAxis
+from meshwise.whole.term import READS, Term
+
+PROOF = ProofAxis()
+DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+DROPOUTS |= {"feature_dropout", "native_dropout"}
+OF_TORCH = {"_parameters", "_modules", "_buffers", "forward"}
+NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass
+class Verdict:
+    """What is known of one kind of call.
+
+    dims: the dim of the rows in each tensor of the output, or -1 in one that has no rows. None if the call runs
+        through, for the reason `why`.
+    draws: whether the call drops out values at random.
+    reads: whether the call reads values that have no rows.
+    nodes: the numbers of autograd nodes that proven calls have made.
+    calls: how many calls of this kind there were.
+    """
+
+    dims: list[int] | None = None
+    why: str = ""
+    draws: bool = False
+    reads: bool = False
+    nodes: set[int] = field(default_factory=set)
+    calls: int = 0
+
+
+class _Quiet(TorchFunctionMode):
+    """Leaves out dropout, and notes it. Notes reads of values."""
+
+    draws = reads = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = called(func), dict(kwargs or {})
+        if name in DROPOUTS:
+            values = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            self.draws |= bool(values.get("training", name != "native_dropout")) and values.get("p", 0.5) != 0
+            return values["input"]
+        if name == "scaled_dot_product_attention":
+            self.draws |= bool(kwargs.pop("dropout_p", args[4] if len(args) > 4 else 0.0))
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        self.reads |= name in READS
+        return func(*args, **kwargs)
+
+
+def outputs(output: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the tensors and numbers in what a module returns, also those inside objects such as caches."""
+    for leaf in all_leaves(output):
+        if isinstance(leaf, (Tensor, *NUMBERS)):
+            yield leaf
+        elif depth < 4 and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
+            yield from outputs(list(vars(leaf).values()), depth + 1)
+        else:
+            yield leaf
+
+
+class _State:
+    """The buffers and attributes of modules, to be put back."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self.buffers = [(b, b.detach().clone()) for m in modules for b in m._buffers.values() if b is not None]
+        self.attributes = [(m, {k: _copied(v) for k, v in vars(m).items() if k not in OF_TORCH}) for m in modules]
+        self.held = [(m._buffers, dict(m._buffers)) for m in modules]
+
+    def now(self) -> list[Any]:
+        """Return what a run may have written: buffers, and attributes that differ from those before."""
+        found: list[Any] = [b for m in self.modules for b in m._buffers.values()]
+        for module, before in self.attributes:
+            for name, value in vars(module).items():
+                if name not in OF_TORCH and (value is not before.get(name) or isinstance(value, (list, dict, set))):
+                    found += outputs(value)
+        return found
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for holder, before in self.held:
+                holder.update(before)
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+        for module, before in self.attributes:
+            for name in [k for k in vars(module) if k not in OF_TORCH and k not in before]:
+                del module.__dict__[name]
+            module.__dict__.update({k: _copied(v) for k, v in before.items()})
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Verdict:
+    """Return whether calls like `inner(*args, **kwargs)` may run apart. args, kwargs: trees with split tensors."""
+    state, before, quiet = _State(list(module.modules())), states(device), _Quiet()
+
+    def run(own: Callable[[SplitTensor], Tensor]) -> tuple[Any, list[Any]]:
+        with on_parts():
+            new_args, new_kwargs = map_kind(SplitTensor, own, (args, kwargs))
+        try:
+            with torch.no_grad(), without_compiling(), quiet:
+                made = inner(*new_args, **new_kwargs)
+            return list(outputs(made)), state.now()
+        finally:
+            state.put_back()
+            set_states(device, before)
+
+    try:
+        proven, written = run(lambda x: split(x.detach().clone(), SplitPart(PROOF, x.parts[0].dim, 2 * len_of(x))))
+        quiet.reads = False
+        plain, written_apart = run(lambda x: x.detach().clone())
+    except Crossing as crossing:
+        return Verdict(why=f"{crossing}{_where(crossing)}")
+    except Exception as error:  # noqa: BLE001 -- the call itself then runs through, and raises what it raises
+        return Verdict(why=f"{type(error).__name__}: {error}")
+    why = _differ(proven, plain) or _differ(written, written_apart)
+    if any(isinstance(each, (SplitTensor, Term)) for each in written):
+        why = "keeps rows in an attribute"
+    if why:
+        return Verdict(why=why)
+    dims = [each.parts[0].dim if isinstance(each, SplitTensor) else -1 for each in proven if isinstance(each, Tensor)]
+    return Verdict(dims, "", quiet.draws, quiet.reads)
+
+
+def len_of(x: SplitTensor) -> int:
+    """Return how many rows this rank holds of a split tensor."""
+    with on_parts():
+        return x.shape[x.parts[0].dim]
+
+
+def _differ(proven: list[Any], plain: list[Any]) -> str:
+    if len(proven) != len(plain):
+        return "returns something else for fewer rows"
+    for one, other in zip(proven, plain, strict=True):
+        if isinstance(one, Term):
+            return "returns a sum over rows"
+        if isinstance(one, SplitTensor) and (len(one.parts) > 1 or not one.parts[0].is_plain):
+            return "returns rows in another order"
+        if isinstance(one, Tensor) != isinstance(other, Tensor):
+            return "returns other kinds of values for fewer rows"
+        if isinstance(one, Tensor):
+            with on_parts():
+                if not _close(one, other):
+                    return "uses the number of rows"
+        elif isinstance(one, NUMBERS) and one != other:
+            return "uses the number of rows"
+        elif not isinstance(one, NUMBERS) and type(one) is not type(other):
+            return "returns objects of other classes"
+    return ""
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    rtol = torch.finfo(one.dtype).eps ** 0.5
+    return torch.allclose(one, other, rtol=rtol, atol=rtol * float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0, equal_nan=True)
+
+
+def _where(error: BaseException) -> str:
+    """Return the innermost line outside of torch and meshwise, as ` (model.py:31)`."""
+    trace, found = error.__traceback__, ""
+    while trace is not None:
+        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        if "/torch/" not in file and "/meshwise/" not in file:
+            found = f" ({file.rsplit('/', 1)[-1]}:{line})"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,47 @@
+"""Begin the whole view of a program: its batches, models and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from meshwise.data.order import BatchSlice
+from meshwise.engine.engine import Engine
+from meshwise.spec.world import World
+from meshwise.whole import losses
+from meshwise.whole.axis import DataAxis
+from meshwise.whole.backward import Backwards
+from meshwise.whole.batches import reads_own_rows, whole_batch
+from meshwise.whole.call import Divided, divide, guard_reads
+
+
+class WholeView:
+    """What a program needs to see whole batches on several ranks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.axis = engine, DataAxis()
+        self.divided = Divided(engine, self.axis)
+        self.backwards = Backwards(engine, self.axis)
+        losses.begin()
+        guard_reads()
+        engine.ends.callback(self.backwards.begin())
+        engine.events.without("meshwise.guards.")
+        engine.generator.seeded = False
+        engine.program.by_construction = True
+
+    def add_models(self, models: Iterable[nn.Module]) -> None:
+        """Divide the calls of these models. Their plan is applied already."""
+        for model in models:
+            self.backwards.average(model.parameters())
+            divide(model, self.divided)
+
+    def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
+        """Return as which rank this process reads a loader, and a function that makes its batches whole."""
+        own = reads_own_rows(loader)
+        world = replace(self.engine.world, chunks=True) if own else replace(self.engine.world, rank=0, size=1)
+        return world, partial(whole_batch, axis=self.axis, read_own=own)
