@@ -84,13 +84,8 @@ def graded(samples: list[Any]) -> Graded:
 
 
 def batch_is_a_dataclass(distribute: Distribute) -> Any:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loader = DataLoader(rows(), batch_size=8, shuffle=True, collate_fn=graded)
-    model, optimizer, loader = distribute(model, optimizer, loader)
-    losses = []
-    for batch in loader:
-        losses.append(step(F.cross_entropy(model(batch.x), batch.y) / batch.hardness, optimizer))
+    model, optimizer, loader = usual(distribute, collate=graded)
+    losses = [step(F.cross_entropy(model(b.x), b.y) / b.hardness, optimizer) for b in loader]
     return losses, weights(model)
 
 
@@ -119,15 +114,12 @@ def objects() -> list[Any]:
 
 
 def detection(distribute: Distribute) -> Any:
-    model = Finder()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loader = DataLoader(objects(), batch_size=5, shuffle=True, collate_fn=lambda b: map(list, zip(*b, strict=True)))
-    model, optimizer, loader = distribute(model, optimizer, loader)
+    model, optimizer, loader = usual(distribute, Finder(), objects(), 5, lambda batch: tuple(zip(*batch, strict=True)))
     losses, scores = [], []
     for pictures, targets in loader:
-        losses.append(step(sum(model(pictures, targets).values()), optimizer))
+        losses.append(step(sum(model(list(pictures), list(targets)).values()), optimizer))
         with torch.no_grad():
-            found = model(pictures)
+            found = model(list(pictures))
         scores += [one["scores"][one["boxes"][:, 0] < 0.9].sum().item() for one in found]
     return losses, scores, weights(model)
 

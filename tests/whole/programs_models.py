@@ -188,12 +188,8 @@ def language_model_returns_its_loss(distribute: Distribute) -> Any:
 
 def padded(samples: list[Any]) -> Any:
     """Sequences of unequal lengths with their lengths and labels."""
-    parts = [torch.arange(1 + y) + n for n, (_, y) in enumerate(samples)]
-    return (
-        pad_sequence(parts, batch_first=True),
-        torch.tensor([len(p) for p in parts]),
-        torch.stack([y for _, y in samples]),
-    )
+    labels = torch.stack([y for _, y in samples])
+    return pad_sequence([torch.arange(1 + y) + n for n, y in enumerate(labels)], batch_first=True), labels + 1, labels
 
 
 class Packed(nn.Module):
@@ -223,9 +219,7 @@ class Attending(nn.Module):
 
 def of_lengths(distribute: Distribute, model: nn.Module) -> Any:
     """Two epochs on sequences of unequal lengths."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loader = DataLoader(rows(), batch_size=8, shuffle=True, collate_fn=padded)
-    model, optimizer, loader = distribute(model, optimizer, loader)
+    model, optimizer, loader = usual(distribute, model, collate=padded)
     losses = []
     for words, lengths, y in loader:
         losses.append(step(F.cross_entropy(model(words, lengths), y), optimizer))

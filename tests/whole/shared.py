@@ -42,11 +42,13 @@ def mlp(out: int = 3, features: int = 6) -> nn.Sequential:
     return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, out))
 
 
-def usual(distribute: Distribute, model: nn.Module | None = None, data: Any = None, batch_size: int = 8) -> Any:
+def usual(
+    distribute: Distribute, model: nn.Module | None = None, data: Any = None, batch_size: int = 8, collate: Any = None
+) -> Any:
     """A model, its optimizer and a loader that shuffles, distributed."""
     model = model or mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    loader = DataLoader(data or rows(), batch_size=batch_size, shuffle=True)
+    loader = DataLoader(data or rows(), batch_size=batch_size, shuffle=True, collate_fn=collate)
     model, optimizer, loader = distribute(model, optimizer, loader)
     return model, optimizer, loader
 

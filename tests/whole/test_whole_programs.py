@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 from torch import nn
 from torch.nn import functional as F
 
-import meshwise as mw
 from meshwise.spec import errors
 from tests.pool import CaseFailed
 from tests.whole.running import PROGRAMS, SWITCHES, apart, run, whole
@@ -20,7 +18,6 @@ OURS = {
     name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.MeshwiseError)
 }
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS reads its loss so
-seen_whole = pytest.mark.skipif("view" not in inspect.signature(mw.distribute).parameters, reason="no whole view yet")
 
 
 def with_dropout(distribute: Distribute) -> Any:
@@ -42,7 +39,6 @@ def test_a_program_is_the_same_twice_on_one_device(name: str) -> None:
     assert far == 0, at
 
 
-@seen_whole
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_leaves_what_one_device_leaves(name: str, size: int, pool: Any) -> None:
@@ -50,7 +46,6 @@ def test_a_program_leaves_what_one_device_leaves(name: str, size: int, pool: Any
         assert_equal(got, run(PROGRAMS[name]))
 
 
-@seen_whole
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_model_that_begins_to_mix_rows_is_equal_or_caught(name: str, pool: Any) -> None:
     try:
@@ -62,7 +57,6 @@ def test_a_model_that_begins_to_mix_rows_is_equal_or_caught(name: str, pool: Any
         assert_equal(got, run(SWITCHES[name]))
 
 
-@seen_whole
 def test_ranks_with_dropout_end_alike(pool: Any) -> None:
     first, *others = pool(3).run(whole, with_dropout)
     for other in others:
