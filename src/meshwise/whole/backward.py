@@ -42,9 +42,9 @@ class Backwards:
 
     def begin(self) -> Callable[[], None]:
         """Replace torch's functions wherever a module holds them. Return a function that puts them back."""
-        _replace({id(_backward): self.backward, id(_grad): self.grad})
-        ours = {id(self.backward): _backward, id(self.grad): _grad}
-        return lambda: _replace(ours)
+        backward, grad = self.backward, self.grad
+        _replace({id(_backward): backward, id(_grad): grad})
+        return lambda: _replace({id(backward): _backward, id(grad): _grad})
 
     def backward(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,8 +39,14 @@ from meshwise.whole.term import Term, resolved
 AGAIN = 64
 """A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at each 64th after that."""
 KINDS = 16  # of one call, by its number of autograd nodes: with more of them, it runs through
-APART: list[Verdict] = []
-"""The verdict of the call that runs apart now, and that reads no value."""
+
+
+class _Apart(threading.local):
+    call = False
+
+
+_apart = _Apart()
+"""`call` is whether a call runs apart in this thread, and reads no value."""
 _nodes = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
@@ -188,8 +195,7 @@ class Call:
         drawing = self.divided.drawing(alike=False) if verdict.draws else None
         if engine.program.coupled_gradients:
             engine.part = BatchSlice(torch.empty(0), part.own, part.length)
-        if not verdict.reads:
-            APART.append(verdict)
+        _apart.call = not verdict.reads
         try:
             if drawing is None:
                 made = self.inner(*own_args, **own_kwargs)
@@ -201,8 +207,7 @@ class Call:
         except ReadInside as read:
             why = str(read)
         finally:
-            if not verdict.reads:
-                APART.pop()
+            _apart.call = False
         if why:
             return self._otherwise(args, kwargs, verdict, versions, why, nodes)
         for tensor, dim in zip((each for each in outputs(made) if isinstance(each, Tensor)), verdict.dims or (), strict=True):
@@ -280,7 +285,7 @@ def guard_reads() -> None:
 
 def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if APART:
+        if _apart.call:
             raise ReadInside(f"it reads a value ({name})")
         return original(self, *args, **kwargs)
 
