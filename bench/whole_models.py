@@ -2,20 +2,20 @@
 
     PYTHONPATH=src:FOLDER python bench/whole_models.py [--only WORD ...] [--ranks 2 3] [--rows 6 7] [--again STATUS ...]
 
-FOLDER holds timm, torchvision and the packages of bench/foreign_table.py, as for bench/foreign_models.py. Every model
-trains for two batches of a DataLoader, in float64, with SGD and without dropout: untouched on one device, twice the
-same, and on ranks with `mw.distribute(model, optimizer, loader, view="whole")` added. Losses and what the model holds
-must be within 1e-9 of the untouched loop's, or 1e-6 where a float32 tensor with a gradient was seen in it. What has a
-result is not run again, unless `--again` names its status. With `--ranks` alone, only the untouched loops run.
+FOLDER holds timm, torchvision and the packages of bench/foreign_table.py. Every model trains for two batches of a
+DataLoader, in float64, with SGD and without dropout: untouched on one device, twice the same, and on ranks with
+`mw.distribute(model, optimizer, loader, view="whole")` added. Losses and what the model holds must be within 1e-9 of
+the untouched loop's, or 1e-6 where a float32 tensor with a gradient was seen in it. What has a result is not run again,
+unless `--again` names its status. With `--ranks` alone, only the untouched loops run.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import json
 import logging
+import math
 import re
 import sys
 import time
@@ -48,10 +48,8 @@ import meshwise as mw
 from tests.pool import CaseFailed, Pool
 
 Batch, Make, Loss = dict[str, Tensor], Callable[[], nn.Module], Callable[[Any, Any], Any]
-Model = tuple[Make, Callable[[], Batch], Loss]
-"""What makes it, 24 samples, and what a loop computes of it and a batch; of a tuple the first counts."""
-Run = tuple[list[float], Batch, list[Any]]
-"""Losses, what the model held in the end, and how its calls ran: (class, "apart" or "through", why)."""
+Model = tuple[Make, Callable[[], Batch], Loss]  # a loss may be a tuple, whose first counts
+Run = tuple[list[float], Batch, list[tuple[str, str, str]]]  # losses, state in the end, (class, how, why) of calls
 LIMIT, LIMIT_OF_FLOAT32, SECONDS = 1e-9, 1e-6, 120
 WORST = ("does not run", "differs", "wrong", "failed", "timeout", "refused", "equal", "runs")
 warnings.filterwarnings("ignore")
@@ -70,11 +68,6 @@ def outside(model: Any, batch: Batch, task: str = "") -> Any:
     return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
 
 
-def inside(model: Any, batch: Batch) -> Any:
-    """The loss that such a model computes itself."""
-    return model(**batch).loss
-
-
 def tiny(name: str) -> Model:
     """An architecture of tiny_models: `NAME+own` by its own loss, `NAME-mask` without a mask of attention."""
     base, _, own = name.removesuffix("-mask").partition("+")
@@ -86,7 +79,7 @@ def tiny(name: str) -> Model:
         return {k: v for k, v in found.items() if not (name.endswith("-mask") and k == "attention_mask")}
 
     loss = losses.classified if task in ("timm", "torchvision") else partial(outside, task=task)
-    return partial(tiny_models.model_of, base), data, inside if own or task in ("ctc", "speech") else loss
+    return partial(tiny_models.model_of, base), data, INSIDE if own or task in ("ctc", "speech") else loss
 
 
 def published(name: str, loss: Loss, data: Callable[[], Batch], **more: Any) -> Model:
@@ -111,23 +104,9 @@ def net(loss: Loss, data: Callable[[], Batch], run: Callable[..., Any], *layers:
     return lambda: Net(run, *(make() for make in layers)), data, loss
 
 
-def several(most: int = 0, **shapes: tuple[int, ...]) -> Callable[[], Batch]:
-    """Random numbers in these shapes; with `most`, `y` is one of so many classes."""
-    draw = torch.Generator().manual_seed(1)
-    found = {name: torch.randn(24, *shape, generator=draw) for name, shape in shapes.items()}
-    return lambda: found | ({"y": torch.arange(24) * 7 % 11 % most} if most else {})
-
-
-def _alike(model: Any, batch: Batch) -> Any:
-    found = F.normalize(torch.cat([model(batch["x"]), model(batch["y"])]), dim=1)
-    alike = (found @ found.T / 0.1).masked_fill(torch.eye(len(found), dtype=torch.bool), -1e9)
-    return F.cross_entropy(alike, (torch.arange(len(found)) + len(found) // 2) % len(found))
-
-
-def _acted(model: Any, batch: Batch) -> Any:
-    logits, worth = model(batch["x"]).split([4, 1], 1)
-    better, chosen = batch["back"] - worth.squeeze(1), torch.distributions.Categorical(logits=logits)
-    return better.pow(2).mean() - (chosen.log_prob(batch["y"]) * better.detach() + chosen.entropy()).mean()
+def several(**shapes: tuple[int, ...]) -> Callable[[], Batch]:
+    """Numbers in these shapes."""
+    return lambda: {k: torch.arange(24.0 * math.prod(s)).mul(len(k)).sin().view(24, *s) for k, s in shapes.items()}
 
 
 def _packed(embed: Any, rnn: Any, out: Any, tokens: Tensor) -> Any:
@@ -170,9 +149,10 @@ L, E, UP = (partial(partial, kind) for kind in (nn.Linear, nn.Embedding, nn.Conv
 EMBED, WORD, FIVE, NORM = E(64, 16), L(16, 64), L(16, 5), partial(nn.BatchNorm1d, 16)
 LSTM, GRU = partial(nn.LSTM, 16, 16), partial(nn.GRU, 16, 16, batch_first=True)
 SEQ2SEQ = partial(nn.Transformer, 16, 4, 1, 1, 32, 0.0, batch_first=True)
-GENERATOR = _chain(UP(8, 8, 4), partial(nn.BatchNorm2d, 8), nn.ReLU, UP(8, 3, 4, 2, 1), nn.Tanh)
+DCGAN = _chain(UP(8, 8, 4), partial(nn.BatchNorm2d, 8), nn.ReLU, UP(8, 3, 4, 2, 1), nn.Tanh)
 T, NEXT, CLASS = texts(), losses.next_token, losses.classified
-SAID, FIT, HIDDEN, OF_BOTH, SENTENCE = (
+INSIDE, SAID, FIT, HIDDEN, OF_BOTH, SENTENCE = (
+    lambda m, b: m(**b).loss,
     lambda m, b: F.cross_entropy(m(b["tokens"]), b["tokens"].sum(1) % 5),
     lambda m, b: F.mse_loss(m(b["x"]), b["y"]),
     lambda m, b: m(b["y"]).loss,
@@ -189,15 +169,12 @@ MODELS: dict[str, Model] = {
     "word LM, time first": net(NEXT, T, _word_lm, EMBED, LSTM, WORD),
     "nn.Transformer": net(NEXT, T, _translator, EMBED, SEQ2SEQ, WORD),
     "TextCNN": net(SAID, T, lambda e, c, o, x: o(c(e(x).mT).amax(2)), EMBED, partial(nn.Conv1d, 16, 16, 3), FIVE),
-    "fastText": net(SAID, T, lambda e, o, x: o(e(x)), partial(nn.EmbeddingBag, 64, 16), FIVE),
     "DLRM": net(losses.tabular, rows, _dlrm, E(10, 8), L(6, 8), L(18, 1)),
     "PointNet": net(CLASS, labelled(20, 3), lambda f, n, o, x: o(n(f(x).mT).amax(2)), L(3, 16), NORM, FIVE),
     "GCN, dense": net(CLASS, labelled(7, 7), lambda f, o, x: o(x.softmax(2) @ f(x)).mean(1), L(7, 16), FIVE),
-    "experts": net(losses.tabnet, several(5, x=(16,)), _experts, L(16, 4), _chain(*[L(16, 16)] * 4)[1], FIVE),
-    "SimCLR": net(_alike, several(x=(8,), y=(8,)), *_chain(L(8, 16), NORM, nn.ReLU, FIVE)),
-    "actor-critic": net(_acted, several(4, x=(16,), back=()), *_chain(FIVE)),
-    "DCGAN": net(FIT, several(x=(8, 1, 1), y=(3, 8, 8)), *GENERATOR),
-    "PatchTST": published("PatchTSTForPrediction", inside, FUTURE, **PATCHES),
+    "experts": net(losses.tabnet, labelled(16), _experts, L(16, 4), _chain(*[L(16, 16)] * 4)[1], FIVE),
+    "DCGAN": net(FIT, several(x=(8, 1, 1), y=(3, 8, 8)), *DCGAN),
+    "PatchTST": published("PatchTSTForPrediction", INSIDE, FUTURE, **PATCHES),
     "CLIPModel": published("CLIPModel", OF_BOTH, lambda: PAIRS),
     "ViTMAE": published("ViTMAEForPreTraining", HIDDEN, lambda: PAIRS),
     "BertForSequenceClassification": published("BertForSequenceClassification", SENTENCE, lambda: PAIRS),
@@ -220,7 +197,7 @@ for words, end in re.findall(r"([^|]+)\|\s*(\S+)", NAMES):
     MODELS |= {n: tiny(n) for n in (re.sub(r"(?=[+-]|$)", end, word, count=1) for word in words.split())}
 MODELS |= {n: tiny(n) for n in tiny_models.architectures() if n.startswith(("timm.", "torchvision."))}
 for known, model in foreign_table.MODELS.items():
-    if not model.join and not model.apart and model.loss is not losses.batch_dice:
+    if not (model.join or model.apart or model.loss is losses.batch_dice) and foreign_table.version_of(model):
         MODELS[known] = partial(foreign_table.model_of, known), model.data, model.loss
 
 
@@ -261,10 +238,8 @@ def train(name: str, size: int, line: bool = False, seed: int = 1) -> Run:
         optimizer.zero_grad()
         found.append(loss.item())
     held = {k: v.detach().clone() for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    known = [
-        (type(m).__name__, v.dims, v.why) for m in model.modules() for v in getattr(m.forward, "known", {}).values()
-    ]
-    return found, held, [(name, "through" if dims is None else "apart", why) for name, dims, why in known]
+    known = [(m, v) for m in model.modules() for v in getattr(m.forward, "known", {}).values()]
+    return found, held, [(type(m).__name__, "through" if v.dims is None else "apart", v.why) for m, v in known]
 
 
 def far(a: Run, b: Run) -> float:
@@ -276,15 +251,15 @@ def far(a: Run, b: Run) -> float:
 
 def untouched(name: str, size: int) -> tuple[Run | None, dict[str, Any]]:
     """What the loop does as it is, and what is known of it."""
-    began, casts = time.perf_counter(), Casts()
+    began = time.perf_counter()
     try:
-        with casts:
+        with Casts() as casts:
             want = train(name, size)
         apart, draws = far(want, train(name, size)), far(want, train(name, size, seed=2)) > 0
     except Exception as error:  # whatever a model of others raises
         return None, {"status": "does not run", "text": f"{type(error).__name__}: {error}"[:300]}
     about = {"apart": apart, "float32": casts.seen, "draws": draws, "seconds": time.perf_counter() - began}
-    return (want, {"status": "runs"} | about) if apart == 0 else (None, {"status": "differs"} | about)
+    return want if apart == 0 else None, {"status": "differs" if apart else "runs"} | about
 
 
 def on_ranks(folder: str, name: str, size: int) -> Run:
@@ -303,23 +278,22 @@ def held_against(want: Run, limit: float, pool: Pool, name: str, size: int) -> d
         return {"status": status, "text": f"{error.kind}: {error.text}"[:600], "at": error.args[0][-1500:]}
     except TimeoutError as error:
         return {"status": "timeout", "text": str(error)[:1500]}
-    calls = answers[0][2]
-    most, why = max(far(want, run) for run in answers), sorted({text for _, how, text in calls[:1] if how == "through"})
-    about = {"difference": most, "how": calls[0][1] if calls else "not said", "why": why, "calls": calls}
+    most, calls = max(far(want, run) for run in answers), answers[0][2]
+    why = [f"{name}: {why}" for name, how, why in calls if how == "through"]
+    about = {"difference": most, "how": calls[0][1] if calls else "not said", "why": [*dict.fromkeys(why)]}
     return {"status": "equal" if most <= limit else "wrong", "seconds": time.perf_counter() - began} | about
 
 
 def table(done: dict[str, Any]) -> dict[str, Any]:
     """Print one line a model; gives models by their worst run, and the share of those on ranks that ran apart."""
     counts, apart = Counter[str](), list[bool]()
-    for name, sizes in done.items():
-        runs = [run for of_size in sizes.values() for run in of_size.values()]
+    for name in (name for name in MODELS if name in done):
+        runs = [run for of_size in done[name].values() for run in of_size.values()]
         status = min((run["status"] for run in runs), key=WORST.index)
-        hows = {run["how"] for run in runs if "how" in run}
-        counts[status] += 1
+        hows, counts[status] = {run["how"] for run in runs if "how" in run}, counts[status] + 1
         apart += [hows == {"apart"}] if hows else []
         most = max((run["difference"] for run in runs if "difference" in run), default=float("nan"))
-        why = " | ".join(sorted({why for run in runs for why in [*run.get("why", []), run.get("text", "")]}))
+        why = " | ".join(dict.fromkeys(why for run in runs for why in [*run.get("why", []), run.get("text", "")]))
         print(f"{name:40} {status:12} {most:8.0e} {'/'.join(sorted(hows)):10} {why[:150]}")
     return {"models": len(done), **counts, "apart": sum(apart), "share apart": sum(apart) / max(len(apart), 1)}
 
@@ -331,20 +305,18 @@ def main() -> None:
         words.add_argument(f"--{word}", nargs="*", type=kind, default=usual)
     asked, pools, place = words.parse_args(), dict[int, Pool](), RESULTS / "whole_models.json"
     done: dict[str, Any] = json.loads(place.read_text())["models"] if place.exists() else {}
-    ranks = asked.ranks if "view" in inspect.signature(mw.distribute).parameters else []
     packages = {"transformers", "timm", *(model.package for model in foreign_table.MODELS.values())}
     versions = {d.name: d.version for d in metadata.distributions() if d.name in packages}
     for name in (n for n in MODELS if any(word.lower() in n.lower() for word in asked.only)):
         for size in asked.rows:
             runs = done.setdefault(name, {}).setdefault(f"{size} rows", {})
-            due = [n for n in ranks if runs.get(f"{n} ranks", {}).get("status", "") in ["", *asked.again]]
+            due = [n for n in asked.ranks if runs.get(f"{n} ranks", {}).get("status", "") in ["", *asked.again]]
             if not due and runs and runs["one device"]["status"] not in asked.again:
                 continue
-            want, one = untouched(name, size)
-            runs["one device"] = one
+            want, runs["one device"] = untouched(name, size)
             for n in due if want else []:
                 pool = pools.get(n) or pools.setdefault(n, Pool(n))
-                limit = LIMIT_OF_FLOAT32 if one["float32"] else LIMIT
+                limit = LIMIT_OF_FLOAT32 if runs["one device"]["float32"] else LIMIT
                 runs[f"{n} ranks"] = held_against(want, limit, pool, name, size) | {"commit": commit()}
             print(name, size, {key: run["status"] for key, run in runs.items()}, flush=True)
         with redirect_stdout(None):
