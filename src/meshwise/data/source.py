@@ -255,6 +255,7 @@ def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
         batch_sampler=keys,
         collate_fn=settings.collate,
         num_workers=settings.workers,
+        generator=torch.Generator().manual_seed(settings.seed),  # its iterators move no generator of the program
         **stay | dict(settings.extra or {}),
     )
 

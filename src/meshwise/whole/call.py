@@ -190,6 +190,7 @@ class Call:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
         before, nodes, outside = (_nodes() if grad else 0), -1, [False]
         versions = [b._version for m in self._modules for b in m._buffers.values() if b is not None]
+        written = [(m, name, vars(m).get(name)) for m, name in verdict.written]
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
         drawing = self.divided.drawing(alike=False) if verdict.draws else None
@@ -209,6 +210,8 @@ class Call:
         finally:
             _apart.call = False
         if why:
+            for module, name, value in written:
+                setattr(module, name, value)
             return self._otherwise(args, kwargs, verdict, versions, why, nodes)
         for tensor, dim in zip((each for each in outputs(made) if isinstance(each, Tensor)), verdict.dims or (), strict=True):
             if dim >= 0 and not isinstance(tensor, SplitTensor):

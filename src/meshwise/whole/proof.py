@@ -44,6 +44,7 @@ class Verdict:
     reads: whether the call reads values that have no rows.
     nodes: the numbers of autograd nodes that proven calls have made.
     calls: how many calls of this kind there were.
+    written: the attributes of modules that a call writes.
     """
 
     dims: list[int] | None = None
@@ -52,6 +53,7 @@ class Verdict:
     reads: bool = False
     nodes: set[int] = field(default_factory=set)
     calls: int = 0
+    written: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 class _Quiet(TorchFunctionMode):
@@ -90,6 +92,7 @@ class _State:
         self.modules = modules
         self.buffers = [(b, b.detach().clone()) for m in modules for b in m._buffers.values() if b is not None]
         self.attributes = [(m, {k: _copied(v) for k, v in vars(m).items() if k not in OF_TORCH}) for m in modules]
+        self.written: list[tuple[nn.Module, str]] = []
         self.held = [(m._buffers, dict(m._buffers)) for m in modules]
 
     def now(self) -> list[Any]:
@@ -99,6 +102,8 @@ class _State:
             for name, value in vars(module).items():
                 if name not in OF_TORCH and (value is not before.get(name) or isinstance(value, (list, dict, set))):
                     found += outputs(value)
+                    if value is not before.get(name) and not isinstance(value, (list, dict, set)):
+                        self.written.append((module, name))
         return found
 
     def put_back(self) -> None:
@@ -146,7 +151,7 @@ def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, 
     if why:
         return Verdict(why=why)
     dims = [each.parts[0].dim if isinstance(each, SplitTensor) else -1 for each in proven if isinstance(each, Tensor)]
-    return Verdict(dims, "", quiet.draws, quiet.reads)
+    return Verdict(dims, "", quiet.draws, quiet.reads, written=list(dict.fromkeys(state.written)))
 
 
 def len_of(x: SplitTensor) -> int:
