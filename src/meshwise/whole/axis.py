@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.spec.user_code import user_place
@@ -52,7 +52,7 @@ class DataAxis:
         self._averaged.update(dict.fromkeys(parameters, True))
 
     def averages(self, whole: Tensor) -> bool:
-        return whole in self._averaged or (isinstance(whole, nn.Parameter) and hasattr(whole, "_meshwise_unsharded"))
+        return whole in self._averaged
 
     @contextmanager
     def watched(self, found: list[str] | None) -> Iterator[None]:

@@ -33,6 +33,9 @@ DROPOUTS |= {"feature_dropout", "native_dropout"}
 OF_TORCH = {"_parameters", "_modules", "_buffers", "forward"}
 NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
+VALUES = (Tensor, *NUMBERS)
+CONTAINERS = (list, dict, set)
+
 
 @dataclass
 class Verdict:
@@ -77,7 +80,7 @@ class _Quiet(TorchFunctionMode):
 def outputs(output: Any, depth: int = 0) -> Iterator[Any]:
     """Yield the tensors and numbers in what a module returns, also those inside objects such as caches."""
     for leaf in all_leaves(output):
-        if isinstance(leaf, (Tensor, *NUMBERS)):
+        if isinstance(leaf, VALUES):
             yield leaf
         elif depth < 4 and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
             yield from outputs(list(vars(leaf).values()), depth + 1)
@@ -96,14 +99,18 @@ class _State:
         self.held = [(m._buffers, dict(m._buffers)) for m in modules]
 
     def now(self) -> list[Any]:
-        """Return what a run may have written: buffers, and attributes that differ from those before."""
+        """Return the values that a run may have written: buffers, and attributes that differ from those before."""
         found: list[Any] = [b for m in self.modules for b in m._buffers.values()]
         for module, before in self.attributes:
             for name, value in vars(module).items():
-                if name not in OF_TORCH and (value is not before.get(name) or isinstance(value, (list, dict, set))):
-                    found += outputs(value)
-                    if value is not before.get(name) and not isinstance(value, (list, dict, set)):
-                        self.written.append((module, name))
+                if name in OF_TORCH or value is before.get(name):
+                    continue
+                if type(value) in CONTAINERS:
+                    known = set(map(id, all_leaves(before.get(name))))
+                    found += [each for each in all_leaves(value) if isinstance(each, VALUES) and id(each) not in known]
+                elif isinstance(value, VALUES):
+                    found.append(value)
+                    self.written.append((module, name))
         return found
 
     def put_back(self) -> None:
@@ -119,7 +126,7 @@ class _State:
 
 
 def _copied(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict, set) else value
+    return copy.copy(value) if type(value) in CONTAINERS else value
 
 
 def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Verdict:

@@ -199,7 +199,8 @@ def _kept(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> An
         return NotImplemented
     with on_parts():
         local = func(*args, **kwargs)
-        known = Known(value.axis, parent=value.known, by=-1 if "neg" in name else 1) if local.dim() == 0 else None
+        same = local.shape == value.shape
+        known = Known(value.axis, parent=value.known, by=-1 if "neg" in name else 1) if same else None
         return term(local, value.axis, known, value.assumed)
 
 
