@@ -29,10 +29,12 @@ def tensors(made: Any) -> list[Tensor]:
     return [made] if isinstance(made, Tensor) else [torch.as_tensor(made)]
 
 
-def derivatives(leaves: Sequence[Tensor], outs: Sequence[Tensor], whole: Callable[[int, Tensor], Tensor]) -> list[Any]:
+def derivatives(
+    leaves: Sequence[Tensor], outs: Sequence[Tensor], whole: Callable[[int, Tensor], Tensor], twice: bool
+) -> list[Any]:
     """Return the gradients of a random number made of `outs`, and the gradients of a random number made of those.
 
-    whole: makes the whole of the gradient of leaf i.
+    whole: makes the whole of the gradient of leaf i. twice: whether torch knows the second derivative.
     """
     random = torch.Generator().manual_seed(7)
 
@@ -45,13 +47,14 @@ def derivatives(leaves: Sequence[Tensor], outs: Sequence[Tensor], whole: Callabl
     outs = [o for o in outs if o.requires_grad]
     if not trained or not outs:
         return []
-    first = torch.autograd.grad(number(outs), [leaves[n] for n in trained], create_graph=True, materialize_grads=True)
+    mine, seeds = [leaves[n] for n in trained], number(outs)
+    first = torch.autograd.grad(seeds, mine, create_graph=twice, materialize_grads=True)
     full = [whole(n, g) for n, g in zip(trained, first, strict=True)]
-    again = number([g for g in full if g.requires_grad])
-    if not again.requires_grad:
-        return full
-    second = torch.autograd.grad(again, [leaves[n] for n in trained], materialize_grads=True)
-    return [*full, *(whole(n, g) for n, g in zip(trained, second, strict=True))]
+    again = number(full)
+    second = (
+        torch.autograd.grad(again, mine, materialize_grads=True) if again.requires_grad else map(torch.zeros_like, mine)
+    )
+    return [*full, *(whole(n, g) for n, g in zip(trained, second, strict=True))] if twice else full
 
 
 def held(
@@ -60,6 +63,7 @@ def held(
     ends: Sequence[Sequence[int]] | None,
     size: int = 2,
     dims: Sequence[int | None] | None = None,
+    twice: bool = True,
 ) -> list[Any]:
     """Compare `function` of inputs whose rows are divided with that of whole ones. Returns what each result of rank 0
     is split along, what rank 0 sent, and which operators were gathered.
@@ -78,7 +82,7 @@ def held(
 
     leaves = [leaf(x) for x in inputs]
     wanted = tensors(function(*map(twin, leaves)))
-    wanted_d = derivatives(leaves, wanted, lambda n, g: g)
+    wanted_d = derivatives(leaves, wanted, lambda n, g: g, twice)
 
     def work(axis: ThreadAxis) -> Any:
         def part_of(x: Tensor, dim: int | None) -> SplitPart | None:
@@ -100,7 +104,7 @@ def held(
         kinds = [each.part.dim if isinstance(each, SplitTensor) else None for each in made]
         shapes, sent = [each.shape for each in made], dict(axis.sent)
         full = [gather(each) for each in made]
-        return kinds, shapes, full, derivatives(mine, full, whole), sent
+        return kinds, shapes, full, derivatives(mine, full, whole, twice), sent
 
     rules.gathered.clear()
     found = on_ranks(size, work, name="data", gradient_scale=size)

@@ -39,9 +39,9 @@ def called(func: Callable[..., Any]) -> str:
 def written_out(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a Python function of torch that ignores `__torch_function__` of tensor subclasses. Its body
     always runs, so the subclasses get the operators in the body instead of the function."""
-    body = types.FunctionType(
-        func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
-    )
+    asked = ["has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"]
+    known = {**func.__globals__, **dict.fromkeys(asked, lambda *_: False)}
+    body = types.FunctionType(func.__code__, known, func.__name__, func.__defaults__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
 

@@ -22,6 +22,8 @@ from meshwise.splits.tensor import is_split, whole_shape
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
+REDUCED = """amax amin std var std_mean var_mean logsumexp argmax argmin max min all any prod median nanmedian mode
+nansum nanmean count_nonzero cummax cummin logcumsumexp"""
 
 
 def along(at: int, default: Any = None) -> Rule:
@@ -120,9 +122,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["sort", "argsort", "glu"], along(1, -1)),
     "normalize": along(2, 1),
     "topk": along(2, -1),
-    **dict.fromkeys(
-        ["amax", "amin", "std", "var", "logsumexp", "argmax", "argmin", "max", "min", "all", "any", "prod"], along(1)
-    ),
+    **dict.fromkeys(REDUCED.split(), along(1)),
+    "kthvalue": along(2, -1),
+    "diff": along(2, -1),
     "index_select": along(1),
     "unbind": _unbind,
     "batch_norm": _batch_norm,

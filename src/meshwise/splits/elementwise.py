@@ -18,19 +18,18 @@ from meshwise.splits.rule import NoRule, Rule, given, moved, split_in, with_part
 from meshwise.splits.tensor import at_level, is_split, level_of, parts_of, split, split_again, whole_shape
 
 UNARY = """abs absolute acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh celu deg2rad
-digamma elu erf
-erfc erfinv exp exp2 expm1 fix floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu
-lgamma log log10 log1p log2 logical_not logit logsigmoid mish nan_to_num neg negative positive reciprocal relu relu6
-round rsqrt selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink trunc
-bitwise_not threshold hardshrink _threshold"""
-BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor copysign div divide eq floor_divide fmax
-fmin fmod ge greater greater_equal gt heaviside hypot le lerp less less_equal logaddexp logical_and logical_or
-logical_xor lt masked_fill maximum minimum mul multiply ne not_equal polar pow remainder rsub sub subtract true_divide
-where xlogy"""
+digamma elu erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan
+leaky_relu lgamma log log10 log1p log2 logical_not logit log_sigmoid logsigmoid mish nan_to_num neg negative positive
+reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square
+tan tanh tanhshrink trunc bitwise_not threshold hardshrink _threshold signbit isposinf isneginf float_power"""
+BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor copysign div divide eq floor_divide fmax fmin
+fmod ge greater greater_equal gt heaviside hypot le lerp less less_equal logaddexp logical_and logical_or logical_xor
+lt masked_fill maximum minimum mul multiply ne not_equal polar pow remainder rsub sub subtract true_divide where xlogy
+isclose nextafter"""
 DUNDER = """__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__
-__rpow__
-__mod__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __neg__ __abs__ __invert__ __floordiv__"""
-IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__"
+__rpow__ __mod__ __rmod__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+__neg__ __abs__ __invert__ __floordiv__ __rfloordiv__ __lshift__ __rshift__"""
+IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__"
 CASTS = "bfloat16 bool byte clone contiguous cpu cuda detach double float half int long short to type type_as"
 LIKE = "zeros_like ones_like full_like empty_like"
 PLAIN = """dim element_size get_device is_complex is_contiguous is_cuda is_floating_point is_inference is_signed

@@ -30,8 +30,8 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 OF_ROWS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 NAMES = {"cross_entropy": (*OF_ROWS, "label_smoothing"), "nll_loss": OF_ROWS}
-EACH_PLACE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
-soft_margin_loss"""
+EACH_PLACE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+kl_div soft_margin_loss margin_ranking_loss hinge_embedding_loss poisson_nll_loss"""
 
 
 HALF = (torch.float16, torch.bfloat16)
@@ -134,7 +134,11 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute a loss with one term for each element, such as `mse_loss`, on split tensors."""
     options = dict(kwargs)
     reduction = options.pop("reduction", "mean")
-    if len(args) > 2 or options.pop("size_average", None) is not None or options.pop("reduce", None) is not None:
+    if (
+        not all(isinstance(each, Tensor) for each in args)
+        or options.pop("size_average", None) is not None
+        or options.pop("reduce", None) is not None
+    ):
         raise NoRule
     losses = ELEMENTWISE["add"](partial(func, reduction="none"), args, options)
     if reduction == "none":

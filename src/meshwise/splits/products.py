@@ -56,6 +56,8 @@ def by_letters(
         else:
             parts.append(_divided(operand, own.index(letter), like))
     made = call(*parts)
+    if not made.numel() and not made.requires_grad:  # so that each rank takes part in the backward
+        made = sum((each.sum() * 0 for each in parts if isinstance(each, Tensor) and each.requires_grad), made)
     if letter not in result:
         return add_apart(made, axis)
     return split(made, moved(like.part, result.index(letter), length))

@@ -63,7 +63,7 @@ def first_split(args: Sequence[Any]) -> SplitTensor:
 def positive(dim: Any, dims: int) -> int:
     """Convert a dim that may count from the end to one that counts from the front. Raise NoRule if it is not an
     integer."""
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or isinstance(dim, bool):
         raise NoRule
     return dim % dims
 

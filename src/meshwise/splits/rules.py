@@ -19,16 +19,33 @@ from torch import Tensor
 from meshwise.compat.torch_function import called, change_arguments_of_functions, on_parts, written_out
 from meshwise.compat.tree import map_kind
 from meshwise.spec.words import some
-from meshwise.splits import along, attention, elementwise, losses, picking, products, shapes
+from meshwise.splits import (
+    along,
+    attention,
+    draws,
+    elementwise,
+    losses,
+    pairs,
+    picking,
+    products,
+    reducing,
+    rows,
+    shapes,
+)
 from meshwise.splits.crossing import gather, scatter
 from meshwise.splits.rule import NoRule, Rule, either
 from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, is_split, levels_below, split, whole_shape
 
 RULES: dict[str, Rule] = {}
 """The rule of each torch function that has one, by the function's name. A rule runs the function on split tensors."""
-for _room in (elementwise, shapes, along, attention, products, losses, picking):
+for _room in (elementwise, shapes, along, attention, products, losses, picking, rows, reducing, draws, pairs):
     RULES.update({name: either(RULES.get(name), rule) for name, rule in _room.RULES.items()})
-WRITTEN_OUT = {"multi_head_attention_forward"}
+WRITTEN_OUT = {
+    "multi_head_attention_forward",
+    "gaussian_nll_loss",
+    "multilabel_soft_margin_loss",
+    "triplet_margin_with_distance_loss",
+}
 """Torch functions that need no rule in RULES, because RULES has the operators that their Python code calls."""
 READS = {
     "__bool__",
@@ -82,7 +99,9 @@ def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     tensor = args[0]
     if name == ".shape":
         return whole_shape(tensor)
-    if name in (".T", ".mT", ".H", ".mH", ".real", ".imag"):
+    if name == ".T" or name == ".mT":
+        return RULES["t"](func, args, {}) if name == ".T" else RULES["transpose"](func, (tensor, -2, -1), {})
+    if name in (".H", ".mH", ".real", ".imag"):
         return getattr(gather(tensor), name[1:])
     if name == ".nbytes":
         return whole_shape(tensor).numel() * tensor.element_size()
