@@ -1,6 +1,6 @@
 """Training scripts that nobody here wrote, in runs of their own, with the lines that the README asks for.
 
-    python bench/foreign.py ORIGINALS [--only WORD] [--pairs 2 "tensor=2"] [--old SRC] [--anew]
+    python bench/foreign.py ORIGINALS [--only WORD] [--pairs 2 "tensor=2"] [--old SRC] [--anew] [--whole]
 
 ORIGINALS: a folder with the repositories of `foreign_scripts.py` and `foreign_courses.py` at their commits, each under
 its own name; foreign code is run and never kept here. Everything is float64, on CPU workers with one thread each. A
@@ -9,6 +9,9 @@ Ctrl-C and resumed, and two devices under `shard=2` and `tensor=2`. Each is in t
 is not run again. What is not equal is run once more with the sources in SRC, those of 9d7d689 for instance. Scripts
 that draw noise or masks run with `--exact-random` on several devices, and beside one device that draws so; that one is
 compared with plain python whose draws are the ones that it has made (`foreign_draws.py`): pair "1, exact draws".
+
+`--whole`: with `view="whole"` and the line of `mw.distribute` alone, on 1, 2 and 3 devices beside plain python; all
+else is the original's, draws and `torch.save` too. Results go to foreign_whole.json.
 
 Claim: every pair has plain python's losses, and weights where the script saves a state_dict, within 1e-9 (relative), or
 within a stated bound for a stated reason, or is refused with a sentence; none is wrong, hangs or ends in a traceback;
@@ -27,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -51,7 +55,9 @@ PAIRS: dict[str, list[str]] = {
     **{plan: ["--devices", "2xcpu", "--set", plan] for plan in ("shard=2", "tensor=2")},
     DRAWN: ["--devices", "1xcpu"],
 }
+WHOLE = {f"whole, {n}": ["--devices", f"{n}xcpu"] for n in (1, 2, 3)}
 VERSIONS = ("torch", "torchvision", "numpy")
+NOT_OURS = {("train.py", "int(os.environ.get('RANK', -1)) != -1")}  # nanoGPT's own DDP
 
 
 def edited(folder: Path, edits: tuple[Edit, ...]) -> dict[str, int]:
@@ -81,6 +87,24 @@ def without_meshwise(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
     return tuple((name, old, new.replace("mw.print(", "print(")) for name, old, new in edits)
 
 
+def of_whole(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
+    """The one line alone, with `view="whole"`, and what has nothing of meshwise in it."""
+    lines = tuple((name, old, whole_view(new)) for name, old, new in edits if "mw.distribute(" in new)
+    return lines + tuple(edit for edit in edits if edit[0:2] in NOT_OURS)
+
+
+def whole_view(text: str) -> str:
+    """Each call of `mw.distribute` in a text with `view="whole"`."""
+    before, found, rest = text.partition("mw.distribute(")
+    if not found:
+        return text
+    depth, end = 1, 0
+    while depth:
+        depth += {"(": 1, ")": -1}.get(rest[end], 0)
+        end += 1
+    return f'{before}{found}{rest[: end - 1]}, view="whole"{whole_view(rest[end - 1 :])}'
+
+
 def prepared(script: Script, originals: Path, folder: Path, pair: str, *more: Edit) -> dict[str, int]:
     """The script in a folder of its own, with its data; gives the lines that meshwise asked for."""
     source = originals / script.source[0].partition("/")[2]
@@ -94,6 +118,7 @@ def prepared(script: Script, originals: Path, folder: Path, pair: str, *more: Ed
         edited(folder, without_meshwise(script.shown))
         return {}
     ours = tuple(edit for edit in script.ours if edit[1:] != IMPORT)
+    ours = of_whole(ours) if pair in WHOLE else ours
     if pair == "resumed":
         ours += script.kept
     draws = Path(__file__).with_name("foreign_draws.py")
@@ -139,8 +164,8 @@ def run(name: str, pair: str, originals: Path, folder: Path, sources: Path, *mor
         code, output = started([sys.executable, *words], folder, sources)
         return {"codes": [code], "output": output, "losses": losses(output), "lines": lines}
     command = [sys.executable, "-m", "meshwise", "run"]
-    given = script.options.split() if pair != "1" else []  # one device draws as plain python does
-    options = [*PAIRS[pair], *given, "--out", "runs"]
+    given = script.options.split() if pair not in ("1", "whole, 1") else []  # one device draws as plain python does
+    options = [*(PAIRS | WHOLE)[pair], *given, "--out", "runs"]
     stop = script.stop_after if pair == "resumed" else 0
     options += script.keeps.split() if stop else []
     code, output = started([*command, *options, *words], folder, sources, stop)
@@ -194,7 +219,7 @@ def judged(
     stopped = pair != "resumed" or (codes == [130, 0] and len(shown) < len(plain["losses"]))
     largest = max((value for key, value in found.items() if "apart" in key and value is not None), default=None)
     keyed = pair == "1" and bool(script.options)
-    bound = None if keyed else script.within.get(pair, BOUND)
+    bound = None if keyed else script.within.get(pair.removeprefix("whole, "), BOUND)
     right = stopped and largest is not None and None not in found.values() and (bound is None or largest <= bound)
     far = right and largest > BOUND
     outcome = "WRONG" if not right else "equal" if not far else "other draws" if keyed else "within its bound"
@@ -215,7 +240,7 @@ def measured(name: str, pair: str, given: argparse.Namespace, at: Path) -> dict[
     script, folders = PROGRAMS[name], {}
     if pair == DRAWN and not script.options:
         return {"outcome": "draws nothing"}
-    reference = DRAWN if script.options and pair not in (PLAIN, "1", DRAWN) else PLAIN
+    reference = DRAWN if script.options and pair not in (PLAIN, "1", DRAWN, *WHOLE) else PLAIN
     reference = TAPED if pair == DRAWN else reference
     for side in (pair, reference) if pair == DRAWN else (reference, pair):  # it plays what the other has recorded
         folders[side] = at / side.replace("=", "-") / "here"
@@ -246,11 +271,11 @@ def measured(name: str, pair: str, given: argparse.Namespace, at: Path) -> dict[
     return told
 
 
-def print_table(found: dict[str, Any]) -> None:
+def print_table(found: dict[str, Any], pairs: Iterable[str]) -> None:
     """A row for each script, a column for each pair."""
-    print(f"{'':44}" + "".join(f"{pair:>16}" for pair in PAIRS))
+    print(f"{'':44}" + "".join(f"{pair:>16}" for pair in pairs))
     for name, one in found.items():
-        cells = [one["pairs"].get(pair, {}) for pair in PAIRS]
+        cells = [one["pairs"].get(pair, {}) for pair in pairs]
         texts = [
             f"{max(cell['losses apart'] or 0, cell.get('weights apart') or 0):.0e}"
             if cell.get("outcome") in ("equal", "within its bound")
@@ -265,30 +290,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("originals", type=Path)
     parser.add_argument("--only", default="", help="scripts with this in their name")
-    parser.add_argument("--pairs", nargs="*", default=list(PAIRS))
+    parser.add_argument("--whole", action="store_true", help="the whole view, and its pairs")
+    parser.add_argument("--pairs", nargs="*")
     parser.add_argument("--old", type=Path, help="sources with which a refused pair is tried too")
     parser.add_argument("--anew", action="store_true", help="run known pairs again")
     given = parser.parse_args()
     given.originals = given.originals.resolve()
-    path = RESULTS / "foreign.json"
+    name_of, pairs = ("foreign_whole", [PLAIN, *WHOLE]) if given.whole else ("foreign", list(PAIRS))
+    path = RESULTS / f"{name_of}.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     result.pop("machine", None)
     result["claim"] = " ".join((__doc__ or "").partition("Claim: ")[2].split())
     result["versions"] = {name: installed(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
     found: dict[str, Any] = result.setdefault("scripts", {})
     for name, script in PROGRAMS.items():
-        if given.only not in name:
+        if given.only not in name or not (given.originals / script.source[0].partition("/")[2]).exists():
             continue
         place = f"{script.source[0]} {script.folder}/{script.script} at {script.source[1]}"
         one = found.setdefault(name, {"source": place, "pairs": {}})
         with tempfile.TemporaryDirectory(prefix="foreign") as folder:
-            for pair in given.pairs:
+            for pair in given.pairs or pairs:
                 if pair in one["pairs"] and not given.anew:
                     continue
                 one["pairs"][pair] = told = measured(name, pair, given, Path(folder))
                 print(name, pair, told, flush=True)
-                keep("foreign", result)
-    print_table(found)
+                keep(name_of, result)
+    print_table(found, pairs)
 
 
 if __name__ == "__main__":
