@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,13 @@ class FileView:
     followed.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, free: Iterable[str] = ()) -> None:
+        """free: files and folders, besides `free_folders`, that the program uses as they are."""
         self._folder, self.files, self._gone = folder, folder + "/files", folder + "/gone"
         self.temporary = folder + "/tmp"  # for sockets too: what binds them asks no function of ours
         for each in (self.files, self._gone, self.temporary):
             os.makedirs(each, exist_ok=True)
-        self._free = (*(each + os.sep for each in free_folders()), folder + os.sep)
+        self._free = tuple(each + os.sep for each in (*free_folders(), *map(os.path.realpath, free), folder))
 
     def logical(self, path: Any, follow: bool = True, at: int | None = None) -> str | None:
         """Return the logical path of the file that a program means by `path` (see `FileView`). Symbolic links are
@@ -70,29 +71,45 @@ class FileView:
                 text = text[len(self.files) :]
             if (text + os.sep).startswith(self._free):
                 return None
-            link = next((each for each in _parents(text, follow) if os.path.islink(self.place(each))), None)
+            link = next((each for each in parents(text, follow) if os.path.islink(self.place(each))), None)
             if link is None:
                 break
             target = os.path.join(os.path.dirname(link), os.readlink(self.place(link)))
             text = os.path.normpath(target + text[len(link) :])
         return text
 
-    def _mark(self, path: str) -> str:
+    def add_free(self, path: str) -> None:
+        """Let the program use a file, or the files in a folder, as they are from now on."""
+        self._free += (os.path.realpath(path) + os.sep,)
+
+    def mark(self, path: str) -> str:
+        """Return the path of the mark that hides the user's file at this logical path."""
         return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
 
     def is_real(self, path: str) -> bool:
         """Return whether the user has a file at this logical path that the program has not removed. A removed file
         still exists outside of this view, which only hides it from the program."""
-        return os.path.lexists(path) and not (
-            os.listdir(self._gone) and any(os.path.lexists(self._mark(each)) for each in _parents(path))
+        return self.original(path) is not None and not (
+            os.listdir(self._gone) and any(os.path.lexists(self.mark(each)) for each in parents(path))
         )
+
+    def original(self, path: str) -> str | None:
+        """Return where the user's file at this logical path is stored, or None if there was none."""
+        return path if os.path.lexists(path) else None
+
+    def touch(self, path: str, keep: bool) -> None:
+        """Called before the program changes what it has at a logical path. keep: whether it keeps some of it."""
+
+    def layers(self, path: str) -> list[str]:
+        """Return the folders that may hold the user's files in the folder at this logical path, newest first."""
+        return [path]
 
     def place(self, path: str) -> str:
         """Return where the file at the logical path `path` is stored now. If the program has written the file, this is
         a path in this view's folder. Otherwise it is `path` itself, the user's file. If there is no file, return the
         path at which it would be written."""
         mine = self.files + path
-        return path if not os.path.lexists(mine) and self.is_real(path) else mine
+        return mine if os.path.lexists(mine) or not self.is_real(path) else self.original(path) or mine
 
     def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
         """Return the path that a program has to open to read `path`. If the program has changed the file, this is the
@@ -120,12 +137,13 @@ class FileView:
         if logical is None:
             return path
         mine, folder = self.files + logical, os.path.dirname(logical)
+        self.touch(logical, keep)
         if not os.path.lexists(mine):
             if os.path.isdir(self.place(folder)):
                 os.makedirs(self.files + folder, exist_ok=True)
             elif not os.path.lexists(folder):
                 return path
-            if self.is_real(logical) and (keep or os.path.isdir(logical)):
+            if self.is_real(logical) and (keep or os.path.isdir(self.place(logical))):
                 self.copy(logical)
         return mine
 
@@ -145,21 +163,25 @@ class FileView:
         inside: whether to copy all contents of a folder, with the program's changes. Otherwise only an empty folder is
             made.
         """
-        mine = self.files + path
-        if os.path.isdir(self.place(path)) and not os.path.islink(self.place(path)):
+        self.touch(path, keep=True)
+        mine, place = self.files + path, self.place(path)
+        if os.path.isdir(place) and not os.path.islink(place):
             os.makedirs(mine, exist_ok=True)
             for name in self.names(path) if inside else ():
                 self.copy(os.path.join(path, name), inside=True)
         elif not os.path.lexists(mine):
-            self._refuse_large(path)
-            shutil.copy2(path, mine, follow_symlinks=False)
+            self._refuse_large(place)
+            shutil.copy2(place, mine, follow_symlinks=False)
+            if self.original(path) != place:  # changed meanwhile
+                os.unlink(mine)
+                self.copy(path)
 
     def _refuse_large(self, path: str) -> None:
         size, free = os.lstat(path).st_size, shutil.disk_usage(self._folder).free
         if size > free // 2:
             raise UsageError(
-                f"the script opens {path} for writing. meshwise check lets it write to a copy instead, but "
-                f"{bytes_text(size)} are more than half of the {bytes_text(free)} that are free in {self._folder}. "
+                f"the script opens {path} for writing. It would write to a copy instead, but {bytes_text(size)} are "
+                f"more than half of the {bytes_text(free)} that are free in {self._folder}. "
                 "Open it for reading, or set TMPDIR to a folder with room."
             )
 
@@ -171,9 +193,9 @@ class FileView:
         """
         mine = self.files + path
         names = os.listdir(mine) if os.path.isdir(mine) else []
-        if self.is_real(path) and os.path.isdir(path):
-            shown = set(os.listdir(path)) - set(names)
-            names += [name for name in shown if not os.path.lexists(self._mark(os.path.join(path, name)))]
+        if self.is_real(path):
+            shown = set().union(*(os.listdir(each) for each in reversed(self.layers(path)) if os.path.isdir(each)))
+            names += [name for name in sorted(shown - set(names)) if self.is_real(os.path.join(path, name))]
         return names
 
     def differs(self, path: str) -> bool:
@@ -185,11 +207,12 @@ class FileView:
         return os.path.isdir(self.place(path)) and (os.path.isdir(self.files + path) or bool(os.listdir(self._gone)))
 
     def hide(self, path: str, is_real: bool) -> None:
+        self.touch(path, keep=False)
         if is_real:
-            Path(self._mark(path)).touch()
+            Path(self.mark(path)).touch()
 
 
-def _parents(path: str, itself: bool = True) -> Iterator[str]:
+def parents(path: str, itself: bool = True) -> Iterator[str]:
     """Yield the parents of an absolute path from the root down: `/a`, `/a/b` and so on. itself: whether to yield the
     path itself, too."""
     parts = path.split(os.sep)

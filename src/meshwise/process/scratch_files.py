@@ -21,6 +21,7 @@ import io
 import os
 import shutil
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import safetensors.numpy
 import safetensors.torch
 import torch
 
@@ -43,6 +45,7 @@ LINUX = ("getxattr", "listxattr"), ("chown", "setxattr", "removexattr")
 NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "mkfifo")
 PROFILE = next(kind for kind in torch.profiler.profile.__mro__ if "export_chrome_trace" in vars(kind))
 TOKENIZERS = import_module("tokenizers") if find_spec("tokenizers") else None
+SCRIPTED: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 OTHERS: tuple[tuple[Any, str, int, str], ...] = (
     (torch, "save", 1, "written"),
     (torch, "load", 0, "seen"),
@@ -51,7 +54,10 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
     (PROFILE, "export_chrome_trace", 1, "written"),
     (safetensors.torch, "save_file", 1, "written"),
     (safetensors.torch, "load_file", 0, "seen"),
+    (safetensors.numpy, "save_file", 1, "written"),
+    (safetensors.numpy, "load_file", 0, "seen"),
     (safetensors, "safe_open", 0, "seen"),
+    (SCRIPTED, "save", 1, "written"),
     (sqlite3, "connect", 0, "changed"),
     *(
         ((TOKENIZERS.Tokenizer, "save", 1, "written"), (TOKENIZERS.Tokenizer, "from_file", 0, "seen"))
@@ -59,10 +65,21 @@ OTHERS: tuple[tuple[Any, str, int, str], ...] = (
         else ()
     ),
 )
+"""Each has (owner, function, index of its path argument, FileView method)."""
+LATE: tuple[tuple[str, str, int, str], ...] = (
+    ("pyarrow", "memory_map", 0, "seen"),
+    ("pyarrow", "OSFile", 0, "opened"),
+    ("pyarrow.csv", "read_csv", 0, "seen"),
+    ("pyarrow.parquet.core", "read_table", 0, "seen"),
+    ("pyarrow.parquet.core", "ParquetFile.__init__", 1, "seen"),
+    ("pyarrow.parquet.core", "ParquetWriter.__init__", 1, "written"),
+    ("h5py", "File.__init__", 1, "opened"),
+)
+"""The same, by the name of their module: looked up where the program has loaded it."""
 LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
-CLASSES = {owner for owner in (*LISTS, *(owner for owner, *_ in OTHERS)) if isinstance(owner, type)}
-"""Classes whose functions are replaced. OTHERS has (owner, function, index of its path argument, FileView method)."""
-PATHS = ("f", "filename", "path", "database")  # names of that argument
+CLASSES = {owner for owner in (*LISTS, subprocess.Popen) if isinstance(owner, type)}
+"""Classes whose functions are replaced, besides those of OTHERS."""
+PATHS = ("f", "filename", "path", "database", "source", "where")  # names of that argument
 
 
 @contextlib.contextmanager
@@ -71,15 +88,32 @@ def scratch_files(folder: Path) -> Iterator[None]:
     stored in `folder`. If the process opens a path that it wrote to, it gets the stored file. Caches and system folders
     are written directly. All ranks of a check use the same `folder`."""
     view = FileView(os.path.realpath(folder))
-    functions = _Functions(view)
+    with replaced(FileFunctions(view), view.temporary):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(functions: FileFunctions, temporary: str | None) -> Iterator[None]:
+    """Replace Python's file functions by `functions`, until the `with` block ends. temporary: the folder for temporary
+    files."""
     pairs = [(original, functions.guarded(original, call)) for original, call in functions.all()]
     _replace({id(original): (original, guarded) for original, guarded in pairs})
-    temporary, tempfile.tempdir = tempfile.tempdir, view.temporary
+    before, tempfile.tempdir = tempfile.tempdir, temporary
     try:
         yield
     finally:
         _replace({id(guarded): (guarded, original) for original, guarded in pairs})
-        tempfile.tempdir, functions.ended = temporary, True
+        tempfile.tempdir, functions.ended = before, True
+
+
+def others() -> Iterator[tuple[Any, str, int, str]]:
+    """Yield the items of OTHERS, and of LATE for modules that the program has loaded."""
+    yield from OTHERS
+    for module in {module.partition(".")[0] for module, *_ in LATE} & {*sys.modules}:
+        for name, path, position, use in LATE:
+            if name.partition(".")[0] == module and find_spec(name):
+                *above, last = path.split(".")
+                yield functools.reduce(getattr, above, import_module(name)), last, position, use
 
 
 def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
@@ -88,7 +122,8 @@ def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
     functions: maps the id of each old function to the old and the new function.
     """
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
-    for holder in (*modules, *CLASSES):
+    classes = {owner for owner, *_ in others() if isinstance(owner, type)}
+    for holder in (*modules, *CLASSES | classes):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
             if id(value) in functions:
                 setattr(holder, name, functions[id(value)][1])
@@ -101,7 +136,7 @@ def _replace(functions: dict[int, tuple[Function, Function]]) -> None:
 _LEFT = ("posix", "_io", __name__, FileView.__module__)  # imports of modules go through the first two
 
 
-class _Functions:
+class FileFunctions:
     """Replacements for Python's file functions. They act on the files of a `FileView`."""
 
     def __init__(self, view: FileView) -> None:
@@ -125,8 +160,8 @@ class _Functions:
             yield original, self._removed
         yield from ((os.rename, self._rename), (os.replace, self._rename))
         yield from ((os.link, self._link), (os.symlink, self._symlink))
-        for owner, name, position, use in OTHERS:
-            yield vars(owner)[name], functools.partial(self._other, position, getattr(self._view, use))
+        for owner, name, position, use in others():
+            yield vars(owner)[name], functools.partial(self._other, position, use)
 
     def guarded(self, original: Function, instead: Function) -> Function:
         """Return a replacement for the file function `original`. It calls `instead(original, ...)` with the arguments
@@ -180,7 +215,7 @@ class _Functions:
         if logical is None or (place is path and not self._view.differs(logical)) or not os.path.isdir(place):
             return original(place)
         shown, found = set(self._view.names(logical)), list[os.DirEntry[str]]()
-        for folder in (self._view.files + logical, logical):
+        for folder in (self._view.files + logical, *self._view.layers(logical)):
             with original(folder) if os.path.isdir(folder) else contextlib.nullcontext(()) as entries:
                 found += [entry for entry in entries if entry.name in shown]
                 shown -= {entry.name for entry in found}
@@ -250,7 +285,11 @@ class _Functions:
             **(named if place is dst else named | _without_fd(named)),
         )
 
-    def _other(self, position: int, mapped: Function, original: Function, *given: Any, **named: Any) -> Any:
+    def _other(self, position: int, use: str, original: Function, *given: Any, **named: Any) -> Any:
+        if use == "opened":
+            mode = named.get("mode", given[position + 1] if len(given) > position + 1 else "r")
+            use = "changed" if set(mode) & set("wax+") else "seen"
+        mapped = getattr(self._view, use)
         arguments = [mapped(value) if number == position else value for number, value in enumerate(given)]
         return original(*arguments, **{name: mapped(v) if name in PATHS else v for name, v in named.items()})
 
