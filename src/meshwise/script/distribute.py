@@ -44,7 +44,7 @@ from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_rank
 from meshwise.script.trainer import distribute_trainer, is_trainer, join_as_trainer, model_of
 from meshwise.slips.divided_batch import says_divided
 from meshwise.slips.padded_sums import refuse_padded_sums
-from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.errors import PlanError, UsageError, check_known
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.workers.join import rank_context
@@ -134,6 +134,9 @@ def _see(engine: Engine, view: str, models: list[nn.Module], *, others: bool) ->
         return
     if others:
         raise UsageError("view='whole' is for training loops of your own. Leave it out for a Trainer.")
+    plan = engine.plan
+    if plan.pipeline > 1 or plan.context > 1:
+        raise PlanError(f"view='whole' supports no pipeline and no context, but the plan is {plan}. Write a Job for it.")
     if engine.whole is None:
         engine.whole = WholeView(engine)
     engine.whole.add_models(models)
@@ -202,7 +205,11 @@ def backward(
     the same number. If a GradScaler has scaled the loss, the returned loss is unscaled, so that the result of
     `mw.backward(scaler.scale(loss))` can be printed."""
     came_to("mw.backward")
-    return steps.backward(engines[-1] if engines else default_engine(), loss, weight, reduction)
+    engine = engines[-1] if engines else default_engine()
+    if engine.whole is not None:
+        loss.backward()
+        return loss.detach()
+    return steps.backward(engine, loss, weight, reduction)
 
 
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
@@ -225,6 +232,9 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     Raises UsageError if the batch has no rows, or if it differs between ranks."""
     came_to("mw.split")
     engine = default_engine()
+    if engine.whole is not None:
+        divided = batch if whole else tuple(engine.whole.divided_rows(each, dim) for each in batch)
+        return divided[0] if len(divided) == 1 else divided
     if engine.given.splits is None:
         stream = ModelStream(engine.world, engine.draws, lambda: engine.generator.in_loop or engine.watcher is not None)
         splits = engine.given.splits = Splits(engine.world, stream, engine.notify, engine.carried)
@@ -285,6 +295,8 @@ def sum(value: Number, *, grad: bool = False) -> Number:
     include a sample that only pads the batch. With `grad=True`, also raises UsageError under a plan with pipeline or
     accumulate, outside of a loop, and in a loss given to mw.backward with reduction="sum"."""
     came_to("mw.sum")
+    if _sees_whole():
+        return value if grad or not isinstance(value, Tensor) else value.detach()  # type: ignore[return-value]
     return sum_in_loss(_engine(), value) if grad else sum_over_ranks(_engine(), value)  # type: ignore[arg-type,return-value]
 
 
@@ -300,9 +312,16 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
     Raises UsageError after a loop in which a batch had fewer samples than there are ranks: the value of a rank may then
     include a sample that only pads the batch."""
     came_to("mw.mean")
+    if _sees_whole():
+        return value if grad or not isinstance(value, Tensor) else value.detach()
     if grad:
         return mean_in_loss(_engine(), value, weight)  # type: ignore[arg-type,return-value]
     return cast(Real, mean_over_ranks(_engine(), value, weight))
+
+
+def _sees_whole() -> bool:
+    """Return whether the program sees whole batches, so that its numbers are those of all ranks already."""
+    return bool(engines) and engines[-1].whole is not None
 
 
 def _engine() -> Engine:
@@ -321,4 +340,6 @@ def gather_samples(values: Tree) -> Tree:
 
     Raises UsageError unless all ranks give tensors with the same dtypes and the same further dimensions."""
     came_to("mw.gather_samples")
+    if _sees_whole():
+        return values
     return cast(Tree, gather_over_ranks(default_engine(), values))

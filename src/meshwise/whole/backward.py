@@ -22,6 +22,7 @@ from meshwise.splits.crossing import averaged
 from meshwise.splits.tensor import SplitTensor, parts_of, split_again
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.term import Term, factor_of, plain, settled
+from meshwise.workers.verb_log import came_to
 
 _backward, _grad = torch.autograd.backward, torch.autograd.grad
 
@@ -73,6 +74,7 @@ class Backwards:
             self._options = None
 
     def _run(self, loss: Tensor) -> None:
+        came_to("backward")
         engine, program = self._engine, self._engine.program
         for hear in engine.events.backward_begins:
             hear(loss, engine.part, None, None, "")

@@ -10,9 +10,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from meshwise.compat.tree import map_tensors
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.spec.world import World
+from meshwise.splits.axis import SplitPart
+from meshwise.splits.crossing import scatter
 from meshwise.whole import losses
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.backward import Backwards
@@ -39,6 +42,10 @@ class WholeView:
         for model in models:
             self.backwards.average(model.parameters())
             divide(model, self.divided)
+
+    def divided_rows(self, tree: Any, dim: int = 0) -> Any:
+        """Return a batch that all ranks hold, divided over them."""
+        return map_tensors(lambda each: scatter(each, SplitPart(self.axis, dim, each.shape[dim])), tree)
 
     def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
         """Return as which rank this process reads a loader, and a function that makes its batches whole."""
