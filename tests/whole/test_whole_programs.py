@@ -42,7 +42,7 @@ def test_a_program_is_the_same_twice_on_one_device(name: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_leaves_what_one_device_leaves(name: str, size: int, pool: Any) -> None:
-    for got in pool(size).run(whole, PROGRAMS[name]):
+    for got in pool(size).run(whole, PROGRAMS[name], timeout=30):
         assert_equal(got, run(PROGRAMS[name]))
 
 
