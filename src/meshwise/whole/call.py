@@ -11,9 +11,9 @@ A gradient inside a call that runs apart is that of a part (splits/crossing.py),
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +38,7 @@ from meshwise.whole.term import Term, resolved
 
 AGAIN = 64
 """A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at each 64th after that."""
+OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes of a module whose calls are divided
 KINDS = 16  # of one call, by its number of autograd nodes: with more of them, it runs through
 
 
@@ -87,18 +88,21 @@ class Call:
         self._modules = list(module.modules())
         self._parameters = [m._parameters for m in self._modules if m._parameters]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = memo.get(id(self.module))
-        if module is None:
-            return self
-        copied = Call.__new__(Call)
-        copied.module, copied.divided, copied.own, copied.known, copied.opened = module, self.divided, False, {}, False
-        copied.inner = types.MethodType(type(module).forward, module)
-        copied._modules, copied._parameters = [], []
-        return copied
+    def copied(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a deep copy of the module, whose gradients are not averaged."""
+        attributes = vars(self.module)
+        own = {name: attributes.pop(name) for name in OURS}
+        try:
+            made = copy.deepcopy(self.module, memo)
+        finally:
+            attributes.update(own)
+        divide(made, self.divided, own=False)
+        return made
 
-    def __reduce__(self) -> Any:
-        return types.MethodType, (type(self.module).forward, self.module)
+    def state(self) -> Any:
+        """Return what is pickled of the module: all but the attributes that stand here."""
+        state = type(self.module).__getstate__(self.module)
+        return {k: v for k, v in state.items() if k not in OURS} if isinstance(state, dict) else state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = args if not kwargs and len(args) == 1 and type(args[0]) is SplitTensor else [*all_leaves((args, kwargs))]
@@ -275,7 +279,8 @@ def divide(module: nn.Module, divided: Divided, own: bool = True) -> None:
         for child in module.children():
             divide(child, divided, own)
     elif next(module.children(), None) is not None and not isinstance(vars(module).get("forward"), Call):
-        module.forward = Call(module, divided, own)  # type: ignore[method-assign]
+        module.forward = call = Call(module, divided, own)
+        vars(module).update(__deepcopy__=call.copied, __getstate__=call.state)
 
 
 def guard_reads() -> None:

@@ -30,7 +30,7 @@ from meshwise.whole.term import READS, Term
 PROOF = ProofAxis()
 DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 DROPOUTS |= {"feature_dropout", "native_dropout"}
-OF_TORCH = {"_parameters", "_modules", "_buffers", "forward"}
+OF_TORCH = {"_parameters", "_modules", "_buffers", "forward", "__deepcopy__", "__getstate__"}
 NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 VALUES = (Tensor, *NUMBERS)
