@@ -8,13 +8,18 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd.function import Function
 from torch.utils import checkpoint
+
+Func = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+"""What `__torch_function__` gets: a function of torch, and its arguments."""
 
 
 def on_parts() -> AbstractContextManager[None]:

@@ -8,20 +8,18 @@ Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwise.compat.torch_function import Args, Func, Kwargs
 from meshwise.splits.crossing import add_up, enter
 from meshwise.splits.rule import NoRule, Rule, first_split, given, moved, numbers, only_split, positive, with_parts_of
 from meshwise.splits.tensor import is_split, whole_shape
 
-Func = Callable[..., Any]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 REDUCED = """amax amin std var std_mean var_mean logsumexp argmax argmin max min all any prod median nanmedian mode
 nansum nanmean count_nonzero cummax cummin logcumsumexp"""
 
@@ -39,24 +37,16 @@ def along(at: int, default: Any = None) -> Rule:
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x = first_split(args)
         only_split(args, kwargs, x)
-        dim = args[at] if len(args) > at else kwargs.get("dim", default)
+        dim = args[at] if len(args) > at else kwargs.get("dim", kwargs.get("dims", default))
         asked = [positive(each, x.dim()) for each in (dim if isinstance(dim, Sequence) else [dim])]
         if x.part.dim in asked:
             raise NoRule
         result = func(*args, **kwargs)
-        dims = (result if isinstance(result, Tensor) else result[0]).dim()
+        dims = (result if isinstance(result, Tensor) else [*result, x][0]).dim()
         gone = sum(each < x.part.dim for each in asked) if dims < x.dim() else 0
         return given(result, moved(x.part, x.part.dim - gone))
 
     return rule
-
-
-def _unbind(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = first_split(args)
-    dim = positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), x.dim())
-    if dim == x.part.dim:
-        raise NoRule
-    return given(func(*args, **kwargs), moved(x.part, x.part.dim - (dim < x.part.dim)))
 
 
 def _summed(mean: bool) -> Rule:
@@ -125,8 +115,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCED.split(), along(1)),
     "kthvalue": along(2, -1),
     "diff": along(2, -1),
+    **dict.fromkeys(["norm", "linalg_vector_norm", "linalg_norm", "roll"], along(2)),
     "index_select": along(1),
-    "unbind": _unbind,
+    "unbind": along(1, 0),
     "batch_norm": _batch_norm,
     "sum": _summed(mean=False),
     "mean": _summed(mean=True),

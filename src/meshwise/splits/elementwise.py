@@ -6,15 +6,14 @@ Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.compat.torch_function import called, on_parts
-from meshwise.splits.rule import NoRule, Rule, given, moved, split_in, with_parts_of
+from meshwise.compat.torch_function import Args, Func, Kwargs, called, on_parts
+from meshwise.splits.rule import NoRule, Rule, given, moved, refuse, split_in, with_parts_of
 from meshwise.splits.tensor import at_level, is_split, level_of, parts_of, split, split_again, whole_shape
 
 UNARY = """abs absolute acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh celu deg2rad
@@ -37,7 +36,7 @@ ndimension new_empty new_full new_ones new_tensor new_zeros requires_grad_ retai
 untyped_storage __get__ __set__ __hash__ record_stream is_pinned"""
 
 
-def _same_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _same_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an elementwise operator on one or several operands, with broadcasting."""
     if "out" in kwargs or (len(args) + len(kwargs) == 1 and called(func) == "where"):
         raise NoRule
@@ -50,7 +49,26 @@ def _same_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return given(func(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True))), like)
 
 
-def _in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _broadcast(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Broadcast tensors, each divided as the largest one."""
+    shape = list(torch.broadcast_shapes(*map(whole_shape, args)))
+    first = max(split_in(args), key=lambda each: whole_shape(each).numel())
+    part = moved(first.part, first.part.dim - first.dim() + len(shape))
+    shape[part.dim] = part.own if shape[part.dim] == part.length else refuse()
+    return tuple(given(with_parts_of(each, part, len(shape)).expand(shape), part) for each in args)
+
+
+def _compared(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Run a comparison of two tensors, with broadcasting, along a dim that is not split."""
+    x, y = _broadcast(func, [*args[:2], *(value for value in kwargs.values() if isinstance(value, Tensor))], {})
+    options = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
+    made, pairs = func(x, y, *args[2:], **options), called(func) == "pairwise_distance"
+    dim = (-1 if pairs else [*args[2:3], options.get("dim", 1)][0]) % x.dim()
+    part = moved(x.part, x.part.dim - (made.dim() < x.dim() and dim < x.part.dim))
+    return given(made, part) if dim != x.part.dim else refuse()
+
+
+def _in_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an in-place operator, such as `add_`, on this rank's part of the first operand, and return that operand.
     Raise NoRule if the first operand is not split."""
     first = args[0]
@@ -61,32 +79,24 @@ def _in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return first
 
 
-def _cast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _cast(func: Func, args: Args, kwargs: Kwargs) -> Any:
     first = args[0]
     if not is_split(first):  # a plain tensor.to(split one)
         return func(*args, **kwargs)
     return given(func(*args, **kwargs), first.part)
 
 
-def _plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return func(*args, **kwargs)
 
 
-def _size(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _size(func: Func, args: Args, kwargs: Kwargs) -> Any:
     shape = whole_shape(args[0])
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return shape if dim is None else shape[dim]
 
 
-def _numel(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    return whole_shape(args[0]).numel()
-
-
-def _length(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    return whole_shape(args[0])[0]
-
-
-def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Draw the dropout mask of the whole tensor, so that random numbers are those of one device, and apply this rank's
     part."""
     values = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
@@ -103,7 +113,7 @@ def _dropout(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return split(x * part.slice_of(mask), part)
 
 
-def _hook(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Register a hook for the gradient of a split tensor. The hook is called with a gradient that is split like the
     tensor, over the same axes."""
     tensor, hook = args[0], args[1]
@@ -131,9 +141,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys([*CASTS.split(), *LIKE.split()], _cast),
     **dict.fromkeys(PLAIN.split(), _plain),
     "size": _size,
-    "numel": _numel,
-    "nelement": _numel,
-    "__len__": _length,
+    **dict.fromkeys(["numel", "nelement"], lambda func, args, kwargs: whole_shape(args[0]).numel()),
+    "__len__": lambda func, args, kwargs: whole_shape(args[0])[0],
     "dropout": _dropout,
     "register_hook": _hook,
+    "broadcast_tensors": _broadcast,
+    **dict.fromkeys(["cosine_similarity", "pairwise_distance"], _compared),
 }

@@ -11,23 +11,19 @@ Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.compat.torch_function import called, on_parts
+from meshwise.compat.torch_function import Args, Func, Kwargs, called, on_parts
 from meshwise.splits.along import RULES as ALONG
 from meshwise.splits.crossing import add_up, enter, gather
 from meshwise.splits.elementwise import RULES as ELEMENTWISE
 from meshwise.splits.rule import NoRule, Rule, moved, with_parts_of
 from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
 
-Func = Callable[..., Any]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 OF_ROWS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 NAMES = {"cross_entropy": (*OF_ROWS, "label_smoothing"), "nll_loss": OF_ROWS}
 EACH_PLACE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits

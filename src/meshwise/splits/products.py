@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwise.compat.torch_function import Args, Func, Kwargs
 from meshwise.splits.axis import Axis, SplitPart
 from meshwise.splits.crossing import add_apart, enter, gather, scatter, spread
 from meshwise.splits.elementwise import RULES as ELEMENTWISE
-from meshwise.splits.rule import NoRule, Rule, moved, split_in, with_parts_of
+from meshwise.splits.rule import NoRule, Rule, moved, refuse, split_in, with_parts_of
 from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
 
-Func = Callable[..., Any]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 BATCH = "ABCDEFGHIJKLMNOP"  # letters of leading dims
 
 
@@ -149,8 +147,11 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
     a, b = [*args, *kwargs.values()][:2]
-    if not isinstance(b, Tensor) or a.dim() < 2 or b.dim() < 2:
+    if not isinstance(b, Tensor) or (a.dim() < 2 and b.dim() > 2):
         raise NoRule
+    if a.dim() < 2 or b.dim() < 2:
+        first, other = _leading(a.dim() - 1) + "k", "kn"[: b.dim()]
+        return by_letters((a, b), (first, other), first[:-1] + other[1:], torch.matmul)
     lead = _leading(max(a.dim(), b.dim()) - 2)
 
     def letters(each: Tensor, other: Tensor, own: str) -> str:
@@ -162,6 +163,16 @@ def _matmul(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return "".join(found) + own
 
     return by_letters((a, b), (letters(a, b, "mk"), letters(b, a, "kn")), f"{lead}mn", torch.matmul)
+
+
+def _outer(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    return by_letters(args, ("m", "n"), "mn", func) if len(args) == 2 else refuse()
+
+
+def _cdist(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    lead = _leading(args[0].dim() - 2) if len(args) > 1 and args[0].dim() == args[1].dim() else refuse()
+    own = (f"{lead}mk", f"{lead}nk")
+    return by_letters(args[:2], own, f"{lead}mn", lambda a, b: func(a, b, *args[2:], **kwargs), f"{lead}mn")
 
 
 def _baddbmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -178,9 +189,9 @@ def _einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
     text, operands = args[0], args[1:]
     if len(operands) == 1 and isinstance(operands[0], Sequence):
         operands = tuple(operands[0])
-    text = text.replace(" ", "") if isinstance(text, str) else ""
-    if "->" not in text or "." in text:
-        raise NoRule
+    text = text.replace(" ", "") if isinstance(text, str) and "." not in text else refuse()
+    if "->" not in text:  # the letters that occur once
+        text += "->" + "".join(sorted(each for each in set(text) - {","} if text.count(each) == 1))
     inputs, result = text.split("->")
     letters = inputs.split(",")
     if any(len(set(own)) != len(own) for own in [*letters, result]):
@@ -235,27 +246,24 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     q, k, v, mask = (values.pop(name, None) for name in names[:4])
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise NoRule
+    dims = q.dim() if q.dim() == k.dim() == v.dim() and q.dim() in (3, 4) else refuse()
     heads, groups = q.shape[1], k.shape[1]
-    if any(is_split(each) and each.part.dim == 1 for each in (q, k, v)):
+    if dims == 4 and any(is_split(each) and each.part.dim == 1 for each in (q, k, v)):
         heads, groups = whole_shape(q)[1], whole_shape(k)[1]
         axis = split_in((q, k, v))[0].part.axis
         if heads % axis.size or groups % axis.size:
             raise NoRule
         if heads != groups:
             return _grouped(func, (q, k, v), mask, values, axis)
-    own = "...."
+    letters, own = "Ah.." if dims == 4 else "A..", "."
     if mask is not None:
-        shape = (1,) * (4 - mask.dim()) + tuple(whole_shape(mask))
-        own = "".join("." if length == 1 else letter for letter, length in zip("Ah..", shape, strict=True))[
-            -mask.dim() :
-        ]
-
-    letters = ("Ah..", "Ah..", "Ah..", own)
-    letter, like = _chosen((q, k, v, mask), letters, "Ah")
-    part = moved(like.part, "Ah".index(letter))
-    return by_letters((q, k, v, mask), letters, "Ah..", functools.partial(_attended, values, part), may="Ah")
+        shape = (1,) * (dims - mask.dim()) + tuple(whole_shape(mask))
+        own = "".join("." if length == 1 else letter for length, letter in zip(shape, letters, strict=True))
+        own = own[-mask.dim() :]
+    every = (letters, letters, letters, own)
+    letter, like = _chosen((q, k, v, mask), every, "Ah")
+    part = moved(like.part, letters.index(letter))
+    return by_letters((q, k, v, mask), every, letters, functools.partial(_attended, values, part), may="Ah")
 
 
 def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, axis: Axis) -> Any:
@@ -309,7 +317,9 @@ def dropped(
 RULES: dict[str, Rule] = {
     "linear": _linear,
     "addmm": _addmm,
-    **dict.fromkeys(["matmul", "__matmul__", "mm", "bmm"], _matmul),
+    **dict.fromkeys(["matmul", "__matmul__", "mm", "bmm", "mv", "dot"], _matmul),
+    "outer": _outer,
+    "cdist": _cdist,
     "baddbmm": _baddbmm,
     "einsum": _einsum,
     "conv1d": _convolution(1),

@@ -1,4 +1,4 @@
-"""Reduce a split dim: each rank reduces its entries, then all reduce the ranks' few results.
+"""Reduce a split dim: each rank's entries, then the ranks' results.
 
 Sums of all kinds are added up over the ranks. Of other results, such as a largest entry, all ranks gather those of each
 rank, and reduce them once more.
@@ -10,219 +10,184 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from meshwise.compat.torch_function import called
+from meshwise.compat.torch_function import Args, Func, Kwargs, called
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import add_up, enter, gather
 from meshwise.splits.elementwise import RULES as ELEMENTWISE
-from meshwise.splits.rows import summed_now
-from meshwise.splits.rule import NoRule, Rule, first_split, given, moved, with_parts_of
+from meshwise.splits.rows import alone, filled
+from meshwise.splits.rule import NoRule, Rule, first_split, given, moved, refuse, with_parts_of
+from meshwise.splits.shapes import RULES as SHAPES
 from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
 
-Func = Callable[..., Any]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 
+def _asked(args: Args, kwargs: Kwargs, *names: str) -> tuple[SplitTensor, list[int], dict[str, Any]]:
+    """Return the split tensor that an operator reduces, the dims over which it reduces, and its options by name.
 
-def _asked(x: Tensor, dim: Any) -> list[int]:
-    """Return the dims over which an operator reduces. None and () stand for all."""
-    dims = [dim] if isinstance(dim, int) else dim
-    return sorted(each % x.dim() for each in dims) if dims else list(range(x.dim()))
-
-
-def _over(x: SplitTensor, dim: Any) -> list[int]:
-    """Return the dims over which an operator reduces. Raise NoRule if the split dim is not one of them, if it has no
-    entries at all, or if its parts are not in the order of the ranks."""
-    part, dims = x.part, _asked(x, dim)
+    Raises NoRule if the split dim is not one of these dims, if the tensor has no entries, or if its parts are not in
+    the order of the ranks.
+    """
+    x, values = first_split(args), dict(zip(names, args[1:], strict=False)) | dict(kwargs)
+    dim, part = values.setdefault("dim", values.pop("axis", None)), x.part
+    dims = [dim] if isinstance(dim, int) else [*(dim or range(x.dim()))]
     held = [piece for rank in range(part.axis.size) for piece in part.of_rank(rank)]
-    if (
-        part.dim not in dims
-        or not part.length
-        or part.repeats > 1
-        or held != sorted(held)
-        or x.numel() == 0 != part.own
-    ):
+    known = not set(values) - {*names, "dim"} and part.repeats == 1 and held == sorted(held)
+    if not known or part.dim not in [each % x.dim() for each in dims] or not whole_shape(x).numel():
         raise NoRule
-    return dims
-
-
-def _filled(x: SplitTensor) -> Tensor:
-    """Return this rank's part, or one entry of zeros for a rank that holds none."""
-    shape = [1 if dim == x.part.dim else length for dim, length in enumerate(x.shape)]
-    return x if x.part.own else torch.cat([x, x.new_zeros(shape)], x.part.dim)
+    return x, dims, values
 
 
 def _of_all(found: Tensor, part: SplitPart, dim: int, most: int = 1) -> Tensor:
     """Gather the entries along `dim` that the ranks have found: each as many as it holds of `part`, but at most
     `most`."""
-    counts = [min(part.held(rank), most) for rank in range(part.axis.size)]
-    ends = [0, *itertools.accumulate(counts)]
+    ends = list(itertools.accumulate((min(part.held(rank), most) for rank in range(part.axis.size)), initial=0))
     into = replace(part, dim=dim).divided([[each] for each in itertools.pairwise(ends)], ends[-1])
     return gather(split(found.narrow(dim, 0, into.own), into))
 
 
-def _named(args: Args, kwargs: Kwargs, *names: str) -> dict[str, Any]:
-    values = dict(zip(names, args[1:], strict=False)) | dict(kwargs)
-    if "axis" in values:
-        values["dim"] = values.pop("axis")
-    if set(values) - {*names}:
-        raise NoRule
-    return values
+def _summed(value: Tensor, part: SplitPart) -> Tensor:
+    """Return the sum of the ranks' values, for use in the same operator."""
+    each = replace(part, dim=0, length=part.axis.size, pieces=None)
+    return gather(split(value.unsqueeze(0), each)).sum(0)
 
 
 def _twice(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Reduce this rank's entries, and then the results of all ranks, by the same operator."""
-    x = first_split(args)
-    values = _named(args, kwargs, "dim", "keepdim")
-    _over(x, values.get("dim"))
-    if values.get("dim") is None:
-        return func(_of_all(func(_filled(x)).reshape(1), x.part, 0))
-    dim = values["dim"]
-    return func(_of_all(func(_filled(x), dim, keepdim=True), x.part, x.part.dim), dim, values.get("keepdim", False))
+    x, _, values = _asked(args, kwargs, "dim", "keepdim")
+    if values["dim"] is None:
+        return func(_of_all(func(filled(x, x.part)).reshape(1), x.part, 0))
+    found = func(filled(x, x.part), values["dim"], keepdim=True)
+    return func(_of_all(found, x.part, x.part.dim), values["dim"], values.get("keepdim", False))
 
 
 def _norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = first_split(args)
-    values = _named(args, {k: v for k, v in kwargs.items() if v is not None}, "p", "dim", "keepdim", "ord")
-    p, dim = values.get("ord", values.get("p")), values.get("dim")
-    p, keep, dims = 2 if p in (None, "fro") else p, values.get("keepdim", False), _asked(x, dim)
-    if not isinstance(p, int | float) or p <= 0:
-        raise NoRule
-    if x.part.dim not in dims:
-        gone = 0 if keep else sum(each < x.part.dim for each in dims)
-        return given(torch.linalg.vector_norm(x, p, dims, keep), moved(x.part, x.part.dim - gone))
+    options = {name.replace("ord", "p"): value for name, value in kwargs.items() if value is not None}
+    x, dims, values = _asked(args, options, "p", "dim", "keepdim")
+    p, keep = values.get("p"), values.get("keepdim", False)
+    p = 2 if p in ("fro", None) else p if isinstance(p, int | float) and p > 0 else refuse()
     if p == math.inf:
         return _amax(torch.amax, (split(x.abs(), x.part), dims, keep), {})
-    _over(x, dims)
-    found = _of_all(torch.linalg.vector_norm(_filled(x), p, dims, True), x.part, x.part.dim)
-    return torch.linalg.vector_norm(found, p, dims, keep)
+    found = torch.linalg.vector_norm(filled(x, x.part), p, dims, True)
+    return torch.linalg.vector_norm(_of_all(found, x.part, x.part.dim), p, dims, keep)
 
 
 def _amax(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the largest (or smallest) entries. Equal ones have equal shares of the gradient."""
-    x = first_split(args)
-    values = _named(args, kwargs, "dim", "keepdim")
-    dims, keep = _over(x, values.get("dim", ())), values.get("keepdim", False)
-    least = torch.amax if called(func) in ("amax", "max") else torch.amin
+    x, dims, values = _asked(args, kwargs, "dim", "keepdim")
+    least, keep = torch.amax if "max" in called(func) else torch.amin, values.get("keepdim", False)
     with torch.no_grad():
-        whole = least(_of_all(least(_filled(x), dims, keepdim=True), x.part, x.part.dim), dims, keepdim=True)
+        whole = least(_of_all(least(filled(x, x.part), dims, True), x.part, x.part.dim), dims, True)
         here = (x == whole) | ((x != x) & (whole != whole))
-        share = here.to(x.dtype) / summed_now(here.sum(dims, keepdim=True), x.part)
+        share = here.to(x.dtype) / _summed(here.sum(dims, True), x.part)
     found = whole if keep else whole.squeeze(dims)
     if not x.requires_grad or not torch.is_grad_enabled():
         return found
     shared = x.masked_fill(~here | x.isinf(), 0) * share
-    return found + add_up((shared - shared.detach()).sum(dims, keepdim=keep), x.part.axis)
+    return found + add_up((shared - shared.detach()).sum(dims, keep), x.part.axis)
 
 
 def _largest(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the largest (or smallest) entries along the split dim, with their places."""
-    x, name = first_split(args), called(func)
-    if name in ("max", "min") and len(args) + len(kwargs) == 1:
-        return _amax(func, args, kwargs)
+    topk = called(func) == "topk"
     if any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):  # of two tensors
         return ELEMENTWISE["maximum"](func, args, kwargs)
-    if name in ("argmax", "argmin"):
-        return _argmax(x, name[3:], _named(args, kwargs, "dim", "keepdim"))
-    names = ("k", "dim", "largest", "sorted") if name == "topk" else ("dim", "keepdim")
-    values = _named(args, kwargs, *names)
-    dim, keep = values.pop("dim", -1), values.pop("keepdim", name == "topk")
-    if not isinstance(dim, int):
-        raise NoRule
-    dim, most = _over(x, dim)[0], values.pop("k", 1)
-    options = {"dim": dim, **values} if name == "topk" else {"dim": dim, "keepdim": True}
-    local = _filled(x)
-    first = func(local, min(most, local.shape[dim]), **options) if name == "topk" else func(local, **options)
-    found, at = (_of_all(each, x.part, dim, most) for each in (first[0], first[1] + _begin(x.part)))
-    if name == "topk" and found.shape[dim] < most:
+    if len(args) + len(kwargs) == 1:
+        return _amax(func, args, kwargs)
+    options = {"dim": -1} | dict(kwargs) if topk and len(args) < 3 else kwargs
+    names = ("k", "dim", "largest", "sorted") if topk else ("dim", "keepdim")
+    x, (dim, *_), values = _asked(args, options, *names)
+    most, keep, local = values.pop("k", 1), values.pop("keepdim", topk), filled(x, x.part)
+    more = (values if topk else {"dim": dim, "keepdim": True}) if isinstance(values["dim"], int) else refuse()
+    if most > whole_shape(x)[dim]:
         raise NoRule  # torch says so
-    made = func(found, most, **options) if name == "topk" else func(found, **options)
-    places = at.gather(dim, made[1])
-    return type(made)((made[0], places) if keep else (made[0].squeeze(dim), places.squeeze(dim)))
+    first = func(local, *([min(most, local.shape[dim])] if topk else []), **more)
+    begin = next((begin for begin, _ in x.part.of_rank(x.part.axis.rank)), 0)
+    found, at = (_of_all(each, x.part, x.part.dim, most) for each in (first[0], first[1] + begin))
+    made = func(found, *([most] if topk else []), **more)
+    both = made[0], at.gather(dim, made[1])
+    return type(made)(both if keep else [each.squeeze(dim) for each in both])
 
 
-def _begin(part: SplitPart) -> int:
-    return next((begin for begin, _ in part.of_rank(part.axis.rank)), 0)
-
-
-def _argmax(x: SplitTensor, name: str, values: dict[str, Any]) -> Tensor:
-    dim, keep, x = values.get("dim"), values.get("keepdim", False), split(x.detach(), x.part)
-    if dim is not None:
-        return _largest(getattr(torch, name), (x, dim, keep), {})[1]  # type: ignore[no-any-return]
-    if x.part.dim or keep:
-        raise NoRule
-    rest = whole_shape(x)[1:].numel()
-    _over(x, 0)
-    best, at = getattr(torch, name)(_filled(x).flatten(), 0)
-    best, at = (_of_all(each.reshape(1), x.part, 0) for each in (best, at + _begin(x.part) * rest))
-    found: Tensor = at[getattr(torch, name)(best, 0)[1]]
-    return found
+def _place(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    values = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | dict(kwargs)
+    x = split(first_split(args).detach(), args[0].part)
+    if values.get("dim", values.get("axis")) is None:
+        x, values = SHAPES["flatten"](torch.flatten, (x,), {}) if not values.get("keepdim") else refuse(), {"dim": 0}
+    return _largest(getattr(torch, called(func)[3:]), (x,), values)[1]
 
 
 def _spread(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute a variance or standard deviation, with the mean if the operator returns it."""
-    x, name = first_split(args), called(func)
-    if len(args) > 1 and isinstance(args[1], bool):
-        args = (args[0], None, *args[1:])
-    values = _named(args, kwargs, "dim", "unbiased", "keepdim", "correction")
-    dims, keep = _over(x, values.get("dim")), values.get("keepdim", False)
-    correction = values.get("correction", int(values.get("unbiased", True)))
-    correction, count = 1 if correction is None else correction, math.prod(whole_shape(x)[dim] for dim in dims)
-    mean = summed_now(x.sum(dims, keepdim=True), x.part) / count
-    squares = (x - enter(mean, x.part.axis)).square().sum(dims, keepdim=keep)
+    args = (args[0], None, *args[1:]) if len(args) > 1 and isinstance(args[1], bool) else args
+    x, dims, values = _asked(args, kwargs, "dim", "unbiased", "keepdim", "correction")
+    keep, correction = values.get("keepdim", False), values.get("correction")
+    correction = values.get("unbiased") is not False if correction is None else correction
+    count = math.prod(whole_shape(x)[dim] for dim in dims)
+    mean = _summed(x.sum(dims, True), x.part) / count
+    squares = (x - enter(mean, x.part.axis)).square().sum(dims, keep)
     made = add_up(squares, x.part.axis) / max(count - correction, 0)
-    if name.startswith("std"):
+    if called(func).startswith("std"):
         none = made == 0
         made = made.masked_fill(none, 1).sqrt().masked_fill(none, 0)
-    return (made, mean if keep else mean.squeeze(dims)) if name.endswith("mean") else made
+    return (made, mean if keep else mean.squeeze(dims)) if "mean" in called(func) else made
+
+
+def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Run batch norm on rows. In training, its statistics are those of all rows on all ranks."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    x, momentum = first_split(args) if func is functional.batch_norm else refuse(), values["momentum"]
+    count, shape = whole_shape(x).numel() // max(x.shape[1], 1), [-1, *[1] * (x.dim() - 2)]
+    if not values["training"] or x.part.dim == 1 or count < 2:
+        return refuse() if values["training"] else alone(1, 2)(func, args, kwargs)
+    wide, dims = split(x.to(torch.promote_types(x.dtype, torch.float32)), x.part), [0, *range(2, x.dim())]
+    var, mean = _spread(torch.var_mean, (wide, dims), {"correction": 0})
+    made = (wide - enter(mean, x.part.axis).view(shape)) * enter((var + values["eps"]).rsqrt(), x.part.axis).view(shape)
+    for name, apply in (("weight", torch.mul), ("bias", torch.add)):
+        if values[name] is not None:
+            made = apply(made, enter(gather(values[name]), x.part.axis).view(shape))
+    for kept, new in zip([values[name] for name in names[1:3]], (mean, var * (count / (count - 1))), strict=True):
+        if kept is not None:
+            kept.mul_(1 - momentum).add_(new.detach().to(kept.dtype), alpha=momentum)
+    return given(made.to(x.dtype), x.part)
 
 
 def _cumsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Add up entries along the split dim: each rank adds what the ranks before it hold."""
-    x = first_split(args)
-    dim = _over(x, _named(args, kwargs, "dim")["dim"])[0]
-    if dim:
-        raise NoRule
-    before = replace(x.part, length=x.part.axis.size, pieces=None)
-    totals = gather(split(x.sum(dim, keepdim=True), before))
-    return given(
-        x.cumsum(dim) + enter(totals, x.part.axis).narrow(dim, 0, x.part.axis.rank).sum(dim, keepdim=True), x.part
-    )
+    """Add up rows one after the other: each rank adds what the ranks before it hold."""
+    x, (dim,), _ = _asked(args, kwargs, "dim") if not args[0].part.dim else refuse()
+    totals = gather(split(x.sum(dim, True), replace(x.part, length=x.part.axis.size, pieces=None)))
+    return given(x.cumsum(dim) + enter(totals, x.part.axis)[: x.part.axis.rank].sum(dim, True), x.part)
+
+
+def _classes(x: SplitTensor, least: int = 0) -> int:
+    """Return the number of classes of which a tensor has the numbers."""
+    most = x.max() + 1 if x.numel() else x.new_zeros(())
+    return max(least, int(x.part.axis.all_reduce(most, "max")))
 
 
 def _counted(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Count the numbers in a split tensor."""
-    x = first_split(args)
-    values = _named(args, kwargs, "weights", "minlength")
-    most = x.max() + 1 if len(x) else torch.zeros((), dtype=x.dtype, device=x.device)
-    bins = max(int(x.part.axis.all_reduce(most.long(), "max")), values.get("minlength", 0))
-    weights = values.get("weights")
-    own = None if weights is None else with_parts_of(weights, x.part, 1)
-    made = torch.bincount(x, own, bins)
-    return add_up(made if own is None or own.numel() else own.new_zeros(bins), x.part.axis)
+    values = dict(zip(("input", "weights", "minlength"), args, strict=False)) | dict(kwargs)
+    x, weights = first_split(args), values.get("weights")
+    own, classes = with_parts_of(weights, x.part, 1), _classes(x, values.get("minlength", 0))
+    return add_up(torch.bincount(x, own, classes).to(x.dtype if own is None else own.dtype), x.part.axis)
 
 
 def _one_hot(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = first_split(args)
-    classes = [*args[1:], *(value for name, value in kwargs.items() if name == "num_classes"), -1][0]
-    if classes < 0:
-        most = x.max() + 1 if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)
-        classes = int(x.part.axis.all_reduce(most, "max"))
-    return given(torch.nn.functional.one_hot(x, classes), x.part)
+    x, classes = first_split(args), [*args[1:], kwargs.get("num_classes", -1)][0]
+    return given(functional.one_hot(x, classes if classes >= 0 else _classes(x)), x.part)
 
 
 def _accumulated(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Add split rows to entries of a whole tensor: each rank adds its rows to zeros, and the ranks' results are added
     up."""
-    if len(args) != 4 or kwargs or not isinstance(args[3], Tensor) or is_split(args[0]):
-        raise NoRule
-    x, dim, index, source = args[0], args[1] % args[0].dim(), args[2], args[3]
+    fits = len(args) == 4 and not kwargs and isinstance(args[3], Tensor) and not is_split(args[0])
+    x, dim, index, source = (args[0], args[1] % args[0].dim(), *args[2:]) if fits else refuse()
     like = source if is_split(source) else index
     if like.part.dim != (dim if like.dim() > 1 else 0):
         raise NoRule
@@ -231,33 +196,19 @@ def _accumulated(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return x.add_(made) if called(func).endswith("_") else x + made
 
 
-def _first_alone(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operator on each entry of its first tensor, with the whole of any other."""
-    x = first_split(args)
-    return given(func(x, *map(gather, args[1:]), **kwargs), x.part)
-
-
 def _contains(func: Func, args: Args, kwargs: Kwargs) -> bool:
     return bool(_twice(torch.any, (ELEMENTWISE["eq"](torch.eq, args, {}),), {}))
-
-
-def _equal(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    x, y = args[:2]
-    if whole_shape(x) != whole_shape(y):
-        return False
-    same = ELEMENTWISE["eq"](torch.isclose if called(func) == "allclose" else torch.eq, args, kwargs)
-    return bool(_twice(torch.all, (same,), {})) if whole_shape(x).numel() else True
 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["all", "any", "prod", "logsumexp", "_is_all_true", "_is_any_true"], _twice),
     **dict.fromkeys(["norm", "linalg_vector_norm", "linalg_norm"], _norm),
     **dict.fromkeys(["amax", "amin"], _amax),
-    **dict.fromkeys(["max", "min", "argmax", "argmin", "topk"], _largest),
+    **dict.fromkeys(["max", "min", "topk"], _largest),
+    **dict.fromkeys(["argmax", "argmin"], _place),
     **dict.fromkeys(["std", "var", "std_mean", "var_mean"], _spread),
     **dict.fromkeys(["index_add", "index_add_", "scatter_add", "scatter_add_"], _accumulated),
-    **dict.fromkeys(["isin", "bucketize"], _first_alone),
-    **dict.fromkeys(["equal", "allclose"], _equal),
+    "batch_norm": _batch_norm,
     "cumsum": _cumsum,
     "bincount": _counted,
     "one_hot": _one_hot,

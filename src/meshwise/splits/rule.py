@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwise.compat.torch_function import Args, Func, Kwargs
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import enter, gather, scatter
 from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
 
-Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+Rule = Callable[[Func, Args, Kwargs], Any]
 """A function that runs an operator on split tensors. Raises NoRule, with nothing changed, if it cannot run the call."""
 
 
@@ -23,18 +24,9 @@ class NoRule(Exception):
     """Raised by a rule if the operator must run on whole tensors."""
 
 
-def either(first: Rule | None, other: Rule) -> Rule:
-    """Return a rule that runs `first`, or `other` where `first` raises NoRule."""
-    if first is None:
-        return other
-
-    def rule(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        try:
-            return first(func, args, kwargs)
-        except NoRule:
-            return other(func, args, kwargs)
-
-    return rule
+def refuse() -> Any:
+    """Raise NoRule, from within an expression."""
+    raise NoRule
 
 
 def part_of(thing: Any) -> SplitPart | None:

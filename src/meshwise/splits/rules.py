@@ -19,45 +19,21 @@ from torch import Tensor
 from meshwise.compat.torch_function import called, change_arguments_of_functions, on_parts, written_out
 from meshwise.compat.tree import map_kind
 from meshwise.spec.words import some
-from meshwise.splits import (
-    along,
-    attention,
-    draws,
-    elementwise,
-    losses,
-    pairs,
-    picking,
-    products,
-    reducing,
-    rows,
-    shapes,
-)
+from meshwise.splits import along, attention, elementwise, losses, picking, products, reducing, rows, shapes
 from meshwise.splits.crossing import gather, scatter
-from meshwise.splits.rule import NoRule, Rule, either
+from meshwise.splits.rule import NoRule, Rule
 from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, is_split, levels_below, split, whole_shape
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, Rule] = {
+    name: rule
+    for room in (elementwise, shapes, along, products, losses, attention)
+    for name, rule in room.RULES.items()
+}
 """The rule of each torch function that has one, by the function's name. A rule runs the function on split tensors."""
-for _room in (elementwise, shapes, along, attention, products, losses, picking, rows, reducing, draws, pairs):
-    RULES.update({name: either(RULES.get(name), rule) for name, rule in _room.RULES.items()})
-WRITTEN_OUT = {
-    "multi_head_attention_forward",
-    "gaussian_nll_loss",
-    "multilabel_soft_margin_loss",
-    "triplet_margin_with_distance_loss",
-}
+WRITTEN_OUT = {"multi_head_attention_forward", "gaussian_nll_loss", "multilabel_soft_margin_loss"}
+WRITTEN_OUT |= {"triplet_margin_with_distance_loss"}
 """Torch functions that need no rule in RULES, because RULES has the operators that their Python code calls."""
-READS = {
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__format__",
-    "__repr__",
-    "__array__",
-    "__reduce_ex__",
-    "item",
-}
+READS = {"__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__", "__array__", "__reduce_ex__"}
 READS |= {"item", "numpy", "tolist"}
 """Functions that read values out of tensors."""
 gathered: Counter[str] = Counter()
@@ -85,12 +61,12 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def _on_parts(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if name.startswith("."):
         return _property(name, func, args)
-    rule = RULES.get(name)
-    if rule is not None:
-        try:
-            return rule(func, args, kwargs)
-        except NoRule:
-            pass
+    for rules in (RULES, picking.RULES, rows.RULES, reducing.RULES):
+        if name in rules:
+            try:
+                return rules[name](func, args, kwargs)
+            except NoRule:
+                pass
     _count(name, args)
     return _on_the_whole(name, func, args, kwargs)
 
@@ -99,7 +75,7 @@ def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     tensor = args[0]
     if name == ".shape":
         return whole_shape(tensor)
-    if name == ".T" or name == ".mT":
+    if name in (".T", ".mT"):
         return RULES["t"](func, args, {}) if name == ".T" else RULES["transpose"](func, (tensor, -2, -1), {})
     if name in (".H", ".mH", ".real", ".imag"):
         return getattr(gather(tensor), name[1:])

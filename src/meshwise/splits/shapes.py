@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.compat.torch_function import called
+from meshwise.compat.torch_function import Args, Func, Kwargs, called
 from meshwise.splits import places
 from meshwise.splits.along import along
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.rule import NoRule, Rule, first_split, given, moved, numbers, positive, with_parts_of
 from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
-
-Func = Callable[..., Any]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 
 
 def reshaped(part: SplitPart, before: Sequence[int], after: Sequence[int]) -> SplitPart:
