@@ -129,9 +129,10 @@ def _spread(func: Func, args: Args, kwargs: Kwargs) -> Any:
     keep, correction = values.get("keepdim", False), values.get("correction")
     correction = values.get("unbiased") is not False if correction is None else correction
     count = math.prod(whole_shape(x)[dim] for dim in dims)
+    free = count - correction if count > correction else refuse()  # torch warns
     mean = _summed(x.sum(dims, True), x.part) / count
     squares = (x - enter(mean, x.part.axis)).square().sum(dims, keep)
-    made = add_up(squares, x.part.axis) / max(count - correction, 0)
+    made = add_up(squares, x.part.axis) / free
     if called(func).startswith("std"):
         none = made == 0
         made = made.masked_fill(none, 1).sqrt().masked_fill(none, 0)
