@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from meshwise.compat.tree import map_tensors
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
+from meshwise.process import once
 from meshwise.spec.world import World
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
@@ -21,6 +22,32 @@ from meshwise.whole.axis import DataAxis
 from meshwise.whole.backward import Backwards
 from meshwise.whole.batches import reads_own_rows, whole_batch
 from meshwise.whole.call import Divided, divide, guard_reads
+
+
+class OneDevice:
+    """The whole view on one device, where every batch is whole: loops draw as without meshwise."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        _begin(engine, Backwards(engine, None))
+
+    def add_models(self, models: Iterable[nn.Module]) -> None:
+        """Do nothing: no call is divided."""
+
+    def divided_rows(self, tree: Any, dim: int = 0) -> Any:
+        """Return the batch as it is."""
+        return tree
+
+    def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
+        """Return as which rank this process reads a loader, and a function that leaves its batches as they are."""
+        return self.engine.world, lambda batch, part: batch
+
+
+def _begin(engine: Engine, backwards: Backwards) -> None:
+    engine.ends.callback(backwards.begin())
+    engine.events.without("meshwise.guards.")
+    engine.generator.seeded = False
+    engine.program.by_construction = True
 
 
 class WholeView:
@@ -33,6 +60,7 @@ class WholeView:
         losses.begin()
         guard_reads()
         engine.ends.callback(self.backwards.begin())
+        engine.ends.callback(once.begin(engine.world.rank, engine.world.size))
         engine.events.without("meshwise.guards.")
         engine.generator.seeded = False
         engine.program.by_construction = True
