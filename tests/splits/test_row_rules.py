@@ -27,11 +27,10 @@ from meshwise.splits.tensor import SplitTensor, split
 from tests.parallel.test_split_context import ThreadAxis, on_ranks, same
 
 D, INF = torch.float64, float("inf")
-SHAPES = {
-    **dict.fromkeys("xyz", (4,)), "v": (), "u": (), "q": (3, 4), "p": (4, 4, 4), "g": (2, 2, 2), "a": (2, 3, 4), "s": (2, 2)
-}  # fmt: skip
-"""What an operator gets: lower letters have rows, k and j are numbers of classes (one, two a row), m is a mask."""
-WHOLE = {"W": (4, 4), "B": (4,), "K": (4, 4, 2), "F": (2, 4, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {"v": (), "u": (), "q": (3, 4), "p": (4, 4, 4), "g": (2, 2, 2), "a": (2, 3, 4)}
+SHAPES |= {"x": (4,), "y": (4,), "z": (4,), "s": (2, 2)}
+"""What an operator gets: small letters have rows, k and j are classes (one, two a row), m is a mask."""
+WHOLE = {"W": (4, 4), "B": (4,), "K": (4, 4, 2), "T": (2, 4, 4)}
 LOCK = threading.Lock()
 Case = tuple[int, str, Callable[..., Any]]
 
@@ -46,15 +45,11 @@ def put(x: Tensor, index: Any, value: Any) -> Tensor:
     return x
 
 
-def drawn(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with a generator that is as on one device: threads share it."""
-
-    def run(*inputs: Tensor) -> Any:
-        with LOCK:
-            torch.manual_seed(5)
-            return function(*inputs)
-
-    return run
+def drawn(function: Callable[[], Any]) -> Any:
+    """Call `function` with a generator that is as on one device: threads share it."""
+    with LOCK:
+        torch.manual_seed(5)
+        return function()
 
 
 def recurrent(name: str, gates: int) -> Callable[..., Any]:
@@ -85,182 +80,67 @@ def signs(k: Tensor) -> Tensor:
     return (k > 0) * 2 - 1
 
 
-OPERATORS: dict[str, Case] = {
-    "__getitem__ index": (90, "x", lambda x: x[order(x)]),
-    "__getitem__ some": (40, "x", lambda x: x[order(x)[: len(x) // 2]]),
-    "__getitem__ list": (5, "x", lambda x: x[[-1, 0, 0]]),
-    "__getitem__ split index": (10, "xk", lambda x, k: x[k % len(x)]),
-    "__getitem__ table": (20, "kW", lambda k, w: w[k]),
-    "__getitem__ tables": (5, "jW", lambda j, w: w[j[:, 0], j[:, 1]]),
-    "__getitem__ column table": (3, "kW", lambda k, w: w[:, k]),
-    "__getitem__ mask": (60, "xm", lambda x, m: x[m]),
-    "__getitem__ whole mask": (8, "x", lambda x: x[order(x) % 2 == 0]),
-    "__getitem__ own mask": (15, "x", lambda x: x[x > 0]),
-    "__getitem__ masked column": (5, "xm", lambda x, m: x[m, 1]),
-    "__getitem__ pairs": (25, "xk", lambda x, k: x[torch.arange(len(x)), k]),
-    "__getitem__ pairs of others": (3, "xk", lambda x, k: x[order(x), k]),
-    "__getitem__ pairs of two": (4, "xj", lambda x, j: x[torch.arange(len(x))[:, None], j]),
-    "__getitem__ columns": (10, "x", lambda x: x[:, [0, 2]]),
-    "__getitem__ slice": (80, "x", lambda x: x[1:4]),
-    "__getitem__ row": (60, "x", lambda x: x[-1]),
-    "__getitem__ column": (90, "x", lambda x: x[:, 0]),
-    "__setitem__ mask": (20, "xm", lambda x, m: put(x, m, 0.5)),
-    "__setitem__ rows of a mask": (5, "xmy", lambda x, m, y: put(x, m, y[m])),
-    "__setitem__ index": (8, "x", lambda x: put(x, order(x)[:2], 0.5)),
-    "__setitem__ pairs": (8, "xkv", lambda x, k, v: put(x, (torch.arange(len(x)), k), v)),
-    "__setitem__ column": (15, "xv", lambda x, v: put(x, (slice(None), 1), v)),
-    "__setitem__ row": (8, "xB", lambda x, b: put(x, -1, b)),
-    "index_select": (8, "x", lambda x: x.index_select(0, order(x))),
-    "masked_select": (6, "x", lambda x: x.masked_select(x > 0)),
-    "nonzero": (10, "m", lambda m: m.nonzero().squeeze(1)),
-    "where of one": (6, "xm", lambda x, m: x[torch.where(m)[0]]),
-    "where": (40, "xyB", lambda x, y, b: torch.where(x > y, x, b)),
-    "gather": (30, "xk", lambda x, k: x.gather(1, k[:, None])),
-    "take_along_dim": (4, "xj", lambda x, j: torch.take_along_dim(x, j, dim=1)),
-    "scatter": (8, "xk", lambda x, k: x.scatter(1, k[:, None], 0.5)),
-    "scatter_": (12, "xk", lambda x, k: torch.zeros_like(x).scatter_(1, k[:, None], 1)),
-    "scatter_add": (4, "xjy", lambda x, j, y: x.scatter_add(1, j, y[:, :2])),
-    "scatter_add_ to classes": (4, "kxF", lambda k, x, f: f[0].scatter_add(0, k[:, None].expand(-1, 4), x)),
-    "index_add": (6, "kxF", lambda k, x, f: f[0].index_add(0, k, x)),
-    "index_add_": (6, "kx", lambda k, x: torch.zeros(3, 4, dtype=D).index_add_(0, k, x)),
-    "bincount": (8, "k", lambda k: torch.bincount(k, minlength=2)),
-    "one_hot": (30, "k", lambda k: F.one_hot(k)),
-    "one_hot of classes": (30, "k", lambda k: F.one_hot(k, 5)),
-    "chunk": (40, "x", lambda x: x.chunk(2)),
-    "split": (25, "x", lambda x: x.split(2)),
-    "tensor_split": (2, "x", lambda x: x.tensor_split(3)),
-    "unbind": (6, "x", lambda x: x.unbind(1)),
-    "cat": (90, "xyW", lambda x, y, w: torch.cat([x, y, w])),
-    "stack": (60, "xy", lambda x, y: torch.stack([x, y])),
-    "repeat_interleave": (6, "x", lambda x: x.repeat_interleave(2, 0)),
-    "roll": (8, "x", lambda x: x.roll(1, 0)),
-    "flip": (8, "x", lambda x: x.flip(0)),
-    "diag": (10, "xy", lambda x, y: torch.diag(x @ y.T)),
-    "masked_fill": (30, "xy", lambda x, y: (x @ y.T).masked_fill(torch.eye(len(x)) > 0, -9.0)),
-    "sort": (8, "x", lambda x: x.sort(1)),
-    "sort of rows": (4, "v", lambda v: v.sort()),
-    "argsort of rows": (5, "xv", lambda x, v: x[v.argsort()]),
-    "topk": (30, "x", lambda x: x.topk(2)),
-    "topk of rows": (8, "v", lambda v: v.topk(2, largest=False)),
-    "argmax": (90, "x", lambda x: x.argmax(1)),
-    "argmax of rows": (5, "x", lambda x: [x.argmax(0), x.argmax()]),
-    "max": (50, "x", lambda x: x.max(1)),
-    "max of all": (30, "x", lambda x: x.round().max()),
-    "max of rows": (8, "x", lambda x: x.round().max(0)),
-    "max of two": (10, "xy", lambda x, y: torch.max(x, y)),
-    "min of all": (20, "x", lambda x: x.round().min()),
-    "amax of rows": (5, "x", lambda x: x.round().amax(0)),
-    "any": (10, "m", lambda m: m.any()),
-    "all": (10, "m", lambda m: [m.all(), m.any(0)]),
-    "prod": (3, "x", lambda x: [x.prod(0), x.prod()]),
-    "median": (3, "x", lambda x: x.median(1)),
-    "median of rows": (3, "x", lambda x: x.median(0)),
-    "quantile of rows": (3, "v", lambda v: v.quantile(0.3)),
-    "unique": (8, "k", lambda k: k.unique()),
-    "isin": (2, "k", lambda k: torch.isin(k, torch.tensor([1, 2]))),
-    "__contains__": (2, "k", lambda k: 2 in k),
-    "equal": (1, "ku", lambda k, u: torch.equal(k, u)),
-    "cumsum": (10, "x", lambda x: x.cumsum(1)),
-    "cumsum of rows": (4, "x", lambda x: x.cumsum(0)),
-    "sum": (100, "x", lambda x: x.sum()),
-    "mean": (100, "x", lambda x: x.mean()),
-    "sum of rows": (40, "x", lambda x: x.sum(0)),
-    "mean of columns": (60, "x", lambda x: x.mean(1)),
-    "std": (15, "x", lambda x: [x.std(), x.std(0, unbiased=False)]),
-    "var": (10, "x", lambda x: [x.var(0), torch.var(x, (0, 1), keepdim=True)]),
-    "var_mean": (2, "x", lambda x: torch.var_mean(x, 0)),
-    "norm": (30, "x", lambda x: [x.norm(), x.norm(dim=1)]),
-    "vector_norm": (4, "x", lambda x: torch.linalg.vector_norm(x, INF, dim=0)),
-    "normalize": (40, "x", lambda x: F.normalize(x)),
-    "logsumexp": (8, "x", lambda x: [x.logsumexp(0), x.logsumexp(1)]),
-    "softmax": (80, "x", lambda x: x.softmax(-1)),
-    "softmax of rows": (5, "x", lambda x: x.softmax(0)),
-    "log_softmax": (50, "x", lambda x: F.log_softmax(x, 1)),
-    "matmul": (70, "xW", lambda x, w: x @ w),
-    "matmul of pairs": (25, "xy", lambda x, y: x @ y.T),
-    "matmul over rows": (8, "xy", lambda x, y: x.T @ y),
-    "mv": (5, "xB", lambda x, b: x @ b),
-    "dot": (3, "uv", lambda u, v: u @ v),
-    "bmm": (20, "qa", lambda q, a: torch.bmm(q, a[:, 0].transpose(1, 2))),
-    "outer": (3, "uv", lambda u, v: torch.outer(u, v)),
-    "einsum": (20, "xy", lambda x, y: torch.einsum("nc,mc->nm", x, y)),
-    "einsum over rows": (6, "xy", lambda x, y: torch.einsum("nc,nd", x, y)),
-    "cdist": (6, "xy", lambda x, y: torch.cdist(x, y)),
-    "cosine_similarity": (15, "xy", lambda x, y: F.cosine_similarity(x, y)),
-    "cosine_similarity of pairs": (5, "xy", lambda x, y: F.cosine_similarity(x[:, None], y[None], dim=-1)),
-    "pairwise_distance": (8, "xy", lambda x, y: F.pairwise_distance(x, y)),
-    "linear": (100, "xWB", lambda x, w, b: F.linear(x, w, b)),
-    "bilinear": (1, "xyF", lambda x, y, f: F.bilinear(x, y, f)),
-    "embedding": (50, "jW", lambda j, w: F.embedding(j, w)),
-    "embedding_bag": (2, "jW", lambda j, w: F.embedding_bag(j, w)),
-    "conv2d": (80, "pW", lambda p, w: F.conv2d(p, w[:, :, None, None])),
-    "conv2d of groups": (10, "pK", lambda p, k: F.conv2d(p, k.transpose(1, 2)[..., None].contiguous(), groups=2)),
-    "conv1d": (15, "qF", lambda q, f: F.conv1d(q.transpose(1, 2), f[..., :2].contiguous())),
-    "conv_transpose2d": (8, "pK", lambda p, k: F.conv_transpose2d(p, k[..., None])),
-    "max_pool2d": (40, "p", lambda p: F.max_pool2d(p, 2)),
-    "max_pool2d with indices": (2, "p", lambda p: F.max_pool2d(p, 2, return_indices=True)),
-    "avg_pool2d": (15, "p", lambda p: F.avg_pool2d(p, 2)),
-    "adaptive_avg_pool2d": (25, "p", lambda p: F.adaptive_avg_pool2d(p, 1)),
-    "max_pool1d": (5, "q", lambda q: F.max_pool1d(q, 2)),
-    "interpolate": (30, "p", lambda p: F.interpolate(p, scale_factor=2, mode="bilinear")),
-    "pixel_shuffle": (4, "p", lambda p: F.pixel_shuffle(p, 2)),
-    "unfold": (3, "p", lambda p: F.unfold(p, 2)),
-    "fold": (1, "p", lambda p: F.fold(p.flatten(2)[:, :, :1], (2, 2), 2)),
-    "grid_sample": (6, "pg", lambda p, g: F.grid_sample(p, g, align_corners=False)),
-    "layer_norm": (50, "xB", lambda x, b: F.layer_norm(x, (4,), b)),
-    "group_norm": (15, "pB", lambda p, b: F.group_norm(p, 2, b)),
-    "instance_norm": (6, "p", lambda p: F.instance_norm(p)),
-    "local_response_norm": (2, "p", lambda p: F.local_response_norm(p, 2)),
-    "batch_norm": (60, "xB", normed),
-    "batch_norm of images": (60, "pB", normed),
-    "batch_norm in eval": (20, "pB", lambda p, b: F.batch_norm(p, b.detach(), b.detach().exp(), b)),
-    "prelu": (3, "xB", lambda x, b: F.prelu(x, b)),
-    "tril": (4, "s", lambda s: s.tril()),
-    "pad": (20, "q", lambda q: F.pad(q, (0, 0, 0, 2))),
-    "lstm": (20, "qW", recurrent("lstm", 4)),
-    "gru": (10, "qW", recurrent("gru", 3)),
-    "multi_head_attention_forward": (20, "qW", heads),
-    "multi_head_attention_forward masked": (
-        10,
-        "qmW",
-        lambda q, m, w: heads(q, w, key_padding_mask=m[:, None] & (torch.arange(3) > 0), need_weights=False),
-    ),
-    "scaled_dot_product_attention": (
-        20,
-        "am",
-        lambda a, m: F.scaled_dot_product_attention(a, a, a, m[:, None, None, None] | (torch.arange(3) < 2)),
-    ),
-    "scaled_dot_product_attention without heads": (
-        3,
-        "q",
-        lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
-    ),
-    "dropout": (60, "x", drawn(lambda x: F.dropout(x, 0.5, True))),
-    "dropout2d": (5, "p", drawn(lambda p: [F.dropout2d(p), F.alpha_dropout(p, 0.5, True)])),
-    "rand_like": (15, "x", drawn(lambda x: [torch.rand_like(x), torch.randint_like(x, 9)])),
-    "randn_like": (40, "x", drawn(lambda x: x + torch.randn_like(x))),
-    "bernoulli": (6, "x", drawn(lambda x: torch.bernoulli(x.sigmoid()))),
-    "normal": (6, "xy", drawn(lambda x, y: torch.normal(x, y.exp()))),
-    "normal_": (6, "x", drawn(lambda x: torch.empty_like(x).normal_())),
-    "multinomial": (10, "x", drawn(lambda x: torch.multinomial(x.exp(), 2))),
-    "gumbel_softmax": (4, "x", drawn(lambda x: F.gumbel_softmax(x, hard=True))),
-    "cross_entropy": (100, "xk", lambda x, k: F.cross_entropy(x, k)),
-    "mse_loss": (60, "xy", lambda x, y: F.mse_loss(x, y)),
-    "triplet_margin_loss": (6, "xyz", lambda x, y, z: F.triplet_margin_loss(x, y, z)),
-    "margin_ranking_loss": (4, "uvk", lambda u, v, k: F.margin_ranking_loss(u, v, signs(k))),
-    "cosine_embedding_loss": (4, "xyk", lambda x, y, k: F.cosine_embedding_loss(x, y, signs(k))),
-    "hinge_embedding_loss": (2, "vk", lambda v, k: F.hinge_embedding_loss(v, signs(k))),
-    "multi_margin_loss": (1, "xk", lambda x, k: F.multi_margin_loss(x, k, reduction="sum")),
-    "multilabel_soft_margin_loss": (2, "xy", lambda x, y: F.multilabel_soft_margin_loss(x, y.sigmoid())),
-    "gaussian_nll_loss": (3, "xyz", lambda x, y, z: F.gaussian_nll_loss(x, y, z.exp())),
-    "poisson_nll_loss": (1, "xy", lambda x, y: F.poisson_nll_loss(x, y)),
-    "ctc_loss": (3, "qj", ctc),
-    "inverse": (2, "s", lambda s: torch.linalg.inv(s + 9 * torch.eye(2, dtype=D))),
-    "Categorical.log_prob": (10, "xk", lambda x, k: torch.distributions.Categorical(logits=x).log_prob(k)),
-}
+TABLE = """
+100 xy x + y ; 100 x x * 2 ; 100 xB x - B ; 60 xy x / (y.abs() + 1) ; 60 x x**2 ; 40 x x.exp() ; 40 x x.abs()
+40 x x.clamp(-1, 1) ; 60 x x.relu() ; 60 k (k == 1).float() ; 90 x x.detach() ; 60 p p.flatten(1) ; 60 q q.view(-1, 4)
+50 x x.unsqueeze(1) ; 40 p p.permute(0, 2, 3, 1) ; 15 x x[:, None].expand(-1, 3, -1) ; 20 x torch.zeros_like(x)
+90 x x[order(x)] ; 40 x x[order(x)[: len(x) // 2]] ; 5 x x[[-1, 0, 0]] ; 10 xk x[k % len(x)] ; 20 kW W[k]
+5 jW W[j[:, 0], j[:, 1]] ; 3 kW W[:, k] ; 60 xm x[m] ; 8 x x[order(x) % 2 == 0] ; 15 x x[x > 0] ; 5 xm x[m, 1]
+25 xk x[torch.arange(len(x)), k] ; 3 xk x[order(x), k] ; 4 xj x[torch.arange(len(x))[:, None], j] ; 10 x x[:, [0, 2]]
+80 x x[1:4] ; 60 x x[-1] ; 90 x x[:, 0] ; 20 xm put(x, m, 0.5) ; 5 xmy put(x, m, y[m]) ; 8 x put(x, order(x)[:2], 0.5)
+8 xkv put(x, (torch.arange(len(x)), k), v) ; 15 xv put(x, (slice(None), 1), v) ; 8 xB put(x, -1, B)
+8 x x.index_select(0, order(x)) ; 6 x x.masked_select(x > 0) ; 10 m m.nonzero().squeeze(1) ; 6 xm x[torch.where(m)[0]]
+40 xyB torch.where(x > y, x, B) ; 30 xk x.gather(1, k[:, None]) ; 4 xj torch.take_along_dim(x, j, dim=1)
+8 xk x.scatter(1, k[:, None], 0.5) ; 12 xk torch.zeros_like(x).scatter_(1, k[:, None], 1)
+4 xjy x.scatter_add(1, j, y[:, :2]) ; 4 kxT T[0].scatter_add(0, k[:, None].expand(-1, 4), x)
+6 kxT T[0].index_add(0, k, x) ; 6 kx torch.zeros(3, 4, dtype=D).index_add_(0, k, x)
+8 k torch.bincount(k, minlength=2) ; 30 k F.one_hot(k) ; 30 k F.one_hot(k, 5) ; 40 x x.chunk(2) ; 25 x x.split(2)
+2 x x.tensor_split(3) ; 6 x x.unbind(1) ; 90 xyW torch.cat([x, y, W]) ; 60 xy torch.stack([x, y])
+6 x x.repeat_interleave(2, 0) ; 8 x x.roll(1, 0) ; 8 x x.flip(0) ; 10 xy torch.diag(x @ y.T)
+30 xy (x @ y.T).masked_fill(torch.eye(len(x)) > 0, -9.0) ; 8 x x.sort(1) ; 4 v v.sort() ; 5 xv x[v.argsort()]
+30 x x.topk(2) ; 8 v v.topk(2, largest=False) ; 90 x x.argmax(1) ; 5 x [x.argmax(0), x.argmax()] ; 50 x x.max(1)
+30 x x.round().max() ; 8 x x.round().max(0) ; 10 xy torch.max(x, y) ; 20 x x.round().min() ; 5 x x.round().amax(0)
+10 m m.any() ; 10 m [m.all(), m.any(0)] ; 3 x [x.prod(0), x.prod()] ; 3 x x.median(1) ; 3 x x.median(0)
+3 v v.quantile(0.3) ; 8 k k.unique() ; 2 k torch.isin(k, torch.tensor([1, 2])) ; 2 k 2 in k ; 1 ku torch.equal(k, u)
+10 x x.cumsum(1) ; 4 x x.cumsum(0) ; 100 x x.sum() ; 100 x x.mean() ; 40 x x.sum(0) ; 60 x x.mean(1)
+15 x [x.std(), x.std(0, unbiased=False)] ; 10 x [x.var(0), torch.var(x, (0, 1), keepdim=True)]
+2 x torch.var_mean(x, 0) ; 30 x [x.norm(), x.norm(dim=1)] ; 4 x torch.linalg.vector_norm(x, INF, dim=0)
+40 x F.normalize(x) ; 8 x [x.logsumexp(0), x.logsumexp(1)] ; 80 x x.softmax(-1) ; 5 x x.softmax(0)
+50 x F.log_softmax(x, 1) ; 70 xW x @ W ; 25 xy x @ y.T ; 8 xy x.T @ y ; 5 xB x @ B ; 3 uv u @ v
+20 qa torch.bmm(q, a[:, 0].transpose(1, 2)) ; 3 uv torch.outer(u, v) ; 20 xy torch.einsum("nc,mc->nm", x, y)
+6 xy torch.einsum("nc,nd", x, y) ; 6 xy torch.cdist(x, y) ; 15 xy F.cosine_similarity(x, y)
+5 xy F.cosine_similarity(x[:, None], y[None], dim=-1) ; 8 xy F.pairwise_distance(x, y) ; 100 xWB F.linear(x, W, B)
+1 xyT F.bilinear(x, y, T) ; 50 jW F.embedding(j, W) ; 2 jW F.embedding_bag(j, W)
+80 pW F.conv2d(p, W[:, :, None, None]) ; 10 pK F.conv2d(p, K.transpose(1, 2)[..., None].contiguous(), groups=2)
+15 qT F.conv1d(q.transpose(1, 2), T[..., :2].contiguous()) ; 8 pK F.conv_transpose2d(p, K[..., None])
+40 p F.max_pool2d(p, 2) ; 2 p F.max_pool2d(p, 2, return_indices=True) ; 15 p F.avg_pool2d(p, 2)
+25 p F.adaptive_avg_pool2d(p, 1) ; 5 q F.max_pool1d(q, 2) ; 30 p F.interpolate(p, scale_factor=2, mode="bilinear")
+4 p F.pixel_shuffle(p, 2) ; 3 p F.unfold(p, 2) ; 1 p F.fold(p.flatten(2)[:, :, :1], (2, 2), 2)
+6 pg F.grid_sample(p, g, align_corners=False) ; 50 xB F.layer_norm(x, (4,), B) ; 15 pB F.group_norm(p, 2, B)
+6 p F.instance_norm(p) ; 2 p F.local_response_norm(p, 2) ; 60 xB normed(x, B) ; 60 pB normed(p, B)
+20 pB F.batch_norm(p, B.detach(), B.detach().exp(), B) ; 3 xB F.prelu(x, B) ; 4 s s.tril()
+20 q F.pad(q, (0, 0, 0, 2)) ; 20 qW recurrent("lstm", 4)(q, W) ; 10 qW recurrent("gru", 3)(q, W) ; 20 qW heads(q, W)
+10 qmW heads(q, W, key_padding_mask=m[:, None] & (torch.arange(3) > 0), need_weights=False)
+20 am F.scaled_dot_product_attention(a, a, a, m[:, None, None, None] | (torch.arange(3) < 2))
+3 q F.scaled_dot_product_attention(q, q, q, is_causal=True) ; 60 x drawn(lambda: F.dropout(x, 0.5, True))
+5 p drawn(lambda: [F.dropout2d(p), F.alpha_dropout(p, 0.5, True)])
+15 x drawn(lambda: [torch.rand_like(x), torch.randint_like(x, 9)]) ; 40 x drawn(lambda: x + torch.randn_like(x))
+6 x drawn(lambda: torch.bernoulli(x.sigmoid())) ; 6 xy drawn(lambda: torch.normal(x, y.exp()))
+6 x drawn(lambda: torch.empty_like(x).normal_()) ; 10 x drawn(lambda: torch.multinomial(x.exp(), 2))
+4 x drawn(lambda: F.gumbel_softmax(x, hard=True)) ; 100 xk F.cross_entropy(x, k) ; 60 xy F.mse_loss(x, y)
+6 xyz F.triplet_margin_loss(x, y, z) ; 4 uvk F.margin_ranking_loss(u, v, signs(k))
+4 xyk F.cosine_embedding_loss(x, y, signs(k)) ; 2 vk F.hinge_embedding_loss(v, signs(k))
+1 xk F.multi_margin_loss(x, k, reduction="sum") ; 2 xy F.multilabel_soft_margin_loss(x, y.sigmoid())
+3 xyz F.gaussian_nll_loss(x, y, z.exp()) ; 1 xy F.poisson_nll_loss(x, y) ; 3 qj ctc(q, j)
+2 s torch.linalg.inv(s + 9 * torch.eye(2, dtype=D)) ; 10 xk torch.distributions.Categorical(logits=x).log_prob(k)
+"""
+OPERATORS: dict[str, Case] = {}
 """Operators, of rows where nothing else is said: how often loops use them (a rough count, per thousand, from memory of
-published training loops), the letters of what they get, and the call."""
-ONCE = {"cdist", "ctc_loss", "multi_margin_loss"}
+published training loops), the letters of what they get, and the call, which is also the name."""
+for entry in TABLE.replace("\n", " ; ").strip("; ").split(" ; "):
+    weight, letters, call = entry.split(" ", 2)
+    OPERATORS[call] = int(weight), letters, eval(f"lambda {', '.join(letters)}: {call}")
+ONCE = ("cdist", "ctc", "multi_margin")
 """Operators of which torch does not know the second derivative."""
 
 
@@ -306,7 +186,7 @@ def held(name: str, rows: int, size: int, ends: Sequence[Sequence[int]] | None =
     ends: where the rows of each rank begin and end; None: as `torch.chunk` divides them.
     """
     _, letters, function = OPERATORS[name]
-    random, twice = torch.Generator().manual_seed(rows), name not in ONCE
+    random, twice = torch.Generator().manual_seed(rows), not any(once in name for once in ONCE)
     inputs = [made(letter, rows, random) for letter in letters]
     dims = [0 if letter.islower() else None for letter in letters]
 
