@@ -48,7 +48,7 @@ from meshwise.spec.errors import PlanError, UsageError, check_known
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.workers.join import rank_context
-from meshwise.whole.view import WholeView
+from meshwise.whole.view import OneDevice, WholeView
 from meshwise.workers.verb_log import came_to
 
 First = TypeVar("First")
@@ -130,7 +130,7 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
 def _see(engine: Engine, view: str, models: list[nn.Module], *, others: bool) -> None:
     """Let the program see whole batches from now on, if it asks for that."""
     check_known("view", view, ("whole", "rank"))
-    if view == "rank" or engine.world.size == 1:
+    if view == "rank":
         return
     if others:
         raise UsageError("view='whole' is for training loops of your own. Leave it out for a Trainer.")
@@ -138,7 +138,7 @@ def _see(engine: Engine, view: str, models: list[nn.Module], *, others: bool) ->
     if plan.pipeline > 1 or plan.context > 1:
         raise PlanError(f"view='whole' supports no pipeline and no context, but the plan is {plan}. Write a Job for it.")
     if engine.whole is None:
-        engine.whole = WholeView(engine)
+        engine.whole = WholeView(engine) if engine.world.size > 1 else OneDevice(engine)
     engine.whole.add_models(models)
 
 

@@ -30,7 +30,8 @@ _backward, _grad = torch.autograd.backward, torch.autograd.grad
 class Backwards:
     """Stands for `torch.autograd.backward` and `torch.autograd.grad` while a program sees whole batches."""
 
-    def __init__(self, engine: Engine, axis: DataAxis) -> None:
+    def __init__(self, engine: Engine, axis: DataAxis | None) -> None:
+        """axis: the ranks over which batches are divided; None on one device."""
         self._engine, self._axis = engine, axis
         self._options: dict[str, Any] | None = None  # of the backward that runs now
         self._parameters: list[weakref.ref[nn.Parameter]] = []
@@ -57,8 +58,9 @@ class Backwards:
         inputs: Any = None,
     ) -> None:
         """Add the gradients of one device to `.grad`. See `torch.autograd.backward`."""
-        if self._options is not None or torch._C._current_graph_task_id() != -1:  # the reduction's own, or a block's
-            options = self._options if self._options is not None else {"retain_graph": retain_graph, "inputs": inputs}
+        if self._options is not None or self._axis is None and create_graph or torch._C._current_graph_task_id() != -1:  # the reduction's own, or a block's
+            options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+            options = options if self._options is None else self._options
             _backward(tensors, grad_tensors if grad_tensors is not None else grad_variables, **options)
             return
         if create_graph:
@@ -131,7 +133,7 @@ class Backwards:
 
     def grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients of one device. See `torch.autograd.grad`."""
-        if torch._C._current_graph_task_id() != -1 or kwargs.get("is_grads_batched") or (len(args) > 4 and args[4]):
+        if self._axis is None or torch._C._current_graph_task_id() != -1 or kwargs.get("is_grads_batched") or (len(args) > 4 and args[4]):
             return _grad(outputs, inputs, grad_outputs, *args, **kwargs)
         asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         loss = _one(outputs, grad_outputs)

@@ -140,6 +140,7 @@ class Call:
             else:
                 key.append(leaf.shape if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf))
         key.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self._modules))
+        key.append(tuple(part.held(rank) == 1 for rank in range(part.axis.size)))  # torch may do less for one row
         if not usable:
             return Verdict(why="a rank has no row")
         verdict = self.known.get(tuple(key))

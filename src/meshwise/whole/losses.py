@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.torch_function import called, on_parts
+from meshwise.compat.beside_dispatch import beside_transforms, change_arguments, transforming
+from meshwise.compat.torch_function import called, check_parts_by_default, on_parts
 from meshwise.compat.tree import map_kind
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
 from meshwise.splits import rules
 from meshwise.splits.crossing import enter, gather
 from meshwise.splits.losses import EACH_PLACE, NAMES, counted
@@ -32,7 +35,11 @@ logsigmoid clone""".split()
 
 def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     name = called(func)
+    if transforming:
+        return func(*_wholes(tuple(args)), **_wholes(dict(kwargs)))
     if level() < 0:
+        if "out" in kwargs:
+            return _written_out(func, args, dict(kwargs))
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, SplitTensor) and 0 in first.parts:
             rule = RULES.get(name)
@@ -47,6 +54,35 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(each, (Term, list, tuple)) for each in (*args, *kwargs.values())):
         args, kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs)))
     return rules.dispatch(func, args, kwargs)
+
+
+def _wholes(tree: Any) -> Any:
+    """Return a tree with whole plain tensors, for code that does not ask a tensor's class."""
+
+    def whole(leaf: Tensor) -> Tensor:
+        with beside_transforms():
+            return resolved(leaf) if isinstance(leaf, Term) else gather(leaf) if isinstance(leaf, SplitTensor) else leaf
+
+    return map_kind(Tensor, whole, tree)
+
+
+def _written_out(func: Func, args: Args, kwargs: dict[str, Any]) -> Any:
+    """Run an operator with `out=`, and write the result there, whether it is divided or not."""
+    out = kwargs.pop("out")
+    made = func(*args, **kwargs)
+    for target, value in [(out, made)] if isinstance(out, Tensor) else zip(out or (), made, strict=True):
+        if target.shape != value.shape:
+            shapes = f"{tuple(target.shape)}, the result {tuple(value.shape)}"
+            raise UsageError(f"{user_place()}: {called(func)}(out=…): the tensor given has the shape {shapes}.")
+        target.copy_(value)
+    return made if out is None else out
+
+
+def _refuse_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    raise UsageError(
+        f"{user_place()}: x.{called(func)}() would give the memory of this rank's rows alone. Code that reads memory "
+        "needs the whole batch: whole = torch.tensor(x)."
+    )
 
 
 class _own(ExitStack):
@@ -150,6 +186,8 @@ RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
     **dict.fromkeys(EACH_PLACE.split(), _each_place),
     "backward": _backward,
     ".grad": _gradient,
+    "data_ptr": _refuse_memory,
+    "untyped_storage": _refuse_memory,
 }
 
 
@@ -157,3 +195,5 @@ def begin() -> None:
     """Let operators on the rows of batches make terms, from now on."""
     rules.prepare()
     dispatch_with(_dispatch)
+    change_arguments(_wholes)
+    check_parts_by_default()

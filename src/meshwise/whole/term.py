@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.fake import over
 from meshwise.compat.torch_function import called, on_parts
 from meshwise.compat.tree import map_kind
 from meshwise.splits.axis import Axis
-from meshwise.splits.crossing import add_up, through
+from meshwise.splits.crossing import through
 from meshwise.splits.tensor import SplitTensor
 
 Args = Sequence[Any]
@@ -101,7 +102,7 @@ class Term(Tensor):
             return func(value_of(args[0]), *args[1:], **(kwargs or {}))
         if _in_place(name) and isinstance(args[0], Term):
             return _written(name, func, args, kwargs or {})
-        rule = RULES.get(name)
+        rule = RULES.get(name) if not transforming else None
         made = NotImplemented if rule is None else rule(name, func, args, kwargs or {})
         if made is NotImplemented:
             new_args, new_kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs or {})))
