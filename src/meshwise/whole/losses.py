@@ -150,7 +150,11 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     options = dict(kwargs)
     reduction = options.pop("reduction", "mean")
     x = args[0] if args else options["input"]
-    if reduction == "none" or len(args) > 2 or any(options.get(each) is not None for each in ("size_average", "reduce")):
+    if (
+        reduction == "none"
+        or len(args) > 2
+        or any(options.get(each) is not None for each in ("size_average", "reduce"))
+    ):
         return NotImplemented
     each = rules.dispatch(func, *map_kind(Term, resolved, (tuple(args), options | {"reduction": "none"})))
     if not isinstance(each, SplitTensor) or 0 not in each.parts:

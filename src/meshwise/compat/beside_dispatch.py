@@ -1,0 +1,91 @@
+"""Change the arguments of torch's functions that `__torch_function__` does not see.
+
+Scripted functions, `torch.tensor` and the transforms of `torch.func` read a tensor's memory without asking its class.
+The names of the transforms' implementations are private. Read in torch 2.11 and 2.13: `_functorch/apis.py`,
+`_functorch/eager_transforms.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import apis, eager_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+Change = Callable[[Any], Any]
+_IMPLEMENTATIONS = [
+    (apis, "vmap_impl"),
+    *((eager_transforms, n) for n in ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")),
+]
+_SCRIPTED: list[Any] = [torch._C.ScriptFunction, torch._C.ScriptMethod]
+_MAKERS = ("tensor", "as_tensor", "asarray")
+_change: list[Change] = []
+transforming: list[str] = []
+"""The implementations of transforms of `torch.func`, such as `vmap`, that run now."""
+
+
+@contextmanager
+def beside_transforms() -> Iterator[None]:
+    """Return a context manager in which operators are not those of a running transform of `torch.func`."""
+    running, transforming[:] = transforming[:], []
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        transforming[:] = running
+
+
+def change_arguments(change: Change) -> None:
+    """Let `change` replace the arguments, a pair of a tuple and a dict, of all these functions from now on."""
+    _change[:] = [change]
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    for owner, name in _IMPLEMENTATIONS:
+        setattr(owner, name, _transform(getattr(owner, name), name))
+    for kind in _SCRIPTED:
+        kind.__call__ = _changed(kind.__call__)
+    for name in _MAKERS:
+        setattr(torch, name, _maker(getattr(torch, name)))
+
+
+def _changed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _change[0]((args, kwargs))
+        return function(*args, **kwargs)
+
+    return changed
+
+
+def _transform(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    inner = _changed(function)
+
+    @functools.wraps(function)
+    def transform(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        transforming.append(name)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            transforming.pop()
+
+    return transform
+
+
+def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and not torch.compiler.is_compiling():  # lists of them it reads itself
+            args, kwargs = _change[0]((args, kwargs))
+        return function(*args, **kwargs)
+
+    return made
