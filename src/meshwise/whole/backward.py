@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.torch_function import on_parts
 from meshwise.engine.engine import Engine
 from meshwise.spec.errors import UsageError
@@ -34,6 +35,7 @@ class Backwards:
         """axis: the ranks over which batches are divided; None on one device."""
         self._engine, self._axis = engine, axis
         self._options: dict[str, Any] | None = None  # of the backward that runs now
+        self._in_grad = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -133,13 +135,17 @@ class Backwards:
 
     def grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients of one device. See `torch.autograd.grad`."""
-        if self._axis is None or torch._C._current_graph_task_id() != -1 or kwargs.get("is_grads_batched") or (len(args) > 4 and args[4]):
+        if self._axis is None or transforming or torch._C._current_graph_task_id() != -1 or kwargs.get("is_grads_batched") or (len(args) > 4 and args[4]):
             return _grad(outputs, inputs, grad_outputs, *args, **kwargs)
         asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         loss = _one(outputs, grad_outputs)
         local = plain(settled(loss)) * self._axis.gradient_scale if isinstance(loss, Term) else loss
-        with on_parts():
-            found = _grad(local, asked, None, *args, **kwargs)
+        self._in_grad = True  # under a default device, torch calls its function anew
+        try:
+            with on_parts():
+                found = _grad(local, asked, None, *args, **kwargs)
+        finally:
+            self._in_grad = False
         return tuple(None if g is None else self._of_whole(g, each) for g, each in zip(found, asked, strict=True))
 
     def _of_whole(self, gradient: Tensor, asked: Tensor) -> Tensor:

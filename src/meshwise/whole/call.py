@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.compiling import is_used, without_compiling
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import all_leaves, map_leaves
@@ -107,7 +108,7 @@ class Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = args if not kwargs and len(args) == 1 and type(args[0]) is SplitTensor else [*all_leaves((args, kwargs))]
         part = next((each.parts[0] for each in leaves if isinstance(each, SplitTensor) and 0 in each.parts), None)
-        if part is None or part.axis.proves or torch._C._current_graph_task_id() != -1:
+        if part is None or part.axis.proves or transforming or torch._C._current_graph_task_id() != -1:
             return self.inner(*args, **kwargs)
         if leaves is not args:
             args, kwargs = map_leaves(lambda leaf: _with_rows(leaf, part), (args, kwargs), _is_leaf)
