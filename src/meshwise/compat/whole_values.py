@@ -261,6 +261,8 @@ def _as_one_device_has_it(name: str, original: Callable[..., Any]) -> Callable[.
         if tensor.device_mesh not in _meets:
             return original(tensor, *arguments)
         there: Tensor = whole(tensor.detach())
+        if name == "__reduce_ex__":  # one after the other: a device may have no room for all
+            there = there.cpu()
         if isinstance(tensor, nn.Parameter):
             there = nn.Parameter(there, tensor.requires_grad)
         return getattr(there, name)(*arguments)

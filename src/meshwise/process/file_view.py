@@ -192,11 +192,13 @@ class FileView:
         path: the logical path of the folder.
         """
         mine = self.files + path
-        names = os.listdir(mine) if os.path.isdir(mine) else []
+        names = set(os.listdir(mine)) if os.path.isdir(mine) else set[str]()
+        listed = [os.listdir(each) for each in reversed(self.layers(path)) if os.path.isdir(each)]
         if self.is_real(path):
-            shown = set().union(*(os.listdir(each) for each in reversed(self.layers(path)) if os.path.isdir(each)))
-            names += [name for name in sorted(shown - set(names)) if self.is_real(os.path.join(path, name))]
-        return names
+            shown = set[str]().union(*listed) - names
+            names |= {name for name in shown if self.is_real(os.path.join(path, name))}
+        order = dict.fromkeys([*(listed[0] if listed else ()), *sorted(names)])  # the disk's, as far as it has them
+        return [name for name in order if name in names]
 
     def differs(self, path: str) -> bool:
         """Return whether a folder may have other contents for the program than on the disk, because the program has

@@ -5,7 +5,8 @@ when `begin` was called, and its own writes, which go to a private folder; so no
 rank_files.py has the views.
 
 Limits: programs started in other ways, and files that C code opens unless scratch_files.py lists it, are not covered. A
-handle that is open for reading does not see what its rank writes later. Loader workers' files stay with their rank.
+handle that is open for reading does not see what its rank writes later. Loader workers' files stay with their rank. A
+saved file has more hard links while the script runs, so that gzip refuses it without -f.
 """
 
 from __future__ import annotations
@@ -84,9 +85,11 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
 
 def free(path: str | Path) -> None:
     """Let every rank use a file, or the files in a folder, as they are: meshwise itself writes there."""
-    _free.append(str(path))
-    for view in _views:
-        view.add_free(_free[-1])
+    there = os.path.realpath(path)
+    if there not in _free:
+        _free.append(there)
+        for view in _views:
+            view.add_free(there)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@
     torch.save      by rank 0 alone; the others read its file through a hard link of this save
     subprocess.run  by rank 0 alone; the others get its result, and see the files that it has changed
 
-The shared folder has a log of rank 0's changes, what it keeps (in `0`, after a meeting in `1`) and makes for the others.
+The shared folder has a log of rank 0's changes, what it keeps (in `0`, after a meeting in `1`) and makes for others.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from meshwise.spec.user_code import OURS, is_users, user_lines, user_place
 from meshwise.transfer.reading import meet, together
 
 PATIENCE = 60.0  # seconds in which rank 0 must begin what another rank asks for
-SAVES = (torch.save, safetensors.torch.save_file)
-RUNS = (subprocess.run, subprocess.call, os.system)
+SAVES, RUNS = (torch.save, safetensors.torch.save_file), (subprocess.run, subprocess.call, os.system)
 NEVER = "{here}: rank 0, last seen at {last}, has not come to {there}. Make that call on every rank alike, or on none."
 IN_LOADER = "{here}: a loader's worker writes {path}, of rank 0's samples only. Write it before, or by num_workers=0."
 STARTS = "{here}: every rank starts this program. Use subprocess.run, which only rank 0 does, or start it earlier."
@@ -100,7 +99,7 @@ class RankFiles(FileView, FileFunctions):
             meet(save.__name__)
         with together():
             if parts and save is not torch.save:
-                thing = {name: _whole(each) if id(each) in parts else each for name, each in thing.items()}
+                thing, parts = {name: _whole(t) if id(t) in parts else t for name, t in thing.items()}, {}
             if logical is None or os.getpid() != self._process:
                 save(thing, self.written(path), *rest, **named)
             else:
@@ -131,7 +130,7 @@ class FirstFiles(RankFiles):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._absent, self._kept, self._links = set[str](), set[str](), set[int]()
+        self._absent, self._kept, self._links, self._said = set[str](), set[str](), set[int](), False
 
     def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
         return path
@@ -163,7 +162,8 @@ class FirstFiles(RankFiles):
             kind = "absent"
         self._kept.add(path)
         self._note(kind, path)
-        if torch.utils.data.get_worker_info() is not None:
+        if torch.utils.data.get_worker_info() is not None and user_place() and not self._said:
+            self._said = True
             print(IN_LOADER.format(here=user_place(), path=path), file=sys.stderr, flush=True)
 
     def _give(self, path: str, to: str, link: bool = True) -> None:

@@ -214,12 +214,13 @@ class FileFunctions:
         place = path if logical is None else self._view.seen(path)
         if logical is None or (place is path and not self._view.differs(logical)) or not os.path.isdir(place):
             return original(place)
-        shown, found = set(self._view.names(logical)), list[os.DirEntry[str]]()
+        names = self._view.names(logical)
+        shown, found = set(names), list[os.DirEntry[str]]()
         for folder in (self._view.files + logical, *self._view.layers(logical)):
             with original(folder) if os.path.isdir(folder) else contextlib.nullcontext(()) as entries:
                 found += [entry for entry in entries if entry.name in shown]
                 shown -= {entry.name for entry in found}
-        return _Entries([_Entry(entry, os.fspath(path)) for entry in found])
+        return _Entries([_Entry(entry, os.fspath(path)) for entry in sorted(found, key=_in_order(names))])
 
     def _getcwd(self, original: Function) -> str:
         return str(original()).removeprefix(self._view.files)
@@ -330,6 +331,11 @@ class _Entries:
 
     def close(self) -> None:
         """Do nothing. This method exists because the result of os.scandir has it."""
+
+
+def _in_order(names: list[str]) -> Callable[[os.DirEntry[str]], int]:
+    place = {name: number for number, name in enumerate(names)}
+    return lambda entry: place[entry.name]
 
 
 def _without_fd(named: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from meshwise.compat.reducer import default_store
 from meshwise.compat.tree import leaves_of
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.parallel.batch_norm import unjoined
+from meshwise.process import once
 from meshwise.process.session import default_engine, process_engine
 from meshwise.records.files import write_with
 from meshwise.recovery.collect import collected
@@ -50,6 +51,7 @@ def save(thing: Any, path: str | Path) -> None:
 
     thing: state_dicts, or anything that contains them. A model is saved without the hooks of meshwise."""
     engine, path = default_engine(), Path(path)
+    once.free(path)
     world = rank_context().world  # each rank counts, also those of one model
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
     saves[name] += 1

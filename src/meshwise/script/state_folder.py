@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwise.process import once
 from meshwise.records import checkpoints as files
 from meshwise.records.checkpoints import Checkpoint
 from meshwise.records.claims import claim, claims_of, newest
@@ -64,6 +65,7 @@ class HeldFolder:
 
 def hold(folder: Path) -> HeldFolder:
     """Lock the folder for this program. Collective. Raise UsageError if another program holds the lock."""
+    once.free(folder)
     lock, number, refusal = _held(folder) if rank_context().world.rank == 0 else (None, None, "")
     number, refusal = collectives.broadcast_object((number, refusal), collectives.everyone())
     if refusal:
