@@ -135,7 +135,9 @@ class Backwards:
 
     def grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients of one device. See `torch.autograd.grad`."""
-        if self._axis is None or transforming or torch._C._current_graph_task_id() != -1 or kwargs.get("is_grads_batched") or (len(args) > 4 and args[4]):
+        batched = kwargs.get("is_grads_batched") or (len(args) > 4 and args[4])
+        inside = self._in_grad or transforming or torch._C._current_graph_task_id() != -1
+        if inside or batched or self._axis is None:
             return _grad(outputs, inputs, grad_outputs, *args, **kwargs)
         asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         loss = _one(outputs, grad_outputs)
