@@ -45,6 +45,12 @@ def put(x: Tensor, index: Any, value: Any) -> Tensor:
     return x
 
 
+def filled(x: Tensor) -> Tensor:
+    x = x * 1
+    x.diagonal().mul_(2)
+    return x
+
+
 def drawn(function: Callable[[], Any]) -> Any:
     """Call `function` with a generator that is as on one device: threads share it."""
     with LOCK:
@@ -89,6 +95,7 @@ TABLE = """
 25 xk x[torch.arange(len(x)), k] ; 3 xk x[order(x), k] ; 4 xj x[torch.arange(len(x))[:, None], j] ; 10 x x[:, [0, 2]]
 80 x x[1:4] ; 60 x x[-1] ; 90 x x[:, 0] ; 20 xm put(x, m, 0.5) ; 5 xmy put(x, m, y[m]) ; 8 x put(x, order(x)[:2], 0.5)
 8 xkv put(x, (torch.arange(len(x)), k), v) ; 15 xv put(x, (slice(None), 1), v) ; 8 xB put(x, -1, B)
+8 xB put(x, slice(1, 3), B) ; 2 xB put(x, x > 0, 0.5)
 8 x x.index_select(0, order(x)) ; 6 x x.masked_select(x > 0) ; 10 m m.nonzero().squeeze(1) ; 6 xm x[torch.where(m)[0]]
 40 xyB torch.where(x > y, x, B) ; 30 xk x.gather(1, k[:, None]) ; 4 xj torch.take_along_dim(x, j, dim=1)
 8 xk x.scatter(1, k[:, None], 0.5) ; 12 xk torch.zeros_like(x).scatter_(1, k[:, None], 1)
@@ -97,6 +104,7 @@ TABLE = """
 8 k torch.bincount(k, minlength=2) ; 30 k F.one_hot(k) ; 30 k F.one_hot(k, 5) ; 40 x x.chunk(2) ; 25 x x.split(2)
 2 x x.tensor_split(3) ; 6 x x.unbind(1) ; 90 xyW torch.cat([x, y, W]) ; 60 xy torch.stack([x, y])
 6 x x.repeat_interleave(2, 0) ; 8 x x.roll(1, 0) ; 8 x x.flip(0) ; 10 xy torch.diag(x @ y.T)
+2 x torch.diag(x) ; 4 x filled(x)
 30 xy (x @ y.T).masked_fill(torch.eye(len(x)) > 0, -9.0) ; 8 x x.sort(1) ; 4 v v.sort() ; 5 xv x[v.argsort()]
 30 x x.topk(2) ; 8 v v.topk(2, largest=False) ; 90 x x.argmax(1) ; 5 x [x.argmax(0), x.argmax()] ; 50 x x.max(1)
 30 x x.round().max() ; 8 x x.round().max(0) ; 10 xy torch.max(x, y) ; 20 x x.round().min() ; 5 x x.round().amax(0)
@@ -130,7 +138,7 @@ TABLE = """
 4 x drawn(lambda: F.gumbel_softmax(x, hard=True)) ; 100 xk F.cross_entropy(x, k) ; 60 xy F.mse_loss(x, y)
 6 xyz F.triplet_margin_loss(x, y, z) ; 4 uvk F.margin_ranking_loss(u, v, signs(k))
 4 xyk F.cosine_embedding_loss(x, y, signs(k)) ; 2 vk F.hinge_embedding_loss(v, signs(k))
-1 xk F.multi_margin_loss(x, k, reduction="sum") ; 2 xy F.multilabel_soft_margin_loss(x, y.sigmoid())
+1 xk F.multi_margin_loss(x, k, reduction="none") ; 2 xy F.multilabel_soft_margin_loss(x, y.sigmoid())
 3 xyz F.gaussian_nll_loss(x, y, z.exp()) ; 1 xy F.poisson_nll_loss(x, y) ; 3 qj ctc(q, j)
 2 s torch.linalg.inv(s + 9 * torch.eye(2, dtype=D)) ; 10 xk torch.distributions.Categorical(logits=x).log_prob(k)
 """

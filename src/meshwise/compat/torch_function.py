@@ -77,6 +77,10 @@ def check_parts_by_default() -> None:
         table["default"] = table[name]
 
 
+changed: set[str] = set()
+"""The functions of torch whose arguments are changed too. BackwardHookFunction is that of full backward hooks."""
+
+
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
     """Change the arguments of the user's subclasses of `torch.autograd.Function`, from now on. `change(name,
     arguments)` gets the name of a subclass, and returns the new arguments.
@@ -86,7 +90,7 @@ def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequenc
     own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if torch._C._is_torch_function_enabled() and not cls.__module__.startswith("torch."):
+        if torch._C._is_torch_function_enabled() and (cls.__name__ in changed or not cls.__module__.startswith("torch.")):
             args = tuple(change(cls.__name__, args))
         return own.__get__(None, cls)(*args, **kwargs)
 

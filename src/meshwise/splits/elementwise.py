@@ -80,14 +80,8 @@ def _in_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cast(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    first = args[0]
-    if not is_split(first):  # a plain tensor.to(split one)
-        return func(*args, **kwargs)
-    return given(func(*args, **kwargs), first.part)
-
-
-def _plain(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return func(*args, **kwargs)
+    made = func(*args, **kwargs)
+    return given(made, args[0].part) if is_split(args[0]) else made  # a plain tensor.to(split one)
 
 
 def _size(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -139,7 +133,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys([f"{name}_" for name in [*UNARY.split(), *BINARY.split(), "copy", "zero", "fill"]], _in_place),
     **dict.fromkeys(IN_PLACE.split(), _in_place),
     **dict.fromkeys([*CASTS.split(), *LIKE.split()], _cast),
-    **dict.fromkeys(PLAIN.split(), _plain),
+    **dict.fromkeys(PLAIN.split(), lambda func, args, kwargs: func(*args, **kwargs)),
     "size": _size,
     **dict.fromkeys(["numel", "nelement"], lambda func, args, kwargs: whole_shape(args[0]).numel()),
     "__len__": lambda func, args, kwargs: whole_shape(args[0])[0],

@@ -228,8 +228,12 @@ def _aligned(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _diagonal(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = args[0] if len(args) == 1 and not kwargs and args[0].dim() == 2 else refuse()
-    rows = torch.arange(min(whole_shape(x)), device=x.device)
-    return _getitem(func, (x, (rows, rows)), {}) if x.part.dim == 0 else refuse()
+    ranks, most = [x.part.of_rank(rank) for rank in range(x.part.axis.size)], min(whole_shape(x))
+    if x.part.dim or x.part.repeats > 1 or max(map(len, ranks)) > 1:
+        raise NoRule
+    pieces = [[(min(begin, most), min(end, most)) for begin, end in each] for each in ranks]
+    first = next((begin for begin, _ in ranks[x.part.axis.rank]), 0)
+    return given(func(x, first), x.part.divided(pieces, most))
 
 
 RULES: dict[str, Rule] = {

@@ -10,6 +10,7 @@ Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,8 @@ READS |= {"item", "numpy", "tolist"}
 """Functions that read values out of tensors."""
 gathered: Counter[str] = Counter()
 """How often each function, by its name, had to gather split tensors, because no rule in RULES could run it."""
+seconds: Counter[str] = Counter()
+"""How long each of these functions took, with the gathering, in seconds."""
 _large: set[str] = set()
 """The functions without a rule that had to gather activations (floating-point tensors of at least three dims)."""
 
@@ -68,7 +71,10 @@ def _on_parts(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: 
             except NoRule:
                 pass
     _count(name, args)
-    return _on_the_whole(name, func, args, kwargs)
+    begun = time.perf_counter()
+    made = _on_the_whole(name, func, args, kwargs)
+    seconds[name] += time.perf_counter() - begun
+    return made
 
 
 def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -132,6 +138,7 @@ def prepare() -> None:
     """
     _give_functions_wholes()
     gathered.clear()
+    seconds.clear()
     _large.clear()
 
 

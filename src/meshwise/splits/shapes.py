@@ -59,10 +59,6 @@ def _into(func: Func, x: SplitTensor, sizes: Sequence[int]) -> Any:
     return given(func(x, local), part)
 
 
-def _view_as(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return _into(torch.reshape, first_split(args), whole_shape(args[1]))
-
-
 def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, dims = first_split(args), args[0].dim()
     begin = positive(args[1] if len(args) > 1 else kwargs.get("start_dim", 0), dims)
@@ -113,10 +109,6 @@ def _swapped(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
 
 def _in_order(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
     return [dim % dims for dim in numbers(args or (kwargs["dims"],))]
-
-
-def _transposed(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
-    return range(dims)[::-1]
 
 
 def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -199,10 +191,6 @@ def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any
     return given(func(tensors, dim), moved(first.part, first.part.dim + (new and dim <= first.part.dim)))
 
 
-def _stacked(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return _joined(func, args, kwargs, new=True)
-
-
 def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run `torch.chunk`, `torch.split` or `torch.tensor_split` on a split tensor.
 
@@ -251,19 +239,21 @@ def _pad(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["view", "reshape"], _view),
-    **dict.fromkeys(["view_as", "reshape_as"], _view_as),
+    **dict.fromkeys(
+        ["view_as", "reshape_as"], lambda func, args, _: _view(torch.reshape, [args[0], whole_shape(args[1])], _)
+    ),
     "flatten": _flatten,
     "unflatten": _unflatten,
     **dict.fromkeys(["expand", "expand_as", "broadcast_to"], _expand),
     **dict.fromkeys(["transpose", "swapaxes", "swapdims"], _permuted(_swapped)),
     "permute": _permuted(_in_order),
-    "t": _permuted(_transposed),
+    "t": _permuted(lambda args, kwargs, dims: range(dims)[::-1]),
     "squeeze": _squeeze,
     "unsqueeze": _unsqueeze,
     "__getitem__": _getitem,
     "narrow": _narrow,
     **dict.fromkeys(["cat", "concat", "concatenate"], _joined),
-    "stack": _stacked,
+    "stack": lambda func, args, kwargs: _joined(func, args, kwargs, new=True),
     **dict.fromkeys(["chunk", "split", "split_with_sizes", "tensor_split"], _in_pieces),
     "repeat_interleave": _repeat_interleave,
     "pad": _pad,

@@ -34,6 +34,8 @@ class Backwards:
     def __init__(self, engine: Engine, axis: DataAxis | None) -> None:
         """axis: the ranks over which batches are divided; None on one device."""
         self._engine, self._axis = engine, axis
+        self.third: Callable[[], None] = lambda: None
+        """Called in the third backward of a program."""
         self._options: dict[str, Any] | None = None  # of the backward that runs now
         self._in_grad = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
@@ -83,6 +85,8 @@ class Backwards:
         for hear in engine.events.backward_begins:
             hear(loss, engine.part, None, None, "")
         program.begin_backward()
+        if program.backwards == program.began + 3:
+            self.third()
         value = None
         try:
             value = self._reduced(loss)

@@ -19,6 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.compiling import is_used, without_compiling
@@ -50,6 +54,12 @@ class _Apart(threading.local):
 _apart = _Apart()
 """`call` is whether a call runs apart in this thread, and reads no value."""
 _nodes = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+_registered = [0]
+"""How often any module got a submodule or a parameter."""
+_watched: list[bool] = []
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ReadInside(Exception):
@@ -86,8 +96,14 @@ class Call:
         self.module, self.inner, self.divided, self.own = module, module.forward, divided, own
         self.known: dict[Any, Verdict] = {}
         self.opened = False
-        self._modules = list(module.modules())
+        self._look()
+
+    def _look(self) -> None:
+        """Look which modules there are. A program may add some at any time."""
+        self._registered = _registered[0]
+        self._modules = list(self.module.modules())
         self._parameters = [m._parameters for m in self._modules if m._parameters]
+        self._hooks: list[Any] = [getattr(m, name) for m in self._modules for name in HOOKS]
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
         """Return a deep copy of the module, whose gradients are not averaged."""
@@ -110,6 +126,9 @@ class Call:
         part = next((each.parts[0] for each in leaves if isinstance(each, SplitTensor) and 0 in each.parts), None)
         if part is None or part.axis.proves or transforming or torch._C._current_graph_task_id() != -1:
             return self.inner(*args, **kwargs)
+        if self._registered != _registered[0]:
+            self._look()
+            self.known, self.opened = {}, False
         if leaves is not args:
             args, kwargs = map_leaves(lambda leaf: _with_rows(leaf, part), (args, kwargs), _is_leaf)
             leaves = [*all_leaves((args, kwargs))]
@@ -140,7 +159,7 @@ class Call:
                 key.append((leaf.dim(), leaf.dtype, own.dim if own is not None else -1))
             else:
                 key.append(leaf.shape if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf))
-        key.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self._modules))
+        key.append(sum(map(len, self._hooks)))
         key.append(tuple(part.held(rank) == 1 for rank in range(part.axis.size)))  # torch may do less for one row
         if not usable:
             return Verdict(why="a rank has no row")
@@ -148,7 +167,7 @@ class Call:
         return verdict if verdict is not None else self._proven(tuple(key), args, kwargs)
 
     def _proven(self, key: Any, args: Any, kwargs: Any) -> Verdict:
-        hooks = [h for m in self._modules for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+        hooks = [hook for held in self._hooks for hook in held.values()]
         if any(not (getattr(h, "__module__", None) or type(h).__module__).startswith(("meshwise.", "torch.")) for h in hooks):
             verdict = Verdict(why="has hooks of the program")
         else:
@@ -285,8 +304,16 @@ def divide(module: nn.Module, divided: Divided, own: bool = True) -> None:
         vars(module).update(__deepcopy__=call.copied, __getstate__=call.state)
 
 
+def _registers(*_: Any) -> None:
+    _registered[0] += 1
+
+
 def guard_reads() -> None:
-    """Let a call that runs apart raise `ReadInside` where it reads a value."""
+    """Let a call that runs apart raise `ReadInside` where it reads a value. Notice modules that change."""
+    for hook in (register_module_module_registration_hook, register_module_parameter_registration_hook):
+        if not _watched:
+            hook(_registers)
+    _watched.append(True)
     for name in ("item", "__bool__", "__float__", "__int__", "__index__", "tolist", "numpy"):
         original = getattr(Tensor, name)
         if not hasattr(original, "guarded"):

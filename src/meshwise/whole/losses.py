@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.beside_dispatch import beside_transforms, change_arguments, transforming
-from meshwise.compat.torch_function import called, check_parts_by_default, on_parts
+from meshwise.compat.torch_function import called, changed, check_parts_by_default, on_parts
 from meshwise.compat.tree import map_kind
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
@@ -31,6 +31,8 @@ Kwargs = Mapping[str, Any]
 KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid
 logsigmoid clone""".split()
 """Operators whose result comes from the same call of a model as their input."""
+COUNT = [0]
+"""How many operators ran on split tensors."""
 
 
 def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -38,7 +40,8 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if transforming:
         return func(*_wholes(tuple(args)), **_wholes(dict(kwargs)))
     if level() < 0:
-        if "out" in kwargs:
+        COUNT[0] += 1
+        if kwargs.get("out") is not None:  # torch passes on its own out=None
             return _written_out(func, args, dict(kwargs))
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, SplitTensor) and 0 in first.parts:
@@ -201,3 +204,4 @@ def begin() -> None:
     dispatch_with(_dispatch)
     change_arguments(_wholes)
     check_parts_by_default()
+    changed.add("BackwardHookFunction")  # the program's hooks of gradients see those of the whole batch

@@ -10,6 +10,8 @@ Dropout is left out of both runs: it draws for each row alone.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,9 +62,13 @@ class Verdict:
 
 
 class _Quiet(TorchFunctionMode):
-    """Leaves out dropout, and notes it. Notes reads of values."""
+    """Leaves out dropout, and notes it. Notes reads of values, and `made`, the split tensors that operators made."""
 
     draws = reads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = called(func), dict(kwargs or {})
@@ -74,7 +80,23 @@ class _Quiet(TorchFunctionMode):
             self.draws |= bool(kwargs.pop("dropout_p", args[4] if len(args) > 4 else 0.0))
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         self.reads |= name in READS
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        self.note(made)
+        return made
+
+    def note(self, made: Any) -> Any:
+        every = made if isinstance(made, (list, tuple)) else (made,)
+        self.made += [weakref.ref(each) for each in every if isinstance(each, (SplitTensor, Term))]
+        return made
+
+    def kept(self, known: list[Any]) -> bool:
+        """Return whether somebody else than `known` still holds a split tensor of the module, such as a global list."""
+        ids = set(map(id, known))
+        alive = [each for ref in self.made if (each := ref()) is not None and id(each) not in ids]
+        if alive:
+            del alive
+            gc.collect()
+        return any(id(each) not in ids for ref in self.made if (each := ref()) is not None)
 
 
 def outputs(output: Any, depth: int = 0) -> Iterator[Any]:
@@ -145,15 +167,18 @@ def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, 
             set_states(device, before)
 
     try:
-        proven, written = run(lambda x: split(x.detach().clone(), SplitPart(PROOF, x.parts[0].dim, 2 * len_of(x))))
+        proven, written = run(lambda x: quiet.note(split(x.detach().clone(), SplitPart(PROOF, x.parts[0].dim, 2 * len_of(x)))))
         quiet.reads = False
+        kept = quiet.kept([*proven, *written])
         plain, written_apart = run(lambda x: x.detach().clone())
     except Crossing as crossing:
         return Verdict(why=f"{crossing}{_where(crossing)}")
     except Exception as error:  # noqa: BLE001 -- the call itself then runs through, and raises what it raises
         return Verdict(why=f"{type(error).__name__}: {error}")
     why = _differ(proven, plain) or _differ(written, written_apart)
-    if any(isinstance(each, (SplitTensor, Term)) for each in written):
+    if kept:
+        why = "keeps rows outside of itself"
+    elif any(isinstance(each, (SplitTensor, Term)) for each in written):
         why = "keeps rows in an attribute"
     if why:
         return Verdict(why=why)

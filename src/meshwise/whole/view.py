@@ -14,7 +14,10 @@ from meshwise.compat.tree import map_tensors
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.process import once
+from meshwise.spec.units import seconds_text
+from meshwise.spec.words import some
 from meshwise.spec.world import World
+from meshwise.splits import rules
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
 from meshwise.whole import losses
@@ -57,6 +60,7 @@ class WholeView:
         self.engine, self.axis = engine, DataAxis()
         self.divided = Divided(engine, self.axis)
         self.backwards = Backwards(engine, self.axis)
+        self.backwards.third = self.say
         losses.begin()
         guard_reads()
         engine.ends.callback(self.backwards.begin())
@@ -70,6 +74,21 @@ class WholeView:
         for model in models:
             self.backwards.average(model.parameters())
             divide(model, self.divided)
+
+    def say(self) -> None:
+        """Tell the user how far the work on a batch is divided, once its third backward begins."""
+        verdicts = self.divided.verdicts
+        for name, verdict in verdicts.items():
+            if verdict.dims is None:
+                self.engine.notify(f"{name} runs operator by operator, exact and slower: {verdict.why}.")
+        whole = {name: count for name, count in rules.gathered.items() if name not in rules.READS}
+        inside = sum(max(each.nodes, default=0) * each.calls for each in verdicts.values() if each.dims is not None)
+        every = max(losses.COUNT[0] + inside, 1)
+        slow = sum(rules.seconds[name] for name in whole) / self.engine.program.backwards
+        names = sorted(whole, key=whole.__getitem__, reverse=True)
+        told = f"; {some(names)} on whole batches, {seconds_text(slow)} a step" if names else ""
+        share = 1 - sum(whole.values()) / every
+        self.engine.notify(f"divided: {share:.0%} of the operators on batches run on each rank's rows{told}.")
 
     def divided_rows(self, tree: Any, dim: int = 0) -> Any:
         """Return a batch that all ranks hold, divided over them."""
