@@ -22,6 +22,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.splits.crossing import averaged
 from meshwise.splits.tensor import SplitTensor, parts_of, split_again
 from meshwise.whole.axis import DataAxis
+from meshwise.whole.gradient_hooks import behind_the_reduction
 from meshwise.whole.term import Term, factor_of, plain, settled
 from meshwise.workers.verb_log import came_to
 
@@ -89,7 +90,8 @@ class Backwards:
             self.third()
         value = None
         try:
-            value = self._reduced(loss)
+            with behind_the_reduction(self._parameters):
+                value = self._reduced(loss)
         finally:
             for hear in engine.events.backward_ends:
                 hear(value, value)
