@@ -167,7 +167,9 @@ def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, 
             set_states(device, before)
 
     try:
-        proven, written = run(lambda x: quiet.note(split(x.detach().clone(), SplitPart(PROOF, x.parts[0].dim, 2 * len_of(x)))))
+        proven, written = run(
+            lambda x: quiet.note(split(x.detach().clone(), SplitPart(PROOF, x.parts[0].dim, 2 * len_of(x))))
+        )
         quiet.reads = False
         kept = quiet.kept([*proven, *written])
         plain, written_apart = run(lambda x: x.detach().clone())
@@ -219,7 +221,13 @@ def _close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     rtol = torch.finfo(one.dtype).eps ** 0.5
-    return torch.allclose(one, other, rtol=rtol, atol=rtol * float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0, equal_nan=True)
+    return torch.allclose(
+        one,
+        other,
+        rtol=rtol,
+        atol=rtol * float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0,
+        equal_nan=True,
+    )
 
 
 def _where(error: BaseException) -> str:
