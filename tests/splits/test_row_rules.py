@@ -93,14 +93,16 @@ TABLE = """
 90 x x[order(x)] ; 40 x x[order(x)[: len(x) // 2]] ; 5 x x[[-1, 0, 0]] ; 10 xk x[k % len(x)] ; 20 kW W[k]
 5 jW W[j[:, 0], j[:, 1]] ; 3 kW W[:, k] ; 60 xm x[m] ; 8 x x[order(x) % 2 == 0] ; 15 x x[x > 0] ; 5 xm x[m, 1]
 25 xk x[torch.arange(len(x)), k] ; 3 xk x[order(x), k] ; 4 xj x[torch.arange(len(x))[:, None], j] ; 10 x x[:, [0, 2]]
-80 x x[1:4] ; 60 x x[-1] ; 90 x x[:, 0] ; 20 xm put(x, m, 0.5) ; 5 xmy put(x, m, y[m]) ; 8 x put(x, order(x)[:2], 0.5)
+80 x x[1:4] ; 10 x [x[::2], x[1::3]]
+60 x x[-1] ; 90 x x[:, 0] ; 20 xm put(x, m, 0.5) ; 5 xmy put(x, m, y[m]) ; 8 x put(x, order(x)[:2], 0.5)
 8 xkv put(x, (torch.arange(len(x)), k), v) ; 15 xv put(x, (slice(None), 1), v) ; 8 xB put(x, -1, B)
 8 xB put(x, slice(1, 3), B) ; 2 xB put(x, x > 0, 0.5)
 8 x x.index_select(0, order(x)) ; 6 x x.masked_select(x > 0) ; 10 m m.nonzero().squeeze(1) ; 6 xm x[torch.where(m)[0]]
 40 xyB torch.where(x > y, x, B) ; 30 xk x.gather(1, k[:, None]) ; 4 xj torch.take_along_dim(x, j, dim=1)
 8 xk x.scatter(1, k[:, None], 0.5) ; 12 xk torch.zeros_like(x).scatter_(1, k[:, None], 1)
 4 xjy x.scatter_add(1, j, y[:, :2]) ; 4 kxT T[0].scatter_add(0, k[:, None].expand(-1, 4), x)
-6 kxT T[0].index_add(0, k, x) ; 6 kx torch.zeros(3, 4, dtype=D).index_add_(0, k, x)
+6 kxT T[0].index_add(0, k, x) ; 6 xyk x.index_add(0, k % len(x), y)
+6 kx torch.zeros(3, 4, dtype=D).index_add_(0, k, x)
 8 k torch.bincount(k, minlength=2) ; 30 k F.one_hot(k) ; 30 k F.one_hot(k, 5) ; 40 x x.chunk(2) ; 25 x x.split(2)
 2 x x.tensor_split(3) ; 6 x x.unbind(1) ; 90 xyW torch.cat([x, y, W]) ; 60 xy torch.stack([x, y])
 6 x x.repeat_interleave(2, 0) ; 8 x x.roll(1, 0) ; 8 x x.flip(0) ; 10 xy torch.diag(x @ y.T)

@@ -40,6 +40,16 @@ def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
     return x.narrow(part.dim, first, new.own), new
 
 
+def strided(local: Tensor, part: SplitPart, step: int) -> tuple[Tensor, SplitPart]:
+    """Take each `step`-th entry of the split dim of a tensor of which `local` is this rank's part. Returns as `cut`."""
+    held = _pieces(_one_run(part))
+    if step < 1 or max(map(len, held)) > 1:
+        raise NoRule
+    first = -sum(begin for begin, _ in held[part.axis.rank]) % step
+    new = part.divided([[(-(-b // step), -(-e // step)) for b, e in each] for each in held], -(-part.length // step))
+    return local[(slice(None),) * part.dim + (slice(first, None, step),)], new
+
+
 def row(x: SplitTensor, place: int) -> Tensor:
     """Return the entry at index `place` of the split dim, without that dim. The result is whole on each rank."""
     part = _one_run(x.part)

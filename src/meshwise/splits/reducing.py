@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from meshwise.compat.torch_function import Args, Func, Kwargs, called
 from meshwise.splits.axis import SplitPart
-from meshwise.splits.crossing import add_up, enter, gather
+from meshwise.splits.crossing import add_up, enter, gather, scatter
 from meshwise.splits.elementwise import RULES as ELEMENTWISE
 from meshwise.splits.rows import alone, filled
 from meshwise.splits.rule import NoRule, Rule, first_split, given, moved, refuse, with_parts_of
@@ -185,16 +185,16 @@ def _one_hot(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _accumulated(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Add split rows to entries of a whole tensor: each rank adds its rows to zeros, and the ranks' results are added
-    up."""
-    fits = len(args) == 4 and not kwargs and isinstance(args[3], Tensor) and not is_split(args[0])
+    """Add split rows to entries of a tensor: each rank adds its rows to zeros, and the ranks' results are added up."""
+    fits = len(args) == 4 and not kwargs and isinstance(args[3], Tensor)
     x, dim, index, source = (args[0], args[1] % args[0].dim(), *args[2:]) if fits else refuse()
-    like = source if is_split(source) else index
-    if like.part.dim != (dim if like.dim() > 1 else 0):
+    like = source if is_split(source) else index if is_split(index) else refuse()
+    if like.part.dim != (dim if like.dim() > 1 else 0) or (is_split(x) and x.part.dim != dim):
         raise NoRule
     own = [with_parts_of(each, moved(like.part, dim if each.dim() > 1 else 0), each.dim()) for each in (index, source)]
-    made = add_up(func(torch.zeros_like(x), dim, *own), like.part.axis)
-    return x.add_(made) if called(func).endswith("_") else x + made
+    made = add_up(func(x.new_zeros(whole_shape(x)), dim, *own), like.part.axis)
+    made = scatter(made, x.part) if is_split(x) else made
+    return x.add_(made) if called(func).endswith("_") else given(x + made, x.part) if is_split(x) else x + made
 
 
 def _contains(func: Func, args: Args, kwargs: Kwargs) -> bool:

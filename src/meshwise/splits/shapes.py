@@ -107,10 +107,6 @@ def _swapped(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
     return order
 
 
-def _in_order(args: Args, kwargs: Kwargs, dims: int) -> Sequence[int]:
-    return [dim % dims for dim in numbers(args or (kwargs["dims"],))]
-
-
 def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = first_split(args)
     given_dims = args[1:] or tuple(kwargs.values())
@@ -157,21 +153,17 @@ def _sliced(x: SplitTensor, along: slice, others: tuple[Any, ...], now: int) -> 
     now: the number of the split dim in the result.
     """
     begin, end, step = along.indices(x.part.length)
-    if step != 1:
-        raise NoRule
     local, part = places.cut(x, begin, max(begin, end)) if end - begin < x.part.length else (x, x.part)
+    local, part = places.strided(local, part, step) if step != 1 else (local, part)
     return given(local[others], moved(part, now))
 
 
 def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = first_split(args)
     dim, begin, length = [*args[1:], *kwargs.values()]
-    dim = positive(dim, x.dim())
-    if not isinstance(begin, int) or begin < 0:
+    if not isinstance(begin, int) or not 0 <= begin <= begin + length <= whole_shape(x)[dim]:
         raise NoRule
-    if dim != x.part.dim:
-        return given(x.narrow(dim, begin, length), x.part)
-    return given(*places.cut(x, begin, begin + length))
+    return _getitem(func, (x, (*[slice(None)] * positive(dim, x.dim()), slice(begin, begin + length))), {})
 
 
 def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any:
@@ -246,7 +238,7 @@ RULES: dict[str, Rule] = {
     "unflatten": _unflatten,
     **dict.fromkeys(["expand", "expand_as", "broadcast_to"], _expand),
     **dict.fromkeys(["transpose", "swapaxes", "swapdims"], _permuted(_swapped)),
-    "permute": _permuted(_in_order),
+    "permute": _permuted(lambda args, kwargs, dims: [dim % dims for dim in numbers(args or (kwargs["dims"],))]),
     "t": _permuted(lambda args, kwargs, dims: range(dims)[::-1]),
     "squeeze": _squeeze,
     "unsqueeze": _unsqueeze,
