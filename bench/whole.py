@@ -1,11 +1,12 @@
-"""Untouched training programs with the whole view on 1, 2 and 3 ranks, beside the same without our line.
+"""Untouched training programs with the whole view on 1, 2 and 3 ranks and by plans, beside the same without our line.
 
-    python bench/whole.py [--only WORD] [--again]
+    python bench/whole.py [--only WORD] [--kind KIND] [--again]
 
 Claims: at least 57 of the 60 programs and more of tests/whole are equal to the untouched program on one device, within
 1e-9 in float64, on each number of ranks; the rest are refused by name; none is wrong, fails otherwise or waits for
 ever. A model that begins to mix rows at a later call is equal, or refused within 64 calls. A program that the last
 result has is not run again, unless its text or the code has changed since; `--only` runs those whose name holds WORD.
+By plans (`--kind shard`), at least 40 are equal, and the rest are refused or end in torch's own error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -30,7 +32,17 @@ from tests.pool import CaseFailed, Pool
 from tests.whole.running import PROGRAMS, SWITCHES, Program, apart, run, whole
 
 ROOT = Path(__file__).parents[1]
-SIZES, BOUND, LIMIT = (1, 2, 3), 1e-9, 60.0
+KINDS = {
+    "1": (1, ""),
+    "2": (2, ""),
+    "3": (3, ""),
+    "shard": (2, "shard = 2"),
+    "zero1": (2, "data = 2\nzero1 = true"),
+    "recompute": (2, 'data = 2\nrecompute = "full"'),
+    "data x tensor": (4, "data = 2\ntensor = 2"),
+}
+"""Ranks, and the plan file."""
+BOUND, LIMIT = 1e-9, 60.0
 OURS = {
     name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.MeshwiseError)
 }
@@ -64,41 +76,48 @@ def outcome(pool: Pool, program: Program, want: Any) -> dict[str, Any]:
 
 
 def told(programs: dict[str, Any]) -> dict[str, Any]:
-    """How many came to what: programs by number of ranks, and switches beside them."""
-    kinds = {"programs": PROGRAMS, "switches": SWITCHES}
+    """How many came to what: programs by ranks and plan, and switches beside them."""
+    groups = {"programs": PROGRAMS, "switches": SWITCHES}
     return {
-        f"{kind}, {size} ranks": Counter(programs[n][str(size)]["outcome"] for n in names if n in programs)
-        for kind, names in kinds.items()
-        for size in SIZES
+        f"{group}, {kind}": Counter(programs[n][kind]["outcome"] for n in names if kind in programs.get(n, {}))
+        for group, names in groups.items()
+        for kind in KINDS
     }
+
+
+def pool_of(kind: str) -> Pool:
+    """Workers that run by a plan."""
+    size, plan = KINDS[kind]
+    if not plan:
+        return Pool(size)
+    file = Path(tempfile.mkdtemp()) / "plan.toml"
+    file.write_text(plan + "\n")
+    return Pool(size, MESHWISE_PLAN=str(file))
 
 
 def main() -> None:
     """Run what is missing, keep each program's result at once, and say what is not equal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="WORD", default="", help="programs whose name holds it")
+    parser.add_argument("--kind", choices=KINDS, help="by default, 1, 2 and 3 ranks")
     parser.add_argument("--again", action="store_true", help="run all anew")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
-    path = RESULTS / "whole.json"
-    all_names = PROGRAMS | SWITCHES
+    path, all_names = RESULTS / "whole.json", PROGRAMS | SWITCHES
     kept = json.loads(path.read_text())["programs"] if path.exists() else {}
-    done = {name: result for name, result in kept.items() if name in all_names and not options.again}
-    at, pools = code(), {size: Pool(size) for size in SIZES}
-    for name, program in all_names.items():
-        of = f"{at} {sha256(inspect.getsource(program).encode()).hexdigest()[:12]}"
-        if options.only not in name or (not options.only and done.get(name, {}).get("of") == of):
-            continue
-        began = time.perf_counter()
-        want = run(program)
-        found = {"of": of, "seconds untouched": round(time.perf_counter() - began, 3)}
-        done[name] = found | {str(size): outcome(pool, program, want) for size, pool in pools.items()}
-        for size in SIZES:
-            one = done[name][str(size)]
-            if one["outcome"] != "equal":
-                print(f"{name}, {size} ranks: {one['outcome']}, {one.get('said') or (one['difference'], one['at'])}")
-        keep("whole", {"claim": f"equal to {BOUND}", "totals": told(done), "programs": done})
-    for pool in pools.values():
+    done = {name: result for name, result in kept.items() if name in all_names}
+    at = code()
+    for kind in [options.kind] if options.kind else ["1", "2", "3"]:
+        pool = pool_of(kind)
+        for name, program in all_names.items():
+            of = f"{at} {sha256(inspect.getsource(program).encode()).hexdigest()[:12]}"
+            known = done.setdefault(name, {}).get(kind, {}).get("of") == of and not options.again
+            if options.only not in name or (known and not options.only):
+                continue
+            found = done[name][kind] = {"of": of} | outcome(pool, program, run(program))
+            if found["outcome"] != "equal":
+                print(f"{name}, {kind}: {found['outcome']}, {found.get('said') or (found['difference'], found['at'])}")
+            keep("whole", {"claim": f"equal to {BOUND}", "totals": told(done), "programs": done})
         pool.close()
     print(json.dumps(told(done), indent=1))
 
