@@ -197,10 +197,6 @@ def _accumulated(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return x.add_(made) if called(func).endswith("_") else given(x + made, x.part) if is_split(x) else x + made
 
 
-def _contains(func: Func, args: Args, kwargs: Kwargs) -> bool:
-    return bool(_twice(torch.any, (ELEMENTWISE["eq"](torch.eq, args, {}),), {}))
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["all", "any", "prod", "logsumexp", "_is_all_true", "_is_any_true"], _twice),
     **dict.fromkeys(["norm", "linalg_vector_norm", "linalg_norm"], _norm),
@@ -213,6 +209,6 @@ RULES: dict[str, Rule] = {
     "cumsum": _cumsum,
     "bincount": _counted,
     "one_hot": _one_hot,
-    "__contains__": _contains,
+    "__contains__": lambda func, args, kwargs: bool(_twice(torch.any, (ELEMENTWISE["eq"](torch.eq, args, {}),), {})),
 }
 """The rules of this file. They apply where the rules of other files do not."""

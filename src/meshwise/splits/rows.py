@@ -35,6 +35,7 @@ ALONE = {
 the first argument)."""
 POOLS = """max_pool{}d max_pool{}d_with_indices avg_pool{}d adaptive_avg_pool{}d adaptive_max_pool{}d max_unpool{}d
 adaptive_max_pool{}d_with_indices lp_pool{}d conv{}d conv_transpose{}d"""
+LOSSES = "triplet_margin_loss cosine_embedding_loss multi_margin_loss multilabel_margin_loss"
 DRAWS = """rand_like randn_like randint_like bernoulli normal multinomial normal_ uniform_ bernoulli_ exponential_
 random_ log_normal_ cauchy_ geometric_"""
 NOISE = "alpha_dropout dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout gumbel_softmax"
@@ -127,9 +128,7 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 RULES: dict[str, Rule] = {
     **{name: alone(*how) for how, names in ALONE.items() for name in names.split()},
-    **dict.fromkeys(
-        "triplet_margin_loss cosine_embedding_loss multi_margin_loss multilabel_margin_loss".split(), _loss
-    ),
+    **dict.fromkeys(LOSSES.split(), _loss),
     **dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], _recurrent),
     **dict.fromkeys(f"{DRAWS} {NOISE}".split(), _drawn),
     "ctc_loss": _ctc_loss,
