@@ -85,7 +85,6 @@ SHARED_BY_TECHNIQUES |= {
     "single_numbers",
     "skipped",
     "expert_axis",
-    "expert_list",
     "computes",
     "own_draws",
 }

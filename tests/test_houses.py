@@ -47,7 +47,7 @@ USE_A_HOUSE = (
         "old/test_old.py",
         "splits/test_split_levels.py",
     ),
-    *(f"parallel/test_{name}.py" for name in ("complex", "expert_list", "experts", "pipeline")),
+    *(f"parallel/test_{name}.py" for name in ("complex", "expert_layouts", "experts", "pipeline")),
     *("parallel/test_torch_utilities.py", "parallel/test_trial.py", "transfer/test_faults_collectives.py"),
 )
 

@@ -67,29 +67,14 @@ class Stacked(nn.Module):
         return out
 
 
-class Listed(nn.Module):
-    """Experts that are modules of a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden_states)
-        for number, expert in enumerate(self.experts):
-            token, place = torch.where(top_k_index == number)
-            out = out.index_add(0, token, expert(hidden_states[token]) * top_k_weights[token, place, None])
-        return out
-
-
 class Mixture(nn.Module):
     """Two mixtures of four experts, of which each token has two."""
 
-    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.routers = nn.ModuleList(nn.Linear(WIDTH, 4, bias=False) for _ in range(2))
-        self.mixtures = nn.ModuleList(kind() for _ in range(2))
+        self.mixtures = nn.ModuleList(Stacked() for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens).flatten(0, 1)
@@ -173,6 +158,5 @@ JOBS: dict[str, Callable[[], mw.Job]] = {
     "with dropout": lambda: decoder(0.2),
     "sometimes": lambda: job_of(Sometimes),
     "images": lambda: job_of(Images, pictures, optimizer=sgd),
-    "experts": lambda: job_of(lambda: Mixture(Stacked)),
-    "listed experts": lambda: job_of(lambda: Mixture(Listed)),
+    "experts": lambda: job_of(Mixture),
 }

@@ -80,7 +80,7 @@ CASES = [
     *(("decoder", plan) for plan in [*ONE, *TWO]),
     *(("sometimes", plan) for plan in [Plan(data=2), Plan(shard=2)]),
     *(("images", plan) for plan in IMAGES),
-    *((name, plan) for name in ("experts", "listed experts") for plan in EXPERTS),
+    *(("experts", plan) for plan in EXPERTS),
 ]
 
 

@@ -6,8 +6,8 @@ The experts are one module with stacked parameters, each of shape (experts, ...)
 experts of each token and their routing weights, as in transformers; or it takes rows that are already sorted by expert.
 The parameters become DTensors on the mesh axis `expert`, of which each rank holds consecutive experts. There is one row
 of hidden states for each token and expert. It is sent to the rank that has the expert, where the module's forward runs
-on it, and the result is sent back and summed (GShard, arXiv:2006.16668). No line of the model changes. For experts that
-are modules of a list, see expert_list.py.
+on it, and the result is sent back and summed (GShard, arXiv:2006.16668). No line of the model changes. Experts that
+are modules of a list are refused.
 
 The gradient of an expert comes from the tokens of all ranks of the axis. It is divided by the number of ranks when it
 arrives, so that it is the mean over the ranks, and only the other axes remain to be reduced over. All other parameters
@@ -26,19 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from meshwise.compat.modules import parameters_in, put_forward
 from meshwise.compat.several_meshes import take_several_meshes
 from meshwise.parallel.expert_axis import ExpertAxis, ExpertMeshAxis, exchanged
-from meshwise.parallel.expert_list import ExpertList, check_list, lists_of
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
-from meshwise.transfer import collectives
-from meshwise.transfer.sharded import placed
 
 AXIS = "expert"
 
@@ -47,16 +43,19 @@ def _check_model(setup: Setup) -> None:
     ranks = setup.plan.expert
     if ranks == 1:
         return
-    found, lists = list(_experts(setup.model)), list(lists_of(setup.model))
-    if not found and not lists:
+    found = list(_experts(setup.model))
+    if listed := _list_of_experts(setup.model):
+        raise PlanError(
+            f"expert={ranks} cannot divide {listed}, whose experts are modules of a list. It divides one module with "
+            "parameters of shape (experts, ...), such as transformers' MixtralExperts. Stack their parameters in one "
+            f"module, or use data={ranks} or shard={ranks}, which are exact for any mixture of experts."
+        )
+    if not found:
         raise PlanError(
             f"expert={ranks} finds no experts to divide in {type(setup.model).__name__}. It divides a module with "
             "parameters of shape (experts, ...) whose forward takes (hidden_states, top_k_index, top_k_weights), such "
-            "as transformers' MixtralExperts, and an nn.ModuleList with 'expert' in its name or in the class of its "
-            f"entries. Use data={ranks} or shard={ranks}, which are exact for any mixture of experts."
+            f"as transformers' MixtralExperts. Use data={ranks} or shard={ranks}, which are exact for any mixture."
         )
-    for each in lists:
-        check_list(each, setup.model, ranks)
     for name, module, count in found:
         if count % ranks:
             fitting = ", ".join(str(size) for size in range(2, count + 1) if count % size == 0)
@@ -77,6 +76,16 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         children = any(True for child in module.children() for _ in child.parameters())
         if any(p.dim() == 3 for p in own) and len(counts) == 1 and not children and _layout(module):
             yield name or type(module).__name__, module, counts.pop()
+
+
+def _list_of_experts(model: nn.Module) -> str:
+    """Return the name of a list of several modules that "expert" names, or their class; "" if there is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(list(module.children())) > 1:
+            words = f"{name.rpartition('.')[2]} {type(module).__name__} {type(next(module.children())).__name__}"
+            if "expert" in words.lower() and any(True for _ in module.parameters()) and not any(_experts(module)):
+                return name or type(module).__name__
+    return ""
 
 
 def _layout(module: nn.Module) -> str:
@@ -102,11 +111,7 @@ def _apply(setup: Setup) -> None:
     mesh = make_mesh(setup.plan, setup.world)
     others = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in ("data", "shard"))]
     along = mesh[AXIS]
-    lists = list(lists_of(setup.model))
-    columns = [range(first, setup.world.size, along.size()) for first in range(along.size())] if lists else []
-    replicas = [collectives.group_of(ranks) for ranks in columns]
-    rank = along.get_local_rank()
-    axis = ExpertMeshAxis(setup.world.kind, along.size(), rank, along.get_group(), replicas[rank] if lists else None)
+    axis = ExpertMeshAxis(along.size(), along.get_local_rank(), along.get_group())
     divided, names = 0, []
     for name, module, count in list(_experts(setup.model)):
         for own, p in list(parameters_in(module).items()):
@@ -119,30 +124,11 @@ def _apply(setup: Setup) -> None:
         put_forward(module, functools.partial(_run, Experts(name, module, count, axis), module.forward))
         setup.own_parts[module] = others
         names.append(name)
-    for each in lists:
-        for expert in each.experts:
-            divided += _divide(setup, expert, mesh)
-        ExpertList(each, axis).take_over()
-        names.append(each.name)
     setup.coupled_gradients = True
     total = sum(p.numel() for p in setup.model.parameters())
     setup.notes.append(
         f"expert={axis.size}: {divided / total:.0%} of the parameters belong to experts and are divided: {some(names)}."
     )
-
-
-def _divide(setup: Setup, expert: nn.Module, mesh: DeviceMesh) -> int:
-    """Divide the parameters of an expert module over the innermost mesh axis. Returns their number of elements."""
-    names = {id(p): name for name, p in setup.model.named_parameters()}
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    divided = 0
-    for module in expert.modules():
-        for own, p in list(parameters_in(module).items()):
-            if p is not None:
-                module.register_parameter(own, placed(p, mesh, placements))
-                setup.apart[names[id(p)]] = module, own
-                divided += p.numel()
-    return divided
 
 
 @dataclass(frozen=True)

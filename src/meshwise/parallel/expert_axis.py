@@ -1,6 +1,6 @@
 """Exchange rows among the ranks that divide the experts.
 
-Tested in tests/parallel/test_expert_list.py and test_experts.py.
+Tested in tests/parallel/test_experts.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from meshwise.transfer import collectives
 
 
 class ExpertAxis(Protocol):
-    """The ranks over which experts are divided, with the collectives between them. device: the type of their
-    devices."""
-
-    @property
-    def device(self) -> str: ...
+    """The ranks over which experts are divided, with the collectives between them."""
 
     @property
     def size(self) -> int: ...
@@ -34,27 +30,17 @@ class ExpertAxis(Protocol):
     def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
         """Send `sent[r]` to rank r and receive `taken[r]` from rank r. Each of these tensors may have no rows."""
 
-    def gather_objects(self, value: Any) -> tuple[list[Any], list[Any]]:
-        """Gather `value` from all ranks that divide the batch. Returns two lists: the values of the ranks on this axis,
-        which divide the experts, and the values of all ranks."""
-
-    def mean_of_replicas(self, gradient: Tensor) -> None:
-        """Average a gradient, in place, over the ranks that hold the same experts as this rank."""
-
 
 @dataclass(frozen=True)
 class ExpertMeshAxis:
     """The ranks of the mesh axis over which experts are divided.
 
     group: the process group of all ranks that differ from this rank only on this axis. Together they hold all experts.
-    replicas: the process group of all ranks that hold the same experts as this rank.
     """
 
-    device: str
     size: int
     rank: int
     group: collectives.Group
-    replicas: collectives.Group
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return collectives.all_gather(tensor, self.group, of="tokens of experts")
@@ -65,15 +51,6 @@ class ExpertMeshAxis:
         receives = [(rows, r) for r, rows in enumerate(taken) if r != self.rank and len(rows)]
         if sends or receives:
             collectives.send_receive(sends, receives, self.group, "all-to-all")
-
-    def gather_objects(self, value: Any) -> tuple[list[Any], list[Any]]:
-        everyone = collectives.gather_objects(value)
-        return [everyone[rank] for rank in collectives.ranks_of(self.group)], everyone
-
-    def mean_of_replicas(self, gradient: Tensor) -> None:
-        replicas = collectives.world_size(self.replicas)
-        if replicas > 1:
-            collectives.all_reduce(gradient, group=self.replicas, of="gradients of experts").div_(replicas)
 
 
 def exchanged(

@@ -84,8 +84,8 @@ class Sharded:
         self._by_method = set[FSDPModule]()  # of them: those that a method ran since the last backward
         self._key = f"meshwise/shard/{next(_made)}/{collectives.group_key()}"
         self._skipped = parameters_that_may_be_skipped(model, roots_of(model))
-        self._staged, self._apart = setup.plan.pipeline > 1, setup.apart
-        absent = stages.absent_parameters(model) | {p for name, p in model.named_parameters() if name in self._apart}
+        self._staged = setup.plan.pipeline > 1
+        absent = stages.absent_parameters(model)
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """The mesh of all ranks of this pipeline stage. It may have axes that `mesh` lacks, such as `tensor`."""
         self._own_numbers = list[SingleNumbers]()  # none, or one
@@ -278,13 +278,10 @@ class Sharded:
         """Record that the loss of this backward depends on parameter `name`. A hook calls this with the parameter's
         gradient. Return the gradient to use instead, or None to use it unchanged.
 
-        A gradient of a parameter in `Setup.apart` is multiplied as in `weighed`. Any other gradient is converted if its
-        placements differ from `placements`. They can differ because DTensor replicates a dim of size 1.
+        It is converted if its placements differ from `placements`. They can, as DTensor replicates a dim of size 1.
         """
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
-        if name in self._apart:
-            return self.weighed(gradient)
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
@@ -349,8 +346,8 @@ class Sharded:
         shards."""
         for index, group in enumerate(self._groups):
             yield from zip(self._names[index], group.parameters, strict=True)
-        for places in [self._apart, *(numbers.places for numbers in self._own_numbers)]:
-            for name, (module, own) in places.items():
+        for numbers in self._own_numbers:
+            for name, (module, own) in numbers.places.items():
                 yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:

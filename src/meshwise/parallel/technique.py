@@ -50,8 +50,6 @@ class Setup:
         are not sharded.
     own_parts: the modules whose parameters are divided before `shard` is applied, such as stacked experts. Maps each
         module to the mesh over which `shard` divides its parameters further and reduces their gradients.
-    apart: the parameters that are divided already and that `shard` must not divide further. Maps the full name of a
-        parameter to its module and its name in the module. The gradients are averaged within the backward.
     pipeline: the `Pipeline` that runs the stages of this rank, if the plan has a pipeline.
     notes: sentences for the user on what differs from a run on one device.
     """
@@ -72,7 +70,6 @@ class Setup:
     coupled_gradients: bool = False
     let_go: Callable[[set[str]], list[Any]] | None = None
     own_parts: dict[nn.Module, DeviceMesh] = field(default_factory=dict)
-    apart: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     pipeline: Any = None
     notes: list[str] = field(default_factory=list)
 

@@ -104,20 +104,6 @@ def leave_own_layers(last: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def uncounted() -> Iterator[None]:
-    """Make `counts` return False inside the `with` block, so that outputs of modules are not recorded.
-
-    This is for a forward pass that is repeated later, or that computes for other ranks.
-    """
-    before = _in_own_layers[0]
-    _in_own_layers[0] = False
-    try:
-        yield
-    finally:
-        _in_own_layers[0] = before
-
-
-@contextlib.contextmanager
 def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[None]:
     """Inside the `with` block, send a state along with the activations from each stage to the next.
 
