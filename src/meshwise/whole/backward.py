@@ -133,9 +133,11 @@ class Backwards:
     def _divided(self, factor: Tensor, kept: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         """Give the gradients of this backward the factor that their loss lacked, and add those of earlier backwards."""
         reached = [p for ref in self._parameters if (p := ref()) is not None and p.grad is not None]
-        if reached and (factor.device.type != "cpu" or abs(float(factor) - 1) > 1e-12):
+        on_cpu = factor.device.type == "cpu"  # elsewhere the host does not wait for the number
+        if reached and (not on_cpu or abs(float(factor) - 1) > 1e-12):
+            gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in reached]
             with torch.no_grad():
-                torch._foreach_mul_([getattr(p.grad, "_local_tensor", p.grad) for p in reached], float(factor))
+                torch._foreach_mul_(gradients, float(factor) if on_cpu else factor)
         for p, gradient in kept:
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
