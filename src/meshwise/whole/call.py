@@ -94,6 +94,7 @@ class Call:
 
     def __init__(self, module: nn.Module, divided: Divided, own: bool = True) -> None:
         self.module, self.inner, self.divided, self.own = module, module.forward, divided, own
+        self.kind = divided.engine.world.kind
         self.known: dict[Any, Verdict] = {}
         self.opened = False
         self._look()
@@ -150,7 +151,7 @@ class Call:
         return self.own and all(p is None or averages(p) or not p.requires_grad for p in each)
 
     def _verdict(self, leaves: Any, args: Any, kwargs: Any, part: SplitPart) -> Verdict:
-        key: list[Any] = [self.module.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *kwargs]
+        key: list[Any] = [self.module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.kind), *kwargs]
         usable = part.is_plain and part.held(part.axis.size - 1) > 0
         for leaf in leaves:
             if isinstance(leaf, SplitTensor):
