@@ -34,6 +34,11 @@ engines: list[Engine] = []
 """The engine of the process, followed by the engines of the open sessions. The last one is the default engine."""
 
 
+sized: list[str] = []
+"""Lines of the program that have asked for the number of ranks, which is no number of a program that sees whole
+batches."""
+
+
 def default_engine() -> Engine:
     """Return the engine that `mw.distribute` and `mw.backward` use. The first call joins the run and starts its
     recording."""
@@ -144,6 +149,7 @@ def end_sessions() -> None:
     new engine."""
     while engines:
         engines.pop().close()
+    sized.clear()
     collectives.divide_among(None)
 
 

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.torch_function import on_parts
 from meshwise.engine.engine import Engine
+from meshwise.process.session import sized
 from meshwise.spec.errors import UsageError
 from meshwise.splits.crossing import averaged
 from meshwise.splits.tensor import SplitTensor, parts_of, split_again
+from meshwise.whole.alike import Alike
 from meshwise.whole.axis import DataAxis
+from meshwise.whole.by_hand import say_sized
 from meshwise.whole.gradient_hooks import behind_the_reduction
 from meshwise.whole.term import Term, factor_of, plain, settled
 from meshwise.workers.verb_log import came_to
@@ -40,6 +43,8 @@ class Backwards:
         self._options: dict[str, Any] | None = None  # of the backward that runs now
         self._in_grad = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self.alike: Alike | None = None
+        """Looks whether all ranks run the same program."""
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of these parameters over the ranks."""
@@ -82,7 +87,12 @@ class Backwards:
 
     def _run(self, loss: Tensor) -> None:
         came_to("backward")
-        engine, program = self._engine, self._engine.program
+        engine = self._engine
+        if self.alike is not None:
+            self.alike.backward_begins()
+        if sized:
+            say_sized(engine)
+        program = engine.program
         for hear in engine.events.backward_begins:
             hear(loss, engine.part, None, None, "")
         program.begin_backward()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
@@ -14,12 +17,15 @@ from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
 from meshwise.splits.tensor import split
 from meshwise.whole.axis import DataAxis
+from meshwise.whole.term import heard
 
 
 def reads_own_rows(loader: DataLoader[Any]) -> bool:
     """Return whether each rank can read its rows of a batch alone. Otherwise, as with a `collate_fn` of the user's,
     each rank makes the whole batch."""
     if loader.collate_fn is not default_collate or loader.batch_sampler is None:
+        return False
+    if _draws_alone(loader.dataset):
         return False
     before = [handle.state() for handle in GLOBAL]
     try:
@@ -32,12 +38,26 @@ def reads_own_rows(loader: DataLoader[Any]) -> bool:
     return all(isinstance(leaf, (Tensor, int, float)) or hasattr(leaf, "__array__") for leaf in all_leaves(sample))
 
 
+GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+
+
+def _draws_alone(thing: Any, depth: int = 4) -> bool:
+    """Return whether a data set holds a random generator of its own, which draws for the rows in their order."""
+    if isinstance(thing, GENERATORS):
+        return True
+    inner = list(thing[:16]) if isinstance(thing, (list, tuple)) else list(getattr(thing, "__dict__", {}).values())
+    return depth > 0 and not isinstance(thing, (Tensor, type)) and any(_draws_alone(each, depth - 1) for each in inner)
+
+
 def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) -> Any:
     """Return a batch as the program sees it.
 
     own: this rank's slice of it.
     read_own: whether `batch` has this rank's rows alone, as `default_collate` makes them.
     """
+
+    if heard and not read_own:
+        heard[0]("a batch", list(all_leaves(batch)), {})
 
     def divided(leaf: Tensor) -> Tensor:
         if read_own:

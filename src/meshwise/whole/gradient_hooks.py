@@ -1,6 +1,6 @@
 """Call the program's own hooks of parameters behind the reduction.
 
-While a backward runs, the gradient of a parameter is this rank's part. The hooks of the program get what one device has.
+While a backward runs, the gradient of a parameter is this rank's part. The program's hooks get what one device has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 @contextlib.contextmanager
 def behind_the_reduction(parameters: Iterable[weakref.ref[nn.Parameter]]) -> Iterator[None]:
     """Return a context manager for a backward and its reduction. The program's hooks are called at its end."""
-    hooked = [p for ref in parameters if (p := ref()) is not None and any(getattr(p, kind, None) for kind in KINDS)]
-    taken = [each for p in hooked if any((each := (p, *(_take(getattr(p, kind, None)) for kind in KINDS)))[1:])]
+    every = [p for ref in parameters if (p := ref()) is not None and any(getattr(p, kind, None) for kind in KINDS)]
+    taken = [(p, *own) for p in every if any(own := (_take(p._backward_hooks), _take(_after(p))))]
     if not taken:
         yield
         return
@@ -30,10 +30,9 @@ def behind_the_reduction(parameters: Iterable[weakref.ref[nn.Parameter]]) -> Ite
     try:
         yield
     finally:
-        for p, *own in taken:
-            for kind, hooks in zip(KINDS, own, strict=True):
-                if hooks:
-                    getattr(p, kind).update(hooks)
+        for p, changing, after in taken:
+            (p._backward_hooks if p._backward_hooks is not None else {}).update(changing)
+            _after(p).update(after)
     for (p, changing, after), earlier in reversed([*zip(taken, before, strict=True)]):
         if (found := p.grad) is None:
             p.grad = earlier
@@ -45,6 +44,11 @@ def behind_the_reduction(parameters: Iterable[weakref.ref[nn.Parameter]]) -> Ite
             p.grad = found if earlier is None else earlier.add_(found)
         for hook in after.values():
             hook(p)
+
+
+def _after(p: nn.Parameter) -> dict[int, Any]:
+    found: dict[int, Any] | None = getattr(p, KINDS[1], None)
+    return {} if found is None else found
 
 
 def _take(held: dict[int, Any] | None) -> dict[int, Any]:

@@ -23,7 +23,7 @@ from meshwise.splits.crossing import enter, gather
 from meshwise.splits.losses import EACH_PLACE, NAMES, counted
 from meshwise.splits.rule import moved, numbers, with_parts_of
 from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, level, split, whole_shape
-from meshwise.whole.term import Known, Term, resolved, settled, term
+from meshwise.whole.term import Known, Term, heard, resolved, settled, term
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
@@ -40,6 +40,8 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if transforming:
         return func(*_wholes(tuple(args)), **_wholes(dict(kwargs)))
     if level() < 0:
+        if heard:
+            heard[0](name, args, kwargs)
         COUNT[0] += 1
         if kwargs.get("out") is not None:  # torch passes on its own out=None
             return _written_out(func, args, dict(kwargs))

@@ -27,7 +27,7 @@ from meshwise.engine.seeds import set_states, states
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.tensor import SplitTensor, split
 from meshwise.whole.axis import Crossing, ProofAxis
-from meshwise.whole.term import READS, Term
+from meshwise.whole.term import READS, Term, heard
 
 PROOF = ProofAxis()
 DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
@@ -158,11 +158,13 @@ def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, 
     def run(own: Callable[[SplitTensor], Tensor]) -> tuple[Any, list[Any]]:
         with on_parts():
             new_args, new_kwargs = map_kind(SplitTensor, own, (args, kwargs))
+        listening, heard[:] = heard[:], []
         try:
             with torch.no_grad(), without_compiling(), quiet:
                 made = inner(*new_args, **new_kwargs)
             return list(outputs(made)), state.now()
         finally:
+            heard[:] = listening
             state.put_back()
             set_states(device, before)
 

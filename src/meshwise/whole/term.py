@@ -36,6 +36,10 @@ storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requ
 .layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested""".split()
 
 
+heard: list[Callable[[str, Args, Kwargs], None]] = []
+"""While a step is listened to (alike.py): gets each operator on batches and terms."""
+
+
 class Known:
     """What is known of a sum over the ranks, which several terms share.
 
@@ -100,6 +104,8 @@ class Term(Tensor):
                 return func(*args, **(kwargs or {}))
         if name in READS:
             return func(value_of(args[0]), *args[1:], **(kwargs or {}))
+        if heard:
+            heard[0](name, args, kwargs or {})
         if _in_place(name) and isinstance(args[0], Term):
             return _written(name, func, args, kwargs or {})
         rule = RULES.get(name) if not transforming else None
