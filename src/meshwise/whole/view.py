@@ -20,7 +20,7 @@ from meshwise.spec.world import World
 from meshwise.splits import rules
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
-from meshwise.whole import losses
+from meshwise.whole import constructors, losses
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.backward import Backwards
 from meshwise.whole.batches import reads_own_rows, whole_batch
@@ -63,6 +63,7 @@ class WholeView:
         self.backwards.third = self.say
         losses.begin()
         guard_reads()
+        constructors.begin()
         engine.ends.callback(self.backwards.begin())
         engine.ends.callback(once.begin(engine.world.rank, engine.world.size))
         engine.events.without("meshwise.guards.")
