@@ -84,15 +84,6 @@ def test_bench_between_hosts_measures_from_gpu_to_gpu(processes: None) -> None:
     assert len(results) == 9 and all(each["wrong"] is None for each in results)
 
 
-@pytest.mark.evidence(VERBS)
-def test_a_collective_is_repeated_alone(meshwise: Run, python: Run, run_folder: Path, tmp_path: Path) -> None:
-    collectives = json.loads(meshwise("report", run_folder, "--json").stdout)["collectives"]
-    number = next(at for at, each in enumerate(collectives, 1) if each["name"] == "all-reduce" and each["bytes"])
-    (tmp_path / "one.py").write_text(meshwise("report", run_folder, "--replay", f"collective:{number}").stdout)
-    done = python("-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "one.py")
-    assert "in the run" in done.stdout and "on 2 ranks" in done.stdout
-
-
 @pytest.mark.evidence("what a device lacks is refused with a sentence")
 def test_bf16_on_a_device_that_only_emulates_it_is_refused(meshwise: Run, fake: Run) -> None:
     fake(gpu="T4")

@@ -19,7 +19,6 @@ from meshwise.timeline.run_report import Report
 from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.step_table import step_table_of
 from meshwise.timeline.views.registry import VIEWS
-from meshwise.timeline.views.replay import replay_script
 from meshwise.timeline.views.report_text import report_text
 from meshwise.timeline.views.run_comparison_text import run_comparison_text
 
@@ -91,14 +90,6 @@ def report_views(
             raise UsageError(text) from None
         written.append(to / view.file)
     return found, printed, written
-
-
-def replay(folder: Path, what: str) -> str:
-    """Return the text of a script that repeats one collective of a run.
-
-    what: the collective, such as `collective:1`. Raises UsageError if the run has none of this name.
-    """
-    return replay_script(report_of(read_timeline(folder), str(folder)), what)
 
 
 def run_folder(run: str | Path | None) -> Path:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -38,9 +37,6 @@ def report(
     to: Annotated[str | None, typer.Option(metavar="DIR", help="where files are written; default: RUN")] = None,
     live: Annotated[bool, typer.Option("--live", help="follow a running one")] = False,
     steps: Annotated[str | None, typer.Option(metavar="A:B", help="show these steps span by span")] = None,
-    replay: Annotated[
-        str | None, typer.Option(metavar="collective:N", help="print a script that repeats the Nth collective by time")
-    ] = None,
     fail_above: Annotated[
         str | None, typer.Option(metavar="5%", help="exit with 1 where a step of RUN2 is clearly slower by more")
     ] = None,
@@ -54,22 +50,16 @@ def report(
     meshwise report RUN --live         follow a run while it runs
     meshwise report --steps 100:104    these steps, span by span
     meshwise report A B --fail-above 5%   exit code 1 if B is over 5% slower
-    meshwise report --replay collective:1 > one.py   the slowest collective alone
     """
     console, run, span = Console(), api.report.run_folder(folder), api.report.step_range(steps)
     most = None if fail_above is None else _share(fail_above)
     if most is not None and other is None:
         raise UsageError("--fail-above compares two runs. Use: meshwise report RUN RUN2 --fail-above 5%")
     wanted = [name for name, given in vars(views).items() if given]
-    _refuse_together(
-        [*wanted, *["live"] * live, *["steps"] * (span is not None), *["replay"] * (replay is not None)], other
-    )
+    _refuse_together([*wanted, *["live"] * live, *["steps"] * (span is not None)], other)
     to_folder = Path(to) if to else run
-    if replay is not None:
-        print(api.report.replay(run, replay), end="")
-    elif live:
-        also = partial(api.report.report_views, run, wanted, to_folder) if wanted else None
-        timeline.views.follow.follow(run, console, also=also)
+    if live:
+        timeline.views.follow.follow(run, console)
     elif other is not None:
         _print_comparison(console, run, other, as_json=bool(wanted), most=most)
     else:
@@ -115,8 +105,8 @@ def _refuse_together(options: list[str], other: str | None) -> None:
     shown = ", ".join(f"--{name}" for name in options)
     if other is not None and set(options) - {"json"}:
         raise UsageError(f"{shown} cannot compare two runs. Leave out RUN2. Or use no option (text) or --json.")
-    if "live" in options and set(options) - {"live", "openmetrics"}:
-        raise UsageError(f"--live can be combined only with --openmetrics, but the options are {shown}.")
+    if "live" in options and len(options) > 1:
+        raise UsageError(f"--live cannot be combined with other options, but the options are {shown}.")
     printing = [f"--{name}" for name in options if name in VIEWS and not VIEWS[name].file]
     if len(printing) > 1:
         raise UsageError(f"Only one view can print to the terminal. Choose between {' and '.join(printing)}.")

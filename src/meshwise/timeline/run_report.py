@@ -2,7 +2,7 @@
 
 The report has every number that any view shows, and the display text of each.
 
-Text, page, trace, Mermaid, JSON, OpenMetrics and TensorBoard are drawn from report and timeline alone. A field's type
+Text, page, trace, Mermaid and JSON are drawn from report and timeline alone. A field's type
 names its unit, which says how the number is written: `report_dict` has both the numbers and their texts.
 
 Tested in tests/timeline/views/test_html_page.py.

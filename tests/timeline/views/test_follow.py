@@ -16,7 +16,6 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from meshwise.records.folder import begin_session, end_session, read_run
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.read import SILENT
 from meshwise.timeline.views import follow as following
@@ -308,19 +307,3 @@ def test_ctrl_c_in_a_real_terminal_gives_the_screen_back(
     terminal.shown("gpt-125m running")
     terminal.tmux("send-keys", "C-c")
     assert terminal.shown("left 0") == ["left 0"]
-
-
-def test_what_is_done_beside_is_done_at_once_and_at_the_end(tmp_path: Path) -> None:
-    begin_session(tmp_path, time.time(), job="x", devices=["cpu"])
-    calls: list[str] = []
-
-    def also() -> None:
-        calls.append("running" if read_run(tmp_path)["status"] == "running" else "over")
-
-    def stop() -> bool:
-        if calls:
-            end_session(tmp_path, "finished")
-        return False
-
-    follow(tmp_path, Console(file=io.StringIO()), every=0.01, stop=stop, also=also)
-    assert calls == ["running", "over"]

@@ -56,24 +56,15 @@ class Snapshot:
     metrics: Metrics | None = None
 
 
-def follow(
-    folder: Path,
-    console: Console,
-    *,
-    every: float = 1.0,
-    stop: Callable[[], bool] | None = None,
-    also: Callable[[], object] | None = None,
-) -> None:
+def follow(folder: Path, console: Console, *, every: float = 1.0, stop: Callable[[], bool] | None = None) -> None:
     """Show a run until it ends, Ctrl-C is pressed, or `stop` returns True. When the run ends, print its report.
 
     On a terminal, the screen is redrawn every `every` seconds. Elsewhere, a line is printed every LINE_EVERY seconds.
     Raises UsageError if `folder` does not contain a run.
-
-    also: a function to call every LINE_EVERY seconds and at the end of the run.
     """
     names.read_run(folder)
     view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
-    polls = _snapshots(folder, every, stop, also)
+    polls = _snapshots(folder, every, stop)
     try:
         over = _on_screen(polls, console) if view.draws else _in_lines(polls, view)
         if over:
@@ -82,20 +73,12 @@ def follow(
         return
 
 
-def _snapshots(
-    folder: Path, every: float, stop: Callable[[], bool] | None, also: Callable[[], object] | None
-) -> Iterator[Snapshot]:
-    """Yield a snapshot of the run about every `every` seconds, until the run has ended or `stop` returns True.
-
-    also: called before some snapshots, at most once in LINE_EVERY seconds, and before the last snapshot.
-    """
-    snapshot, called = None, -math.inf
+def _snapshots(folder: Path, every: float, stop: Callable[[], bool] | None) -> Iterator[Snapshot]:
+    """Yield a snapshot of the run about every `every` seconds, until the run has ended or `stop` returns True."""
+    snapshot = None
     while stop is None or not stop():
         began = time.monotonic()
         snapshot = poll(folder, snapshot)
-        if also is not None and (began - called >= LINE_EVERY or not snapshot.running):
-            also()
-            called = began
         yield snapshot
         if not snapshot.running:
             return

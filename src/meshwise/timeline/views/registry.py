@@ -36,12 +36,9 @@ class View:
         return made
 
 
-EVENTS = "tensorboard/report/events.out.tfevents.report"
 VIEWS = {
     "html": View("html_page", "write one page that works offline: report.html", "report.html"),
     "trace": View("chrome_trace", "write trace.json.gz for Perfetto", "trace.json.gz"),
-    "openmetrics": View("openmetrics", "write metrics.prom for Prometheus", "metrics.prom"),
-    "tensorboard": View("tensorboard", "write TensorBoard events", EVENTS),
     "mermaid": View("mermaid", "print the Gantt chart of a step for Markdown"),
     "json": View("json_text", "print every number as JSON"),
 }
