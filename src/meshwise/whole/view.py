@@ -7,12 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from meshwise.compat.tree import map_tensors
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
+from meshwise.guards.finite_losses import FiniteLosses
+from meshwise.guards.replicas import LastLook
+from meshwise.guards.same_data import SameData
 from meshwise.process import once
 from meshwise.spec.units import seconds_text
 from meshwise.spec.words import some
@@ -20,7 +23,9 @@ from meshwise.spec.world import World
 from meshwise.splits import rules
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
-from meshwise.whole import constructors, losses
+from meshwise.splits.tensor import SplitTensor
+from meshwise.whole import by_hand, constructors, losses
+from meshwise.whole.alike import Alike
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.backward import Backwards
 from meshwise.whole.batches import reads_own_rows, whole_batch
@@ -66,7 +71,12 @@ class WholeView:
         constructors.begin()
         engine.ends.callback(self.backwards.begin())
         engine.ends.callback(once.begin(engine.world.rank, engine.world.size))
+        self.backwards.alike = Alike(engine)
+        engine.ends.callback(by_hand.begin(engine))
+        kept = [each for kind in (SameData, FiniteLosses, LastLook) if (each := engine.events.find(kind)) is not None]
         engine.events.without("meshwise.guards.")
+        for each in kept:
+            engine.events.listen(each, only=("backward_ends", "loop_ends"))
         engine.generator.seeded = False
         engine.program.by_construction = True
 
@@ -93,7 +103,11 @@ class WholeView:
 
     def divided_rows(self, tree: Any, dim: int = 0) -> Any:
         """Return a batch that all ranks hold, divided over them."""
-        return map_tensors(lambda each: scatter(each, SplitPart(self.axis, dim, each.shape[dim])), tree)
+        def divided(each: Tensor) -> Tensor:
+            whole = each.dim() > dim and not isinstance(each, SplitTensor)
+            return scatter(each, SplitPart(self.axis, dim, each.shape[dim])) if whole else each
+
+        return map_tensors(divided, tree)
 
     def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
         """Return as which rank this process reads a loader, and a function that makes its batches whole."""
