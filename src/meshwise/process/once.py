@@ -64,7 +64,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
     shared: whether this rank sees the files in it that rank 0 makes."""
     cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # as torch has it
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-    temporary, _lock = made_folder("own") if rank else (tempfile.tempdir, None)  # locked while this runs
+    temporary, _lock = (None, None) if rank == 0 else made_folder("own")  # locked while this runs
     wandb: Any = sys.modules.get("wandb")
     run, kind = os.environ.get(RUN_FOLDER), LaterFiles if rank else FirstFiles
     view = kind(os.path.realpath(folder), rank, size, shared, [*_free, *([run] if run else [])])
@@ -74,7 +74,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
     _views.append(view)
     with own(Path(folder)):
         try:
-            with replaced(view, temporary and str(temporary)):
+            with replaced(view, str(temporary) if temporary else tempfile.tempdir):
                 yield
         finally:
             _views.remove(view)
