@@ -48,6 +48,7 @@ class ThreadAxis:
     name: str = "context"
     sequence: bool = False
     gradient_scale: int = 1
+    proves: bool = False
 
     def averages(self, whole: Tensor) -> bool:
         return False

@@ -27,8 +27,10 @@ from torch.overrides import TorchFunctionMode
 from meshwise.compat.fake import rehearsing
 from meshwise.compat.modules import BatchNorm
 from meshwise.compat.reducer import base_of, version
+from meshwise.compat.torch_function import on_parts
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
+from meshwise.splits.tensor import SplitTensor, split
 from meshwise.transfer import collectives
 
 Samples = Callable[[], int | None]
@@ -162,7 +164,14 @@ class _Joined(TorchFunctionMode):
         if function is torch.batch_norm:
             kwargs = {**dict(zip(_AS_TORCH, args, strict=False)), **{n: v for n, v in kwargs.items() if n in _AS_TORCH}}
             args = ()
-        return batch_norm(self._samples, *args, **kwargs)
+        x = kwargs["input"] if "input" in kwargs else args[0]
+        if not isinstance(x, SplitTensor) or x.part.axis.name != "data":
+            return batch_norm(self._samples, *args, **kwargs)
+        if x.part.axis.proves:
+            with on_parts():
+                return split(batch_norm(self._samples, *args, **kwargs), x.part)
+        with x.part.axis.unheard():
+            return functional.batch_norm(x, *args[1:], **{n: v for n, v in kwargs.items() if n != "input"})
 
 
 def batch_norm(

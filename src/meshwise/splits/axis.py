@@ -6,6 +6,7 @@ Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -38,11 +39,18 @@ class Axis(Protocol):
         """Whether each rank gets only some positions (dim 1) of a sum over the ranks, instead of the whole sum."""
 
     @property
+    def proves(self) -> bool:
+        """Whether the axis stands for ranks that do not exist, to prove that none of them is needed."""
+
+    @property
     def gradient_scale(self) -> int:
         """By how much the gradient of a part is larger than that of the whole tensor (see crossing.py)."""
 
     def averages(self, whole: Tensor) -> bool:
         """Whether the gradients that the ranks compute for this whole tensor are averaged after the backward."""
+
+    def unheard(self) -> AbstractContextManager[None]:
+        """Return a context manager for exchanges that do not make a model one that mixes rows: a batch norm's."""
 
     def divides(self, whole: Tensor, dim: int) -> None:
         """Note that each rank is about to take its part of a whole tensor along `dim`."""
@@ -79,9 +87,13 @@ class MeshAxis:
     group: collectives.Group
     sequence: bool = False
     gradient_scale: int = 1
+    proves: bool = False
 
     def averages(self, whole: Tensor) -> bool:
         return False
+
+    def unheard(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def divides(self, whole: Tensor, dim: int) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ class DataAxis:
             yield
         finally:
             self.crossings = before
+
+    def unheard(self) -> AbstractContextManager[None]:
+        return self.watched(None)
 
     def _crosses(self) -> None:
         if self.crossings is not None:
