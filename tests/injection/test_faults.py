@@ -16,7 +16,7 @@ import torch
 
 from meshwise.engine.phases import Phases
 from meshwise.injection import faults, faulty_link
-from meshwise.injection.faults import InjectedFault
+from meshwise.injection.armed import InjectedFault
 from meshwise.records.files import append_lines, read_lines, write_text
 from meshwise.spec.faults import PHASES, parse_fault
 from meshwise.timeline.recorder import Recorder
@@ -106,7 +106,7 @@ def test_a_flipped_bit_changes_one_value_which_stays_finite(dtype: torch.dtype, 
 
 def test_what_slows_a_phase_goes_on(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("meshwise.injection.faults.time.sleep", slept.append)
+    monkeypatch.setattr("meshwise.injection.armed.time.sleep", slept.append)
     rank = recorder("slow 20ms:rank=1,step=2")
     for step in (1, 2, 3):
         rank.begin_step(step)

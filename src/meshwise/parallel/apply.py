@@ -21,7 +21,7 @@ The techniques, each with the reason for its place:
     zero1        and offload of the optimizer: they need parameters that do not change any more
 
 A technique is a field of the plan, a file of its own (`technique.py` describes its functions), and a place in
-`TECHNIQUES`.
+`TECHNIQUES`. Most are loaded when a plan uses them.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwise import parallel
 from meshwise.compat.compiling import uncompile
 from meshwise.parallel.balance import BALANCE
 from meshwise.parallel.batch_norm import BATCH_NORM
 from meshwise.parallel.compiled import COMPILE
-from meshwise.parallel.context import CONTEXT
 from meshwise.parallel.data import DATA
 from meshwise.parallel.deferred import PLACEMENT, START_VALUES, take_fakes
-from meshwise.parallel.expert import EXPERT
-from meshwise.parallel.offload import OFFLOAD
-from meshwise.parallel.offload_state import OFFLOAD_STATE
 from meshwise.parallel.pipeline import PIPELINE, STAGES
 from meshwise.parallel.precision import PRECISION
-from meshwise.parallel.recompute import RECOMPUTE
-from meshwise.parallel.shard import SHARD
-from meshwise.parallel.technique import Setup
-from meshwise.parallel.tensor import TENSOR
-from meshwise.parallel.zero1 import ZERO1
+from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.world import World
 
-TECHNIQUES = (
+TECHNIQUES: tuple[Technique | tuple[str, Callable[[Plan], bool]], ...] = (
     PRECISION,
     PLACEMENT,
     STAGES,
     BATCH_NORM,
     BALANCE,
-    EXPERT,
-    TENSOR,
-    CONTEXT,
+    ("expert", lambda plan: plan.expert > 1),
+    ("tensor", lambda plan: plan.tensor > 1),
+    ("context", lambda plan: plan.context > 1),
     COMPILE,
-    RECOMPUTE,
-    OFFLOAD,
-    SHARD,
+    ("recompute", lambda plan: plan.recompute != "none"),
+    ("offload", lambda plan: bool(plan.offload)),
+    ("shard", lambda plan: plan.parameters_divided),
     START_VALUES,
     PIPELINE,
     DATA,
-    ZERO1,
-    OFFLOAD_STATE,
+    ("zero1", lambda plan: plan.zero1),
+    ("offload_state", lambda plan: bool(plan.offload)),
 )
+"""In their order: a technique, or the name of its file, and whether a plan uses it."""
+
+
+def techniques_of(plan: Plan) -> list[Technique]:
+    """Return the techniques that a plan may use, in their order."""
+    wanted = [each for each in TECHNIQUES if isinstance(each, Technique) or each[1](plan)]
+    return [e if isinstance(e, Technique) else getattr(getattr(parallel, e[0]), e[0].upper()) for e in wanted]
 
 
 def apply(
@@ -98,11 +98,12 @@ def apply(
     if plan.devices != world.size * plan.within_samples:
         check_devices(plan, world.size * plan.within_samples)
     setup = Setup(model, plan, world, samples, piggyback_loss, was_compiled=uncompile(model), stage_cost=stage_cost)
-    for technique in TECHNIQUES:
+    techniques = techniques_of(plan)
+    for technique in techniques:
         if technique.check_model:
             technique.check_model(setup)
     setup.fill = take_fakes(model)
-    for technique in TECHNIQUES:
+    for technique in techniques:
         if technique.apply:
             technique.apply(setup)
     return setup
@@ -110,6 +111,6 @@ def apply(
 
 def bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
     """Change an optimizer as the plan requires. The plan must have been applied to the optimizer's model."""
-    for technique in TECHNIQUES:
+    for technique in techniques_of(plan):
         if technique.bind:
             technique.bind(optimizer, plan, world)
