@@ -98,6 +98,11 @@ class DataAxis:
     def pass_on(self, tensor: Tensor) -> Tensor:
         return self.all_gather(tensor)[(self.rank - 1) % self.size]
 
+    def agreed(self, own: bool, op: str) -> bool:
+        """Return whether any rank (`max`) or every rank (`min`) says yes. Collective."""
+        answer = torch.tensor([int(own)], device=collectives.device_of(self.group))
+        return bool(collectives.all_reduce(answer, op, self.group, of="answers"))
+
     def meet(self, what: str) -> None:
         """Wait for nobody: a rank that reads alone is found by its verb log."""
 

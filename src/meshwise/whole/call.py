@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +34,12 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.seeds import seed_generators, set_states, states
 from meshwise.spec.errors import UsageError
 from meshwise.splits.axis import SplitPart
-from meshwise.splits.crossing import enter, scatter
+from meshwise.splits.crossing import enter, gather, scatter
 from meshwise.splits.tensor import SplitTensor, split
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 from meshwise.whole.axis import DataAxis
-from meshwise.whole.proof import Verdict, outputs, prove
+from meshwise.whole.proof import ASKED, Verdict, outputs, prove
 from meshwise.whole.term import Term, resolved
 
 AGAIN = 64
@@ -48,11 +49,11 @@ KINDS = 16  # of one call, by its number of autograd nodes: with more of them, i
 
 
 class _Apart(threading.local):
-    call = False
+    call: _Reads | None = None
 
 
 _apart = _Apart()
-"""`call` is whether a call runs apart in this thread, and reads no value."""
+"""`call` answers the reads of the call that runs apart in this thread."""
 _nodes = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
@@ -64,6 +65,37 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 class ReadInside(Exception):
     """A call that runs apart reads a value, which it did not when it was proven."""
+
+
+class OtherAnswer(Exception):
+    """A call that runs apart gets another answer of all rows than when it was proven. `args` are the answers so far."""
+
+
+class _Reads:
+    """Answers the reads of a call that runs apart, as they were when it was proven."""
+
+    def __init__(self, verdict: Verdict, axis: DataAxis) -> None:
+        self.verdict, self.axis, self.at = verdict, axis, 0
+
+    def read(self, name: str, tensor: Tensor, original: Callable[[], Any]) -> Any:
+        """Return the value of a tensor."""
+        answers = self.verdict.answers
+        if answers and name in ASKED and tensor.dtype is torch.bool:
+            if self.at == len(answers):
+                raise ReadInside(f"it reads a value ({name})")
+            op, expected = answers[self.at]
+            _apart.call = None
+            try:
+                answer = original() if op is None else self.axis.agreed(original(), op)
+            finally:
+                _apart.call = self
+            if answer != expected:
+                raise OtherAnswer(*answers[: self.at], (op, answer))
+            self.at += 1
+            return answer
+        if self.verdict.reads:
+            return original()
+        raise ReadInside(f"it reads a value ({name})")
 
 
 class Divided:
@@ -131,11 +163,22 @@ class Call:
             self._look()
             self.known, self.opened = {}, False
         if leaves is not args:
-            args, kwargs = map_leaves(lambda leaf: _with_rows(leaf, part), (args, kwargs), _is_leaf)
+            divided: list[tuple[Tensor, Tensor, int]] = []
+            args, kwargs = map_leaves(lambda leaf: _with_rows(leaf, part, divided), (args, kwargs), _is_leaf)
             leaves = [*all_leaves((args, kwargs))]
+            if divided:
+                made = self._called(leaves, args, kwargs, part)
+                _write_back(divided)
+                return made
+        return self._called(leaves, args, kwargs, part)
+
+    def _called(self, leaves: Any, args: Any, kwargs: Any, part: SplitPart) -> Any:
         verdict = self._verdict(leaves, args, kwargs, part)
         if verdict.dims is None or not self._is_own():
             return self._through(args, kwargs)
+        return self._proven_call(leaves, args, kwargs, verdict, part)
+
+    def _proven_call(self, leaves: Any, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
         verdict.calls += 1
         calls = verdict.calls
         if calls % AGAIN == 0 or (1 < calls < AGAIN and calls & (calls - 1) == 0):
@@ -165,20 +208,21 @@ class Call:
         if not usable:
             return Verdict(why="a rank has no row")
         verdict = self.known.get(tuple(key))
-        return verdict if verdict is not None else self._proven(tuple(key), args, kwargs)
+        if verdict is None:
+            verdict = self.known[tuple(key)] = self._proven(args, kwargs)
+        return verdict
 
-    def _proven(self, key: Any, args: Any, kwargs: Any) -> Verdict:
+    def _proven(self, args: Any, kwargs: Any) -> Verdict:
         hooks = [hook for held in self._hooks for hook in held.values()]
         if any(not (getattr(h, "__module__", None) or type(h).__module__).startswith(("meshwise.", "torch.")) for h in hooks):
             verdict = Verdict(why="has hooks of the program")
         else:
-            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine.world.device)
+            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine.world.device, self.divided.axis.agreed)
         if verdict.draws and self.divided.exact:
             verdict = Verdict(why="draws the numbers of one device")
         every = collectives.gather_objects((verdict.dims, verdict.why), self.divided.axis.group)
         if verdict.dims is not None and any(dims != verdict.dims for dims, _ in every):
             verdict = Verdict(why=next((why for _, why in every if why), "differs between ranks"))
-        self.known[key] = verdict
         self.divided.verdicts[type(self.module).__name__] = verdict
         return verdict
 
@@ -193,8 +237,10 @@ class Call:
     def _again(self, args: Any, kwargs: Any, verdict: Verdict) -> Any:
         """Run a proven call through, as if it were not proven, and look whether it still keeps rows apart."""
         found: list[str] = []
+        if verdict.answers:
+            found += filter(None, [self._proven(args, kwargs).why])
         drawing = self.divided.drawing(alike=True) if verdict.draws else contextlib.nullcontext()
-        with drawing, self.divided.axis.watched(found):
+        with drawing, self.divided.axis.watched(None if verdict.answers else found):
             made = self._run_through(args, kwargs)
         if found:
             self._mixes(verdict, found[0])
@@ -214,7 +260,7 @@ class Call:
 
     def _apart(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
-        before, nodes, outside = (_nodes() if grad else 0), -1, [False]
+        before, nodes, outside, why = (_nodes() if grad else 0), -1, [False], cast(Any, "")
         versions = [b._version for m in self._modules for b in m._buffers.values() if b is not None]
         written = [(m, name, vars(m).get(name)) for m, name in verdict.written]
         with on_parts():
@@ -222,7 +268,7 @@ class Call:
         drawing = self.divided.drawing(alike=False) if verdict.draws else None
         if engine.program.coupled_gradients:
             engine.part = BatchSlice(torch.empty(0), part.own, part.length)
-        _apart.call = not verdict.reads
+        _apart.call = _Reads(verdict, self.divided.axis)
         try:
             if drawing is None:
                 made = self.inner(*own_args, **own_kwargs)
@@ -233,12 +279,17 @@ class Call:
             why = "" if not grad or self._is_usual(verdict, nodes) else "another number of operators"
         except ReadInside as read:
             why = str(read)
+        except OtherAnswer as other:
+            why = other.args
         finally:
-            _apart.call = False
+            _apart.call = None
         if why:
             for module, name, value in written:
                 setattr(module, name, value)
-            return self._otherwise(args, kwargs, verdict, versions, why, nodes)
+            self._check_unwritten(versions, why)
+            if not isinstance(why, str):
+                return self._answered(args, kwargs, verdict, why, part)
+            return self._otherwise(args, kwargs, verdict, why, nodes)
         for tensor, dim in zip((each for each in outputs(made) if isinstance(each, Tensor)), verdict.dims or (), strict=True):
             if dim >= 0 and not isinstance(tensor, SplitTensor):
                 split(tensor, part if dim == part.dim else SplitPart(part.axis, dim, part.length))
@@ -251,16 +302,23 @@ class Call:
             verdict.nodes.add(nodes)
         return nodes in verdict.nodes
 
-    def _otherwise(
-        self, args: Any, kwargs: Any, verdict: Verdict, versions: list[int], why: str, nodes: int
-    ) -> Any:
-        """Run a call that differs from the proven one anew, through. It is proven too if no row needs another."""
+    def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
+        """Run a call anew that gets other answers of all rows than the proven one: it is proven with these."""
+        other = verdict.others.get(answers)
+        if other is None:
+            other = verdict.others[answers] = self._proven(args, kwargs)
+        return self._through(args, kwargs) if other.dims is None else self._apart(args, kwargs, other, part)
+
+    def _check_unwritten(self, versions: list[int], why: Any) -> None:
         if versions != [b._version for m in self._modules for b in m._buffers.values() if b is not None]:
             raise UsageError(
                 f"{type(self.module).__name__} no longer computes what it did when it was proven to keep the rows of a "
                 f"batch apart: {why}. It has written to its buffers, so the call cannot run anew. Use one device, or "
                 'mw.distribute(…, view="rank").'
             )
+
+    def _otherwise(self, args: Any, kwargs: Any, verdict: Verdict, why: str, nodes: int) -> Any:
+        """Run a call that differs from the proven one anew, through. It is proven too if no row needs another."""
         found: list[str] = []
         with self.divided.axis.watched(found):
             made = self._run_through(args, kwargs)
@@ -274,13 +332,26 @@ def _is_leaf(thing: Any) -> bool:
     return isinstance(thing, Tensor)
 
 
-def _with_rows(leaf: Tensor, part: SplitPart) -> Tensor:
+def _with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
     """Divide a whole tensor that has as many rows as the batch, which is exact whatever its rows mean."""
     if isinstance(leaf, Term):
         return resolved(leaf)
     if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:
         return leaf
-    return scatter(leaf, SplitPart(part.axis, part.dim, part.length))
+    own = scatter(leaf, SplitPart(part.axis, part.dim, part.length))
+    with on_parts():
+        divided.append((leaf, own, own._version))
+    return own
+
+
+def _write_back(divided: list[tuple[Tensor, Tensor, int]]) -> None:
+    """Write what a model has written into its rows of whole tensors to these tensors."""
+    for whole, own, version in divided:
+        with on_parts():
+            written = own._version != version
+        if written:
+            with torch.no_grad():
+                whole.copy_(gather(own))
 
 
 def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
@@ -315,6 +386,9 @@ def guard_reads() -> None:
         if not _watched:
             hook(_registers)
     _watched.append(True)
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is not None and hasattr(masks, "fast_all"):
+        masks.fast_all = Tensor.all  # which asks of all rows what its sum asks of the whole
     for name in ("item", "__bool__", "__float__", "__int__", "__index__", "tolist", "numpy"):
         original = getattr(Tensor, name)
         if not hasattr(original, "guarded"):
@@ -323,8 +397,8 @@ def guard_reads() -> None:
 
 def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _apart.call:
-            raise ReadInside(f"it reads a value ({name})")
+        if _apart.call is not None:
+            return _apart.call.read(name, self, lambda: original(self, *args, **kwargs))
         return original(self, *args, **kwargs)
 
     read.guarded, read.__name__ = True, name  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from meshwise.whole.term import READS, Term, heard
 PROOF = ProofAxis()
 DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 DROPOUTS |= {"feature_dropout", "native_dropout"}
+ASKS, ASKED = {"all": "min", "any": "max"}, {"__bool__", "item"}
 OF_TORCH = {"_parameters", "_modules", "_buffers", "forward", "__deepcopy__", "__getstate__"}
 NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -47,9 +48,12 @@ class Verdict:
         through, for the reason `why`.
     draws: whether the call drops out values at random.
     reads: whether the call reads values that have no rows.
+    answers: what the call asks of all rows, such as `mask.all()`, in order: the reduction that answers it (None for a
+        value without rows), and the answer with which it was proven.
     nodes: the numbers of autograd nodes that proven calls have made.
     calls: how many calls of this kind there were.
     written: the attributes of modules that a call writes.
+    others: the verdicts on calls that get other answers, by their first answers.
     """
 
     dims: list[int] | None = None
@@ -58,16 +62,29 @@ class Verdict:
     reads: bool = False
     nodes: set[int] = field(default_factory=set)
     calls: int = 0
+    answers: list[tuple[str | None, bool]] = field(default_factory=list)
     written: list[tuple[nn.Module, str]] = field(default_factory=list)
+    others: dict[Any, Verdict] = field(default_factory=dict)
+
+
+class Answer(Tensor):
+    """This rank's answer to a question about all rows. Nothing but reading it is possible."""
+
+    op: str
 
 
 class _Quiet(TorchFunctionMode):
-    """Leaves out dropout, and notes it. Notes reads of values, and `made`, the split tensors that operators made."""
+    """Leaves out dropout, and notes it. Notes reads of values, and `made`, the split tensors that operators made.
+
+    ask: gets this rank's answer to a question about all rows and the reduction, and returns the answer of all ranks.
+    """
 
     draws = reads = False
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[bool, str], bool]) -> None:
         super().__init__()
+        self.ask, self.answers = ask, list[tuple[str | None, bool]]()
+        self.given: Iterator[tuple[str | None, bool]] | None = None  # in the second run, the answers of the first
         self.made: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,10 +96,31 @@ class _Quiet(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             self.draws |= bool(kwargs.pop("dropout_p", args[4] if len(args) > 4 else 0.0))
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        rows = [each for each in args if isinstance(each, (SplitTensor, Answer))]
+        if name in ASKS and len(args) == 1 and not kwargs and rows and not isinstance(args[0], Answer):
+            with on_parts():
+                local = func(*args)
+            answer: Answer = local.as_subclass(Answer)
+            answer.op = ASKS[name]
+            return answer
+        if name == "__contains__" and rows and not isinstance(args[1], Tensor):
+            return self._answered(bool((args[0] == args[1]).as_subclass(Tensor).any()), "max")
+        if rows and isinstance(rows[0], Answer):
+            if name not in ASKED:
+                raise Crossing("uses a value of all rows")
+            return self._answered(bool(rows[0].as_subclass(Tensor)), rows[0].op)
+        if name in ASKED and isinstance(args[0], Tensor) and args[0].dtype is torch.bool and not rows:
+            return self._answered(bool(func(*args)), None)
         self.reads |= name in READS
         made = func(*args, **kwargs)
         self.note(made)
         return made
+
+    def _answered(self, own: bool, op: str | None) -> bool:
+        if self.given is not None:
+            return next(self.given, (None, own))[1]
+        self.answers.append((op, own if op is None else self.ask(own, op)))
+        return self.answers[-1][1]
 
     def note(self, made: Any) -> Any:
         every = made if isinstance(made, (list, tuple)) else (made,)
@@ -151,9 +189,17 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if type(value) in CONTAINERS else value
 
 
-def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Verdict:
-    """Return whether calls like `inner(*args, **kwargs)` may run apart. args, kwargs: trees with split tensors."""
-    state, before, quiet = _State(list(module.modules())), states(device), _Quiet()
+def prove(
+    module: nn.Module,
+    inner: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    device: str,
+    ask: Callable[[bool, str], bool],
+) -> Verdict:
+    """Return whether calls like `inner(*args, **kwargs)` may run apart. args, kwargs: trees with split tensors. ask:
+    returns all ranks' answer to a question about all rows, given this rank's answer and a reduction."""
+    state, before, quiet = _State(list(module.modules())), states(device), _Quiet(ask)
 
     def run(own: Callable[[SplitTensor], Tensor]) -> tuple[Any, list[Any]]:
         with on_parts():
@@ -172,7 +218,7 @@ def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, 
         proven, written = run(
             lambda x: quiet.note(split(x.detach().clone(), SplitPart(PROOF, x.parts[0].dim, 2 * len_of(x))))
         )
-        quiet.reads = False
+        quiet.reads, quiet.given = False, iter(quiet.answers)
         kept = quiet.kept([*proven, *written])
         plain, written_apart = run(lambda x: x.detach().clone())
     except Crossing as crossing:
@@ -187,7 +233,10 @@ def prove(module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any, 
     if why:
         return Verdict(why=why)
     dims = [each.parts[0].dim if isinstance(each, SplitTensor) else -1 for each in proven if isinstance(each, Tensor)]
-    return Verdict(dims, "", quiet.draws, quiet.reads, written=list(dict.fromkeys(state.written)))
+    made = Verdict(dims, "", quiet.draws, quiet.reads, written=list(dict.fromkeys(state.written)))
+    made.answers = quiet.answers if any(op for op, _ in quiet.answers) else []
+    made.reads |= bool(quiet.answers) and not made.answers
+    return made
 
 
 def len_of(x: SplitTensor) -> int:
