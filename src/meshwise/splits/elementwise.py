@@ -32,7 +32,7 @@ IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __
 CASTS = "bfloat16 bool byte clone contiguous cpu cuda detach double float half int long short to type type_as"
 LIKE = "zeros_like ones_like full_like empty_like"
 PLAIN = """dim element_size get_device is_complex is_contiguous is_cuda is_floating_point is_inference is_signed
-ndimension new_empty new_full new_ones new_tensor new_zeros requires_grad_ retain_grad data_ptr storage_offset detach_
+ndimension new_tensor requires_grad_ retain_grad data_ptr storage_offset detach_
 untyped_storage __get__ __set__ __hash__ record_stream is_pinned"""
 
 
@@ -82,6 +82,17 @@ def _in_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _cast(func: Func, args: Args, kwargs: Kwargs) -> Any:
     made = func(*args, **kwargs)
     return given(made, args[0].part) if is_split(args[0]) else made  # a plain tensor.to(split one)
+
+
+def _new(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Make a constant tensor. One with as many rows as the given tensor is split like it."""
+    x, options = args[0], dict(kwargs)
+    size, rest = (options.pop("size"), args[1:]) if "size" in options else (args[1], args[2:])
+    if isinstance(size, int):
+        size, rest = args[1:], ()
+    if not is_split(x) or len(size) <= x.part.dim or size[x.part.dim] != x.part.length:
+        return func(x, size, *rest, **options)
+    return given(func(x, [x.part.own if d == x.part.dim else n for d, n in enumerate(size)], *rest, **options), x.part)
 
 
 def _size(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -134,6 +145,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(IN_PLACE.split(), _in_place),
     **dict.fromkeys([*CASTS.split(), *LIKE.split()], _cast),
     **dict.fromkeys(PLAIN.split(), lambda func, args, kwargs: func(*args, **kwargs)),
+    **dict.fromkeys(["new_empty", "new_full", "new_ones", "new_zeros"], _new),
     "size": _size,
     **dict.fromkeys(["numel", "nelement"], lambda func, args, kwargs: whole_shape(args[0]).numel()),
     "__len__": lambda func, args, kwargs: whole_shape(args[0])[0],

@@ -116,7 +116,10 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
     def whole(x: SplitTensor) -> Tensor:
         x = x if x.part == part else refuse()
-        return x.new_ones(whole_shape(x)).index_copy(part.dim, entries(part, part.axis.rank).to(x.device), x)
+        shape, order = whole_shape(x), sorted(range(x.dim()), key=lambda dim: -x.stride(dim))  # draws follow memory
+        ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
+        ones = ones.permute([order.index(dim) for dim in range(x.dim())])
+        return ones.index_copy_(part.dim, entries(part, part.axis.rank).to(x.device), x)
 
     new_args, new_kwargs = map_kind(SplitTensor, whole, (tuple(args), dict(kwargs)))
     made = func(*new_args, **new_kwargs)

@@ -38,8 +38,9 @@ from meshwise.splits.crossing import enter, gather, scatter
 from meshwise.splits.tensor import SplitTensor, split
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
+from meshwise.whole import copies
 from meshwise.whole.axis import DataAxis
-from meshwise.whole.proof import ASKED, Verdict, outputs, prove
+from meshwise.whole.proof import ASKED, Verdict, holds_values, outputs, prove
 from meshwise.whole.term import Term, resolved
 
 AGAIN = 64
@@ -159,6 +160,9 @@ class Call:
         part = next((each.parts[0] for each in leaves if isinstance(each, SplitTensor) and 0 in each.parts), None)
         if part is None or part.axis.proves or transforming or torch._C._current_graph_task_id() != -1:
             return self.inner(*args, **kwargs)
+        for each in leaves:
+            if isinstance(each, SplitTensor) and "copies" in each.__dict__:
+                copies.check(each)
         if self._registered != _registered[0]:
             self._look()
             self.known, self.opened = {}, False
@@ -202,11 +206,12 @@ class Call:
                 usable = usable and own is not None and len(leaf.parts) == 1 and own.is_plain and own.length == part.length
                 key.append((leaf.dim(), leaf.dtype, own.dim if own is not None else -1))
             else:
+                usable = usable and not holds_values(leaf)
                 key.append(leaf.shape if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf))
         key.append(sum(map(len, self._hooks)))
         key.append(tuple(part.held(rank) == 1 for rank in range(part.axis.size)))  # torch may do less for one row
         if not usable:
-            return Verdict(why="a rank has no row")
+            return Verdict(why="a rank has no row, or an argument is an object that may keep tensors")
         verdict = self.known.get(tuple(key))
         if verdict is None:
             verdict = self.known[tuple(key)] = self._proven(args, kwargs)

@@ -23,6 +23,7 @@ from meshwise.splits.crossing import enter, gather
 from meshwise.splits.losses import EACH_PLACE, NAMES, counted
 from meshwise.splits.rule import moved, numbers, with_parts_of
 from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, level, split, whole_shape
+from meshwise.whole import copies
 from meshwise.whole.term import Known, Term, heard, resolved, settled, term
 
 Func = Callable[..., Any]
@@ -47,6 +48,12 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
             return _written_out(func, args, dict(kwargs))
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, SplitTensor) and 0 in first.parts:
+            if "copies" in first.__dict__:
+                copies.check(first)
+            if (name == "__getitem__" or name in copies.VIEWS) and copies.is_view(name, args):
+                made = rules.dispatch(func, args, kwargs)
+                copies.note(first, made)
+                return made
             rule = RULES.get(name)
             if rule is not None:
                 made = rule(func, args, kwargs)

@@ -32,7 +32,9 @@ from meshwise.whole.term import READS, Term, heard
 PROOF = ProofAxis()
 DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 DROPOUTS |= {"feature_dropout", "native_dropout"}
-ASKS, ASKED = {"all": "min", "any": "max"}, {"__bool__", "item"}
+ASKS = {"all": "min", "any": "max", "max": "max", "min": "min", "amax": "max", "amin": "min"}
+ASKED = {"__bool__", "item"}
+BELOW, ABOVE = {"lt", "le", "__lt__", "__le__"}, {"gt", "ge", "__gt__", "__ge__"}
 OF_TORCH = {"_parameters", "_modules", "_buffers", "forward", "__deepcopy__", "__getstate__"}
 NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -68,7 +70,8 @@ class Verdict:
 
 
 class Answer(Tensor):
-    """This rank's answer to a question about all rows. Nothing but reading it is possible."""
+    """This rank's answer to a question about all rows, or their largest or smallest value. Nothing but comparing that
+    with a number and reading the answer is possible."""
 
     op: str
 
@@ -106,7 +109,12 @@ class _Quiet(TorchFunctionMode):
         if name == "__contains__" and rows and not isinstance(args[1], Tensor):
             return self._answered(bool((args[0] == args[1]).as_subclass(Tensor).any()), "max")
         if rows and isinstance(rows[0], Answer):
-            if name not in ASKED:
+            value = rows[0].as_subclass(Tensor)
+            if name in BELOW | ABOVE and not isinstance(args[1], Tensor) and value.dtype is not torch.bool:
+                compared: Answer = func(value, args[1]).as_subclass(Answer)
+                compared.op = rows[0].op if name in ABOVE else {"min": "max", "max": "min"}[rows[0].op]
+                return compared
+            if name not in ASKED or value.dtype is not torch.bool:
                 raise Crossing("uses a value of all rows")
             return self._answered(bool(rows[0].as_subclass(Tensor)), rows[0].op)
         if name in ASKED and isinstance(args[0], Tensor) and args[0].dtype is torch.bool and not rows:
@@ -146,6 +154,11 @@ def outputs(output: Any, depth: int = 0) -> Iterator[Any]:
             yield from outputs(list(vars(leaf).values()), depth + 1)
         else:
             yield leaf
+
+
+def holds_values(leaf: Any) -> bool:
+    """Return whether a call may write to an argument, which is an object that is no module, function or class."""
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, (*VALUES, nn.Module, type)) and not callable(leaf)
 
 
 class _State:
