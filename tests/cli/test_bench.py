@@ -69,11 +69,6 @@ def test_devices_shows_a_machine_file(saved: tuple[Path, dict], command: Command
     assert code == 0 and "cpu:1" in out
 
 
-def test_a_machine_compared_with_itself_has_not_changed(saved: tuple[Path, dict], command: Command) -> None:  # type: ignore[type-arg]
-    code, out, _ = command("bench", "--compare", saved[0], saved[0])
-    assert code == 0 and "no" in out.lower() and "change" in out.lower()
-
-
 @pytest.mark.usefixtures("processes")
 def test_a_saved_file_may_be_written_again_and_nothing_else(
     saved: tuple[Path, dict],
@@ -120,7 +115,6 @@ HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
         (["bench", "--save", "."], "must be a file in an existing folder"),
         (["bench", "--hosts"], "only this host takes part. Start meshwise bench --hosts"),
         (["bench", "--hosts", "--compute"], "Remove --compute and --devices"),
-        (["bench", "--compare", "old.toml", "new.toml"], "old.toml cannot be read as a machine file (No such file"),
         (["devices", "8xH1000"], "'H1000' is not a known device. Nearest are"),
         (["devices", "3xcup"], "'cup' is not a known device"),
         (["devices", "wrong.toml"], "'GB/s' is a unit of bytes/s, but bytes are needed. Write it as"),
@@ -197,11 +191,6 @@ def test_a_worker_that_dies_ends_it_with_1_and_what_was_measured() -> None:
         out = process.stdout.read()
         process.wait(timeout=30)
     assert process.returncode == 1 and "cpu:0 → cpu:1" in out and "killed by SIGKILL" in out
-
-
-def test_a_comparison_as_json(saved: tuple[Path, dict], command: Command) -> None:  # type: ignore[type-arg]
-    code, out, _ = command("bench", "--compare", saved[0], saved[0], "--json")
-    assert code == 0 and isinstance(json.loads(out), list)
 
 
 def test_what_is_no_file_is_not_read_for_ever(command: Command, tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from meshwise.machine.discovery import amd, nvml
+from meshwise.machine.discovery import nvml
 from meshwise.machine.discovery.discover import discover
 from meshwise.machine.discovery.nvml import pcie_now
 from meshwise.spec.machine import Machine, link_between
@@ -199,85 +198,3 @@ def test_infiniband_needs_locked_memory(tmp_path: Path) -> None:
     write(tmp_path, "sys/class/infiniband/mlx5_0/node_type", "1: CA")
     assert said(machine_of(simulated, limits={"locked memory": 8 * 2**20}), "ulimit -l unlimited")
     assert not said(machine_of(simulated), "Locked")
-
-
-# ---- AMD -------------------------------------------------------------------------------------------------------------
-
-
-class FakeAmdSmi(SimpleNamespace):
-    """The four functions of amdsmi that are asked, for a device that sysfs does not name."""
-
-    def amdsmi_init(self) -> None: ...
-
-    def amdsmi_shut_down(self) -> None: ...
-
-    def amdsmi_get_processor_handles(self) -> list[str]:
-        return ["0000:0C:00.0"]
-
-    def amdsmi_get_gpu_device_bdf(self, handle: str) -> str:
-        return handle
-
-    def amdsmi_get_gpu_asic_info(self, handle: str) -> dict[str, str]:
-        return {"market_name": "AMD Instinct MI300X OAM"}
-
-
-def unnamed(tmp_path: Path, number: str) -> Simulated:
-    simulated = MACHINES["mi300x"](tmp_path)
-    for device in (tmp_path / "sys/bus/pci/devices").iterdir():
-        (device / "product_name").unlink(missing_ok=True)
-    for node in (tmp_path / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
-        node.write_text(node.read_text().replace("device_id 29857", f"device_id {number}"))
-    return simulated
-
-
-def test_a_device_without_a_name_is_known_by_its_number(tmp_path: Path) -> None:
-    assert parts_of(machine_of(unnamed(tmp_path, "29857"))) == ["MI300X"] * 8
-
-
-def test_a_device_that_nobody_names_stays_unknown_until_amdsmi_is_there(tmp_path: Path) -> None:
-    simulated = unnamed(tmp_path, "65535")
-    machine = machine_of(simulated)
-    assert parts_of(machine)[0] == "AMD device 0xffff" and said(machine, "pip install amdsmi")
-    assert parts_of(machine_of(simulated, amdsmi=FakeAmdSmi()))[0] == "MI300X"
-
-
-def test_a_narrow_slot_shows_at_the_bridge_of_an_amd_device(tmp_path: Path) -> None:
-    simulated = MACHINES["mi300x"](tmp_path)
-    write(tmp_path, "sys/bus/pci/devices/0000:05:00.0/current_link_width", "8")
-    machine = machine_of(simulated)
-    links = [link_between(machine, "host", f"cuda:{at}") for at in (0, 1)]
-    assert [(link.width, link.full_width) for link in links if link] == [(8, 16), (16, 16)]
-    assert said(machine, "cuda:0:", "8 of 16 lanes")
-
-
-def test_two_hops_of_xgmi_are_no_link_of_their_own(tmp_path: Path) -> None:
-    simulated = MACHINES["mi300x"](tmp_path)
-    for file in (tmp_path / "sys/class/kfd/kfd/topology/nodes/2/io_links").glob("*/properties"):
-        text = file.read_text()
-        if "node_to 9" in text:
-            file.write_text(text.replace("weight 15", "weight 30"))
-        if "node_to 3" in text:
-            file.write_text(
-                text.replace("min_bandwidth 0", "min_bandwidth 50000").replace(
-                    "max_bandwidth 0", "max_bandwidth 200000"
-                )
-            )
-    machine = machine_of(simulated)
-    far, wide = (link_between(machine, "cuda:0", name) for name in ("cuda:7", "cuda:1"))
-    assert far is not None and (far.kind, far.width, far.bandwidth, far.peer) == ("xgmi", None, None, True)
-    assert wide is not None and wide.width == 4
-
-
-def test_hidden_amd_devices_are_not_there(tmp_path: Path) -> None:
-    simulated = MACHINES["mi300x"](tmp_path)
-    for environ, buses in [
-        ({"HIP_VISIBLE_DEVICES": "7"}, ["df"]),
-        ({"CUDA_VISIBLE_DEVICES": "1,0"}, ["15", "0c"]),
-        ({"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "2"}, ["1e"]),
-        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, ["af"]),
-    ]:
-        assert [device.pci[5:7] for device in machine_of(simulated, environ).devices] == buses
-
-
-def test_amd_without_its_driver_is_nothing(tmp_path: Path) -> None:
-    assert amd.read_amd(tmp_path).accelerators == ()

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,6 @@ from rich.console import Console
 from meshwise import api
 from meshwise.commands.command_line import from_dataclass
 from meshwise.machine import views
-from meshwise.machine.compare import compare as compare_machines
 from meshwise.machine.file.write import machine_to_toml, toml_writer
 from meshwise.records.files import write_text
 from meshwise.spec.devices import IN_WORDS
@@ -46,7 +45,6 @@ class BenchOptions:
     sizes: Annotated[str | None, Option("1K:1G in steps of four, 1K:1G:2 doubles, 64M is one")] = None
     seconds: Annotated[float | None, Option("of measuring in all")] = None
     save: Annotated[str | None, Option("write what was measured as a machine file", metavar="FILE")] = None
-    compare: Annotated[tuple[str, str] | None, Option("two machine files: what has changed", metavar="OLD NEW")] = None
     as_json: Annotated[bool, Option("print every figure as JSON", name="--json")] = False
     hosts: Annotated[bool, Option("measure between hosts: started on each, by torchrun or with --nnodes")] = False
 
@@ -62,11 +60,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     meshwise bench                               every device, path and collective
     meshwise bench --links --sizes 1K:1G         only copies, in these sizes
     meshwise bench --save here.toml              as a machine file
-    meshwise bench --compare old.toml here.toml  what has changed
     """
-    if options.compare is not None:
-        _compare(*options.compare, options.as_json)
-        return
     target = None if options.save is None else _writable(Path(options.save))
     what = [name for name in WHAT if getattr(options, name)]
     if options.seconds is not None and not 0.1 <= options.seconds <= 86400:
@@ -96,14 +90,6 @@ def _show(found: Any, target: Path | None, as_json: bool) -> int:
         print(f"written     {target}", file=sys.stderr if as_json else sys.stdout)
     code: int = found.exit_code
     return code
-
-
-def _compare(old: str, new: str, as_json: bool) -> None:
-    before, after = api.machines.read_machine(Path(old)), api.machines.read_machine(Path(new))
-    if as_json:
-        print(json.dumps([asdict(change) for change in compare_machines(before, after)], indent=2))
-        return
-    Console().print(views.changes_text.changes_text(compare_machines(before, after)), soft_wrap=True)
 
 
 def _writable(path: Path) -> Path:

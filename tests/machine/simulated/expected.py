@@ -81,7 +81,6 @@ N N N N N N . N
 N N N N N N N .
 """
 NVLINK4 = Facts("nvlink", 4, 18, 4, 18, 450, True)
-XGMI = Facts("xgmi", None, 1, None, 1, 64, True)
 
 EXPECTED: dict[str, Expected] = {
     "dgx_h100": Expected(
@@ -200,22 +199,6 @@ S S S 1 2 1 2 .
         judged=(
             Judged("cuda:0", "cuda:1", "peer", 24.2, "good"),
             Judged("cuda:0", "cuda:3", "peer", 48.3, "good"),
-        ),
-    ),
-    "mi300x": Expected(
-        devices=_eight("MI300X", 196592, "0c 15 1e 69 9f af bf df"),
-        host=Facts("pcie", 5, 16, 5, 16, 63),
-        pairs=ALL,
-        links={"N": XGMI},
-        processor="Intel(R) Xeon(R) Platinum 8480C",
-        cores=224,
-        sockets=2,
-        nodes=2,
-        silent=("nvidia", "idle", "lanes"),
-        judged=(
-            Judged("host", "cuda:0", "pinned", 55.0, "good"),
-            Judged("cuda:0", "cuda:7", "peer", 47.0, "good"),
-            Judged("cuda:1", "cuda:2", "peer", 24.0, "far below"),
         ),
     ),
     "laptop_gpu": Expected(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.machine.simulated.fake_nvml import FakeNvml, Gpu, NVMLError_LibraryNotFound
-from tests.machine.simulated.tree import Computer, Pci, plant_computer, plant_kfd, plant_pci, write
+from tests.machine.simulated.tree import Computer, Pci, plant_computer, plant_pci, write
 
 GIB = 2**30
 
@@ -155,31 +155,6 @@ def dgx1_v100(root: Path) -> Simulated:
     return _of(root, computer, FakeNvml(gpus, DGX1_TOPOLOGY, DGX1_PEERS), pci)
 
 
-# ROCm/rccl, tools/topo_expl/models/topo_8p_940.xml: eight 1002:74a1 (MI300X), 32 GT/s x16 below the internal bridge
-# 1022:1500, four on each of two Intel 6/143, one xGMI link between each two. Weight 15, one hop, XGMI between all:
-# rocm-smi --showtopo in vllm-project/vllm#53900. 196592 MiB of memory: ROCm's rocm-smi --showmeminfo vram.
-def mi300x(root: Path) -> Simulated:
-    buses = ["0c", "15", "1e", "69", "9f", "af", "bf", "df"]
-    pci = [
-        Pci(
-            f"0000:{bus}:00.0",
-            f"0000:{int(bus, 16) - 8:02x}",
-            at // 4,
-            (5, 16),
-            (5, 16),
-            (f"0000:{int(bus, 16) - 7:02x}:00.0", f"0000:{int(bus, 16) - 2:02x}:00.0"),
-            "0x1002",
-            {"product_name": "AMD Instinct MI300X OAM", "device": "0x74a1", "class": "0x120000"},
-        )
-        for at, bus in enumerate(buses)
-    ]
-    computer = Computer("Intel(R) Xeon(R) Platinum 8480C", ("0-55,112-167", "56-111,168-223"), (0, 1), 2048 * GIB)
-    simulated = _of(root, computer, FakeNvml([], error=NVMLError_LibraryNotFound), pci)
-    plant_kfd(root, 2, pci, 196592 * 2**20, 15, 0x74A1)
-    write(root, "sys/module/amdgpu/version", "6.10.5")
-    return simulated
-
-
 # Names as vllm-project/vllm#9293 lists a laptop: i9-13950HX and "NVIDIA GeForce RTX 4070 Laptop GPU". Eight lanes is
 # all that this part has.
 def laptop_gpu(root: Path) -> Simulated:
@@ -199,7 +174,6 @@ MACHINES: dict[str, Callable[[Path], Simulated]] = {
     "rtx4090": rtx4090,
     "v100_x8": v100_x8,
     "dgx1_v100": dgx1_v100,
-    "mi300x": mi300x,
     "laptop_gpu": laptop_gpu,
     "laptop": laptop,
 }

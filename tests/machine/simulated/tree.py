@@ -89,36 +89,6 @@ def plant_pci(root: Path, devices: Sequence[Pci], computer: Computer) -> None:
         write(root, f"{path}/{device.bus}/local_cpulist", local)
 
 
-def plant_kfd(root: Path, cpus: int, gpus: Sequence[Pci], memory: int, weight: int, device_id: int) -> None:
-    """sys/class/kfd: `cpus` CPU nodes, then one node a GPU, each joined to every other by one XGMI link (type 11)."""
-    nodes = "sys/class/kfd/kfd/topology/nodes"
-    for node in range(cpus):
-        write(root, f"{nodes}/{node}/gpu_id", "0")
-        write(root, f"{nodes}/{node}/properties", "cpu_cores_count 56\nsimd_count 0\nio_links_count 1\nvendor_id 0")
-    for index, gpu in enumerate(gpus):
-        node = cpus + index
-        bus = int(gpu.bus.split(":")[1], 16) << 8
-        write(root, f"{nodes}/{node}/gpu_id", str(28851 + index))
-        write(
-            root,
-            f"{nodes}/{node}/properties",
-            f"cpu_cores_count 0\nsimd_count 1216\nmem_banks_count 1\nio_links_count {len(gpus)}\nsimd_per_cu 4\n"
-            f"gfx_target_version 90402\nvendor_id 4098\ndevice_id {device_id}\nlocation_id {bus}\ndomain 0\n"
-            f"drm_render_minor {128 + 8 * index}\nhive_id 6130489876549873021\nunique_id {1000 + index}",
-        )
-        write(
-            root, f"{nodes}/{node}/mem_banks/0/properties", f"heap_type 1\nsize_in_bytes {memory}\nflags 0\nwidth 8192"
-        )
-        ends = [(gpu.numa, 2, 20)] + [(cpus + other, 11, weight) for other in range(len(gpus)) if other != index]
-        for link, (to, kind, cost) in enumerate(ends):
-            write(
-                root,
-                f"{nodes}/{node}/io_links/{link}/properties",
-                f"type {kind}\nversion_major 0\nversion_minor 0\nnode_from {node}\nnode_to {to}\nweight {cost}\n"
-                f"min_latency 0\nmax_latency 0\nmin_bandwidth 0\nmax_bandwidth 0\nflags 1",
-            )
-
-
 def _plant(root: Path, path: str, device: Pci, files: dict[str, str]) -> None:
     name = path.rpartition("/")[2]
     texts = {

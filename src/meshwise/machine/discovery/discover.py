@@ -16,7 +16,6 @@ from typing import Any
 
 from meshwise.machine.allowance import bound_cores
 from meshwise.machine.catalog import nominal, part_of_driver_name
-from meshwise.machine.discovery.amd import read_amd
 from meshwise.machine.discovery.found import Accelerator, Found
 from meshwise.machine.discovery.host_facts import host_facts, node_sockets
 from meshwise.machine.discovery.nvml import read_nvidia
@@ -33,7 +32,6 @@ def discover(
     sys: Path = Path("/sys"),
     proc: Path = Path("/proc"),
     *,
-    amdsmi: Any = None,
     affinity: Sequence[int] | None = None,
     limits: Mapping[str, float] | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -42,18 +40,14 @@ def discover(
 
     Missing information does not raise an exception.
 
-    nvml, amdsmi: the libraries to ask. The defaults are the installed libraries.
+    nvml: the library to ask. The default is the installed one.
     sys, proc: the folders to read instead of /sys and /proc.
     affinity, limits: the cores and the limits of this process. The default is to ask the system.
     environ: the environment variables, among them CUDA_VISIBLE_DEVICES.
     """
     host = host_facts(sys, proc, affinity, limits)
     sockets = node_sockets(sys, proc)
-    found = read_nvidia(sys, proc, nvml, sockets)
-    if not found.accelerators:
-        amd = read_amd(sys, amdsmi)
-        found = Found(amd.accelerators, amd.between, {**found.versions, **amd.versions}, found.warnings + amd.warnings)
-    found = visible(found, environ)
+    found = visible(read_nvidia(sys, proc, nvml, sockets), environ)
     if not found.accelerators:
         return _cpu_machine(host, found)
     named = [

@@ -1,4 +1,4 @@
-"""Hold what drivers report of accelerators and their pairs, for any vendor.
+"""Hold what a driver reports of accelerators and their pairs.
 
 Tested in tests/machine/test_discover.py.
 """
@@ -33,14 +33,13 @@ class Accelerator:
     system: tuple[int | None, int | None] = (None, None)
     own: tuple[int | None, int | None] = (None, None)
     sliced: bool = False
-    vendor: str = "nvidia"
 
 
 @dataclass(frozen=True)
 class Between:
     """The connection between two accelerators.
 
-    links: the number of NVLinks or xGMI links. 0 means that there is only PCIe, None that the number is unknown.
+    links: the number of NVLinks. 0 means that there is only PCIe, None that the number is unknown.
     peer: whether the first accelerator can access the memory of the second.
     crosses: what the path crosses besides switches: `bridge`, `socket` or "".
     """
@@ -53,7 +52,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Found:
-    """The accelerators of one vendor, in the driver's order.
+    """The accelerators, in the driver's order.
 
     between: the connection of each pair of accelerators, by their indices.
     """

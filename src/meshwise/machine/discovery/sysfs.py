@@ -14,7 +14,6 @@ from meshwise.workers.control_groups import read_text
 
 GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
 """PCIe generations by the GT/s of a lane, which sysfs writes as `16.0 GT/s PCIe` (PCI-SIG base specifications)."""
-AMD_VENDORS = ("0x1002", "0x1022")
 DISPLAY, ACCELERATOR = "0x03", "0x12"
 
 
@@ -66,23 +65,6 @@ def is_there(sys: Path, address: str) -> bool:
         return True
 
 
-def narrowest(sys: Path, device: PciFacts) -> tuple[int | None, int | None]:
-    """Return the (generation, lanes) of the slowest PCIe link between an AMD device and the host.
-
-    An AMD accelerator has a bridge of its own. Inside the accelerator, the link from the device to this bridge always
-    runs at full speed. The link from this bridge to the slot may be slower, so it is read as well. Bridges of other
-    vendors are skipped, because virtual machines show bridges that do not exist.
-    """
-    slowest = device.now
-    folder = (sys / "bus/pci/devices" / device.address).resolve().parent
-    while read_text(folder / "vendor") in AMD_VENDORS:
-        link = _link(folder, "current")
-        if None not in link and (None in slowest or _lane_rate(link) < _lane_rate(slowest)):
-            slowest = link
-        folder = folder.parent
-    return slowest
-
-
 def address_of(properties: object) -> str:
     """Return the PCI address in torch's properties of a device, such as `0000:3b:00.0`. Returns "" if torch does not
     report it."""
@@ -124,7 +106,3 @@ def _link(folder: Path, which: str) -> tuple[int | None, int | None]:
     speed, width = (read_text(folder / f"{which}_link_{what}") for what in ("speed", "width"))
     generation = GENERATIONS.get(speed.partition(" ")[0].removesuffix(".0"))
     return generation, int(width) if width.isdecimal() and 0 < int(width) < 64 else None
-
-
-def _lane_rate(link: tuple[int | None, int | None]) -> float:
-    return 2.0 ** (link[0] or 0) * (link[1] or 0)

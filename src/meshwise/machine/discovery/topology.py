@@ -41,7 +41,7 @@ def host_links(found: Sequence[Named], far: Callable[[Accelerator], bool]) -> li
 
 
 def device_links(found: Sequence[Named], between: Mapping[tuple[int, int], Between]) -> list[Link]:
-    """Return a link for each pair of accelerators in each direction. It is NVLink or xGMI if the pair has it, else
+    """Return a link for each pair of accelerators in each direction. It is NVLink if the pair has it, else
     PCIe."""
     return [_device_link((found[a], found[b]), what) for (a, b), what in between.items()]
 
@@ -91,7 +91,7 @@ def _as_reported(kind: str, generation: int | None, width: int | None) -> dict[s
 def _device_link(ends: tuple[Named, Named], between: Between) -> Link:
     if between.links == 0:
         return _pcie_pair(ends, between)
-    kind = "xgmi" if ends[0].device.vendor == "amd" else "nvlink"
+    kind = "nvlink"
     known = _common([end.part.link or end.part.bridge if end.part is not None else None for end in ends], kind)
     generation, width = between.generation, between.links
     if known is None:

@@ -1,6 +1,6 @@
 """Find which accelerators the environment shows this process, in order.
 
-The variables are CUDA_VISIBLE_DEVICES and similar ones of other vendors.
+The variable is CUDA_VISIBLE_DEVICES.
 
 Tested in tests/machine/test_discover_odd.py.
 """
@@ -12,11 +12,7 @@ from dataclasses import replace
 
 from meshwise.machine.discovery.found import Accelerator, Found
 
-VARIABLES = {
-    "nvidia": (("CUDA_VISIBLE_DEVICES",),),
-    "amd": (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
-}
-"""Each vendor's environment variables, in order of use. Of an inner tuple, the first variable that is set is used."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible(found: Found, environ: Mapping[str, str]) -> Found:
@@ -31,15 +27,13 @@ def visible(found: Found, environ: Mapping[str, str]) -> Found:
     devices = found.accelerators
     order = list(range(len(devices)))
     notes = []
-    for names in VARIABLES[devices[0].vendor] if devices else ():
-        for name in [name for name in names if name in environ][:1]:
-            order = _chosen(environ[name], order, devices)
-            if len(order) < len(devices):
-                notes.append(
-                    f"{name}={environ[name]}: this process can use only {len(order)} of {len(devices)} devices."
-                )
-    differ = len({device.name for device in devices}) > 1 and devices[0].vendor == "nvidia"
-    if differ and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+    if devices and VISIBLE in environ:
+        order = _chosen(environ[VISIBLE], devices)
+        if len(order) < len(devices):
+            notes.append(
+                f"{VISIBLE}={environ[VISIBLE]}: this process can use only {len(order)} of {len(devices)} devices."
+            )
+    if len({device.name for device in devices}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         notes.append(
             "The devices differ. CUDA numbers the fastest device first, but without torch, this list is in the order "
             "of PCI addresses. Set CUDA_DEVICE_ORDER=PCI_BUS_ID to make both the same."
@@ -61,27 +55,26 @@ def kept(found: Found, order: list[int]) -> Found:
     )
 
 
-def _chosen(text: str, order: list[int], devices: tuple[Accelerator, ...]) -> list[int]:
+def _chosen(text: str, devices: tuple[Accelerator, ...]) -> list[int]:
     chosen: list[int] = []
     for word in text.split(","):
         word = word.strip()
-        if word.isdecimal() and int(word) < len(order):
-            chosen.append(order[int(word)])
-        elif word.startswith(("GPU-", "MIG-")) and (at := _by_uuid(word, order, devices)) is not None:
+        if word.isdecimal() and int(word) < len(devices):
+            chosen.append(int(word))
+        elif word.startswith(("GPU-", "MIG-")) and (at := _by_uuid(word, devices)) is not None:
             chosen.append(at)
         else:
             break
     return list(dict.fromkeys(chosen))
 
 
-def _by_uuid(word: str, order: list[int], devices: tuple[Accelerator, ...]) -> int | None:
+def _by_uuid(word: str, devices: tuple[Accelerator, ...]) -> int | None:
     """Return the index in `devices` of the only device whose UUID begins with `word`. Return None if several devices
     match, or none. CUDA finds devices in the same way.
 
     word: the beginning of a UUID. For a MIG slice in the form `MIG-GPU-.../1/0`, the device that contains the slice is
         found. The form `MIG-...` does not contain the UUID of a device, so it is not found.
-    order: the indices of the devices among which to search.
     """
     start = word.removeprefix("MIG-").split("/")[0]
-    matching = [at for at in order if devices[at].uuid.startswith(start)]
+    matching = [at for at, device in enumerate(devices) if device.uuid.startswith(start)]
     return matching[0] if len(matching) == 1 else None
