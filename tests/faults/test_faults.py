@@ -204,21 +204,6 @@ def test_a_stop_in_the_first_second_is_heard(tmp_path: Path) -> None:
     assert run.left_over() == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what a process began with, as Linux keeps it")
-def test_a_process_with_a_session_of_its_own_is_said(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import subprocess, meshwise as mw\n"
-        "if mw.rank() == 0:\n"
-        "    subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
-        "    subprocess.Popen(['sleep', '300'])\n"
-    )
-    run = CommandRun("--devices", "2xcpu", "--out", str(tmp_path / "runs"), str(tmp_path / "train.py"), out=tmp_path)
-    assert run.wait() == 0, run.output
-    (left,) = run.left_over()  # the other ended with its rank
-    assert f"These processes still run: {left} (sleep). To end them: kill {left}" in run.output
-    run.kill()
-
-
 def test_a_killed_launcher_leaves_no_workers(tmp_path: Path) -> None:
     run = CommandRun(f"{JOBS}:job_long", "--devices", "2xcpu", "--log-every", "20", out=tmp_path)
     run.wait_for("step  40/500")

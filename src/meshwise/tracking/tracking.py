@@ -30,8 +30,6 @@ from meshwise.tracking.trackers import OpenTracker, Tracker, check_trackers, ope
 from meshwise.workers.environment import LOG, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
 
-COMPARED = 3
-"""How many calls of `mw.log` the launcher compares between ranks, for each source line."""
 Point = tuple[Mapping[str, float], int]
 """Values by name, and the step to which they belong."""
 
@@ -207,8 +205,7 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
     nothing is kept. A tensor of one number is read, which waits for its device. Only rank 0's values are kept. Call it
     on every rank, or under `if mw.is_main():`.
 
-    If ranks log different values, a warning says so, once per source line. Log what `mw.backward` returns, or
-    `mw.mean(value)`.
+    Log what `mw.backward` returns, or `mw.mean(value)`: a rank's own loss is one of its own samples.
 
     values: numbers whose names are not Python identifiers: `mw.log({"val/accuracy": accuracy})`.
     step: the step of the numbers. By default it is the optimizer step since the process started, so a script that
@@ -221,8 +218,6 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
     session.show(", ".join(f"{name} {value!r}" for name, value in numbers.items()))
     place, context = user_place(), rank_context()
     _calls[place] += 1
-    if context.channel is not None and context.world.size > 1 and _calls[place] <= COMPARED:
-        context.channel.send("logged", where=place, call=_calls[place], values=numbers)
     target = _target()
     if context.world.rank == 0:
         at = target.step() if step is None else step

@@ -28,7 +28,7 @@ import cloudpickle
 
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
-from meshwise.workers import environment, failure, left_processes
+from meshwise.workers import environment, failure
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, listening
 from meshwise.workers.divergence import DivergenceWatch, divergence, last_verbs
 from meshwise.workers.failure import Failure
@@ -38,7 +38,6 @@ from meshwise.workers.halt import Halt
 from meshwise.workers.hang import ASKED, HangWatch
 from meshwise.workers.heartbeat import steps_of
 from meshwise.workers.listeners import Listeners
-from meshwise.workers.logged_values import LoggedValues
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
 from meshwise.workers.rescue import RESCUES, Rescue
@@ -115,7 +114,7 @@ class _Launcher:
         self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
         self._divergence = DivergenceWatch(scratch, range(self.first_rank, self.first_rank + local_size))
         self._hangs, self._far = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), FarBeats(nodes)
-        self._compared: dict[str, Callable[..., str]] = {"writes": WrittenFiles().add, "logged": LoggedValues().add}
+        self._written = WrittenFiles()
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
         self._halted_at, self._asked, self._saves = 0.0, 0.0, False
@@ -266,9 +265,8 @@ class _Launcher:
             self._halting[rank] = int(message["begun"])
         elif kind in RESCUES:
             self._rescue.hear(rank, kind)
-        elif kind in self._compared:
-            facts = {name: value for name, value in message.items() if name != "kind"}
-            if text := self._compared[kind](rank, **facts):
+        elif kind == "writes":
+            if text := self._written.add(rank, **{name: value for name, value in message.items() if name != "kind"}):
                 self.listeners.message(rank, {"kind": "note", "text": text})
         elif kind not in ("hello", "closed"):
             self._saves = self._saves or kind == "stopping"
@@ -345,6 +343,4 @@ class _Launcher:
             for reader in entry.readers:
                 reader.join(timeout=2)
             entry.log.close()
-        if text := left_processes.said(ADDRESS, self._channel.address, self._forks.process):
-            self.listeners.message(self.first_rank, {"kind": "note", "text": text})
         self._channel.close()
