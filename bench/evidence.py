@@ -47,7 +47,7 @@ streams, by line | what no run reaches |
 
 
 def of_tests(kept: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Claims that tests stand for: claim, rung, what was found, where."""
+    """Claims that tests stand for: claim, rung, what was found, where. made: of tests run apart from the others."""
     for claim, found in kept["claims"].items():
         files = ", ".join(f"[{Path(file).name}](../{file})" for file in found["files"])
         tests = found["passed"] + len(found["others"])
@@ -55,7 +55,7 @@ def of_tests(kept: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield (
             claim,
             found["rung"] if not found["others"] else "none: not all tests passed",
-            what,
+            what + (f" ({found['made']})" if "made" in found else ""),
             f"`make cuda`: {files}",
         )
 
