@@ -6,6 +6,8 @@ The operators of this file come before the rules of splits/rules.py, where they 
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +19,7 @@ from meshwise.compat.beside_dispatch import beside_transforms, change_arguments,
 from meshwise.compat.torch_function import called, changed, check_parts_by_default, on_parts
 from meshwise.compat.tree import map_kind
 from meshwise.spec.errors import UsageError
-from meshwise.spec.user_code import user_place
+from meshwise.spec.user_code import OURS, user_place
 from meshwise.splits import rules
 from meshwise.splits.crossing import enter, gather
 from meshwise.splits.losses import EACH_PLACE, NAMES, counted
@@ -91,6 +93,11 @@ def _written_out(func: Func, args: Args, kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(OURS) and frame.f_back is not None:
+        frame = frame.f_back
+    if f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:  # such as torch.compile, which looks what shares memory
+        return NotImplemented
     raise UsageError(
         f"{user_place()}: x.{called(func)}() would give the memory of this rank's rows alone. Code that reads memory "
         "needs the whole batch: whole = torch.tensor(x)."
