@@ -257,7 +257,7 @@ def measured(name: str, pair: str, given: argparse.Namespace, at: Path) -> dict[
         )
     told = judged(script, pair, done, plain, (folders[reference], folders[pair]))
     told["lines of code"] = done["lines"]
-    if told["outcome"] == "refused" and script.advised:
+    if told["outcome"] == "refused" and script.advised and pair not in WHOLE:
         better = at / f"{pair.replace('=', '-')}-advised" / "here"
         shutil.rmtree(better.parent, ignore_errors=True)
         done = run(name, pair, given.originals, better, ROOT / "src", *script.advised)
