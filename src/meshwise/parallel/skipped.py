@@ -17,7 +17,7 @@ import functools
 import inspect
 import sysconfig
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -124,24 +124,34 @@ def _parsed(function: Any) -> ast.FunctionDef | None:
 
 class _Calls:
     """Finds the calls of `self.<attribute>` in the source of one function. The attribute is a module, or a list of
-    modules whose entries are called.
+    modules whose entries are called. An entry counts as called where it is an argument, too: `checkpoint(layer, x)`.
 
-    where: the number of a line of the function. This is the line of the first call that some ranks may skip. None if
-        there is no such call.
+    where: the line, in the function, of the first call that some ranks may skip. None if there is no such call.
+    parts: the modules inside of entries that are called by themselves, each as (index of the entry, name).
     """
 
     def __init__(self, function: ast.FunctionDef, attribute: str) -> None:
-        self._attribute, self.seen = attribute, False
-        self.where: int | None = None
-        self.parts = set[tuple[str, str]]()  # of entries, by index and name, that are called by themselves
+        self._attribute, every = attribute, list(ast.walk(function))
+        self._above = {child: node for node in every for child in ast.iter_child_nodes(node)}
         given = function.args
         self._flags = {each.arg for each in [*given.posonlyargs, *given.args, *given.kwonlyargs]} - {"self"}
         self._entries = set[str]()  # names of entries
         self._varying = set[str]()  # names of what differs from rank to rank
         for _ in range(2):  # what the end of a loop assigns is there in its beginning
-            for node in ast.walk(function):
+            for node in every:
                 self._note_names(node)
-        self._look(function.body, False)
+        self._used = {node for node in every if isinstance(node, ast.Call) and self._entries_in(node)}
+        self.seen = bool(self._used)
+        exits = [n for n in every if isinstance(n, ast.Continue | ast.Break | ast.Return) and self._is_guarded(n)]
+        skipped = [
+            call.lineno
+            for call in self._used
+            if self._is_guarded(call)
+            or any(isinstance(e, ast.Subscript) and self._varies(e.slice) for e in self._entries_in(call))
+            or any(self._ends(each, call) for each in exits)
+        ]
+        self.where: int | None = min(skipped, default=None)
+        self.parts = {part for node in every if isinstance(node, ast.Call) for part in self._parts_in(node.func)}
 
     def _note_names(self, node: ast.AST) -> None:
         if isinstance(node, ast.For | ast.comprehension):
@@ -156,34 +166,33 @@ class _Calls:
 
     def _note_loop(self, target: ast.expr, over: ast.expr) -> None:
         names = [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
-        called = over.func if isinstance(over, ast.Call) else None
-        if called is not None and isinstance(called, ast.Name) and called.id in ("enumerate", "zip", "reversed"):
-            parts = [self._holds(argument) for argument in over.args]  # type: ignore[attr-defined]
-            if any(parts):
-                first = 1 if called.id == "enumerate" else 0
-                self._entries |= {name for name, of in zip(names[first:], parts, strict=False) if of}
-                return
-        if self._holds(over):
-            self._entries |= set(names[-1:])  # of items(), the key is the same on all ranks
+        held = [False] * (len(names) - 1) + [self._holds(over)]  # of items(), the key is the same on all ranks
+        if isinstance(over, ast.Call) and ast.unparse(over.func) in ("enumerate", "zip", "reversed"):
+            held = [False] * (ast.unparse(over.func) == "enumerate") + [self._holds(each) for each in over.args]
+        if any(held):
+            self._entries |= {name for name, of in zip(names, held, strict=False) if of}
         elif self._varies(over):
             self._varying |= set(names)
 
     def _holds(self, node: ast.expr) -> bool:
-        """Return whether the node is `self.attribute`, a part of it, or a view of it such as
-        `self.attribute.items()`."""
+        """Return whether the node is `self.attribute`, or a part or view of it, e.g. `self.attribute.items()`."""
         while isinstance(node, ast.Call | ast.Subscript | ast.Attribute):
             if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr == self._attribute:
                 return True
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                node = node.args[0] if node.args else node.func
+            if isinstance(node, ast.Call):
+                plain = isinstance(node.func, ast.Name)
+                node = node.func if not plain else node.args[0] if node.args else node.func
             else:
-                node = node.func if isinstance(node, ast.Call) else node.value
+                node = node.value
         return False
 
     def _is_entry(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
             return node.id in self._entries
         return isinstance(node, ast.Subscript | ast.Attribute) and self._holds(node)
+
+    def _entries_in(self, call: ast.Call) -> list[ast.expr]:
+        return [each for each in [call.func, *call.args] if self._is_entry(each)]
 
     def _varies(self, node: ast.expr) -> bool:
         """Return whether the value of an expression may differ between ranks."""
@@ -194,90 +203,61 @@ class _Calls:
             return _first_name(node) in self._varying | self._flags and not self._is_entry(node.value)
         if isinstance(node, ast.Call):
             text = ast.unparse(node.func)
-            if text == "len":
-                return any(self._varies_inside(argument) for argument in node.args)
-            if text in SAME_AS_GIVEN:
-                return any(self._varies(argument) for argument in node.args)
+            if text == "len" or text in SAME_AS_GIVEN:
+                return any(map(self._varies_inside if text == "len" else self._varies, node.args))
             return not SAME_EVERYWHERE & set(text.split("."))
         if isinstance(node, ast.Subscript):
             return self._varies_inside(node.value) or self._varies(node.slice)
         return any(self._varies(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
 
     def _varies_inside(self, node: ast.expr) -> bool:
-        """Return whether the contents of a value may differ between ranks, such as the rows of an argument `x`. If so,
-        `len(x)` may differ, too. `_varies(x)` is False in this example, because an argument by itself is taken for a
-        flag."""
+        """Return whether the contents of a value may differ between ranks, such as the rows of an argument `x`, and so
+        `len(x)`. An argument by itself is taken for a flag."""
         if isinstance(node, ast.Name):
             return node.id != "self" and node.id not in self._entries and not hasattr(builtins, node.id)
         return self._varies(node)
 
-    def _look(self, body: list[ast.stmt], guarded: bool) -> None:
-        """Examine the statements of a block in order. guarded: whether some ranks may skip the block."""
-        for statement in body:
-            if isinstance(statement, ast.If):
-                both = self._uses(statement.body) and self._uses(statement.orelse)
-                varies = self._varies(statement.test) and not both
-                self._look_at(statement.test, guarded)
-                self._look(statement.body, guarded or varies)
-                self._look(statement.orelse, guarded or varies)
-                guarded = guarded or (varies and _leaves(statement))
-                continue
-            inner = guarded or (isinstance(statement, ast.While) and self._varies(statement.test))
-            inner = inner or (isinstance(statement, ast.For | ast.While) and self._may_end_early(statement))
-            for _, value in ast.iter_fields(statement):
-                if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                    self._look(value, inner)
-                else:
-                    for each in value if isinstance(value, list) else [value]:
-                        self._look_at(each, guarded)
+    def _is_guarded(self, node: ast.AST) -> bool:
+        """Return whether a condition that may differ between ranks decides whether a node is run."""
+        while (up := self._above.get(node)) is not None:
+            tests: Sequence[ast.expr] = ()
+            if isinstance(up, ast.If | ast.IfExp | ast.While) and node is not up.test:
+                both = isinstance(up, ast.If) and all(map(self._uses, (up.body, up.orelse)))
+                tests = () if both else [up.test]
+            elif isinstance(up, ast.BoolOp) and node is not up.values[0]:
+                tests = up.values[:1]
+            elif isinstance(up, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+                tests = [test for each in up.generators for test in each.ifs]
+            if any(map(self._varies, tests)):
+                return True
+            node = up
+        return False
 
-    def _may_end_early(self, loop: ast.For | ast.While) -> bool:
-        found = [n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.If)]
-        return any(_leaves(n, ast.Break | ast.Return) and self._varies(n.test) for n in found)
+    def _uses(self, body: Sequence[ast.stmt]) -> bool:
+        return any(node in self._used for statement in body for node in ast.walk(statement))
 
-    def _uses(self, body: list[ast.stmt]) -> bool:
-        return any(self._is_used_by(node) for statement in body for node in ast.walk(statement))
+    def _ends(self, end: ast.stmt, call: ast.Call) -> bool:
+        """Return whether a call is not reached after this return, break or continue."""
+        loops, around = self._loops(end), self._loops(call)
+        if isinstance(end, ast.Return):
+            return end.lineno < call.lineno or any(loop in around for loop in loops)
+        return loops[0] in around and (isinstance(end, ast.Break) or end.lineno < call.lineno)
 
-    def _is_used_by(self, node: ast.AST) -> bool:
-        """Return whether an expression calls a module of the attribute, e.g. `self.layers[0](x)` for the attribute
-        `layers`. A call that has such a module as an argument counts, too, e.g. `checkpoint(self.layers[0], x)`."""
-        return isinstance(node, ast.Call) and any(self._is_entry(each) for each in [node.func, *node.args])
+    def _loops(self, node: ast.AST) -> list[ast.AST]:
+        """Return the loops around a node, the innermost first."""
+        found = list[ast.AST]()
+        while (up := self._above.get(node)) is not None:
+            found += [up] if isinstance(up, ast.For | ast.While) else []
+            node = up
+        return found
 
-    def _look_at(self, node: object, guarded: bool) -> None:
-        """Search an expression for calls of the modules of the attribute (see `_Calls`), and record them.
-
-        guarded: whether the expression is evaluated under a condition that may differ between ranks.
-        """
-        if not isinstance(node, ast.AST):
-            return
-        if self._is_used_by(node):
-            self._found(node, guarded)
-        if isinstance(node, ast.Call):
-            self._note_parts(node.func)
-        inner = guarded
-        if isinstance(node, ast.IfExp):
-            inner = guarded or self._varies(node.test)
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-            inner = guarded or any(self._varies(test) for each in node.generators for test in each.ifs)
-        elif isinstance(node, ast.BoolOp):
-            inner = guarded or self._varies(node.values[0])
-        for each in ast.iter_child_nodes(node):
-            self._look_at(each, inner)
-
-    def _note_parts(self, called: ast.expr) -> None:
+    def _parts_in(self, called: ast.expr) -> Iterator[tuple[str, str]]:
         part = list[str]()
         while isinstance(called, ast.Attribute):
             part.insert(0, called.attr)
             called = called.value
             if self._is_entry(called):
-                self.parts.add((ast.unparse(called.slice) if isinstance(called, ast.Subscript) else "", ".".join(part)))
-
-    def _found(self, call: ast.AST, guarded: bool) -> None:
-        self.seen = True
-        entries = [each for each in [call.func, *call.args] if self._is_entry(each)]  # type: ignore[attr-defined]
-        chosen = any(isinstance(each, ast.Subscript) and self._varies(each.slice) for each in entries)
-        if (guarded or chosen) and self.where is None:
-            self.where = call.lineno  # type: ignore[attr-defined]
+                yield ast.unparse(called.slice) if isinstance(called, ast.Subscript) else "", ".".join(part)
 
 
 def _is_self(node: ast.AST) -> bool:
@@ -288,8 +268,3 @@ def _first_name(node: ast.expr) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _leaves(statement: ast.If, by: Any = ast.Continue | ast.Break | ast.Return) -> bool:
-    """Return whether a return, break or continue in the body of an `if` can skip the code after the `if`."""
-    return any(isinstance(n, by) for each in statement.body for n in ast.walk(each))
