@@ -363,7 +363,7 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
     def own(leaf: Tensor) -> Tensor:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
-            return leaf.as_subclass(Tensor)
+            return leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data  # no view, which dynamo would look behind
         return enter(leaf, part.axis)
 
     if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:
