@@ -46,13 +46,12 @@ class FileView:
 
     def __init__(self, folder: str, free: Iterable[str] = ()) -> None:
         """free: files and folders, besides `free_folders`, that the program uses as they are."""
-        self._folder, self.files, self._gone = folder, folder + "/files", folder + "/gone"
-        self.temporary = folder + "/tmp"  # for sockets too: what binds them asks no function of ours
-        for each in (self.files, self._gone, self.temporary):
+        self.files, self._gone, self.temporary = (f"{folder}/{name}" for name in ("files", "gone", "tmp"))
+        for each in (self.files, self._gone, self.temporary):  # the last for sockets too: no function of ours binds
             os.makedirs(each, exist_ok=True)
         self._free = tuple(each + os.sep for each in (*free_folders(), *map(os.path.realpath, free), folder))
 
-    def logical(self, path: Any, follow: bool = True, at: int | None = None) -> str | None:
+    def logical(self, path: Any, follow: bool = True) -> str | None:
         """Return the logical path of the file that a program means by `path` (see `FileView`). Symbolic links are
         followed, also links that the program has made.
 
@@ -60,12 +59,10 @@ class FileView:
         are no files (such as sqlite's ":memory:"), and for file descriptors.
 
         follow: whether to follow a link if the last component of `path` is one.
-        at: the file descriptor of the folder to which `path` is relative. None for the current folder.
         """
         if not isinstance(path, str | bytes | os.PathLike) or os.fsdecode(path) in IN_MEMORY:
             return None
-        text = os.fsdecode(path)
-        text = os.path.abspath(text if at is None else os.path.join(os.readlink(f"/proc/self/fd/{at}"), text))
+        text = os.path.abspath(os.fsdecode(path))
         for _ in range(LINKS):
             if text.startswith(self.files + os.sep):
                 text = text[len(self.files) :]
@@ -86,16 +83,16 @@ class FileView:
         """Return the path of the mark that hides the user's file at this logical path."""
         return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
 
-    def is_real(self, path: str) -> bool:
-        """Return whether the user has a file at this logical path that the program has not removed. A removed file
-        still exists outside of this view, which only hides it from the program."""
-        return self.original(path) is not None and not (
-            os.listdir(self._gone) and any(os.path.lexists(self.mark(each)) for each in parents(path))
-        )
-
     def original(self, path: str) -> str | None:
         """Return where the user's file at this logical path is stored, or None if there was none."""
         return path if os.path.lexists(path) else None
+
+    def real(self, path: str) -> str | None:
+        """Return where the user's file at this logical path is stored. None if there is none, or if the program has
+        removed it: then it still exists outside of this view."""
+        found = self.original(path)
+        hidden = found and os.listdir(self._gone) and any(os.path.lexists(self.mark(each)) for each in parents(path))
+        return None if hidden else found
 
     def touch(self, path: str, keep: bool) -> None:
         """Called before the program changes what it has at a logical path. keep: whether it keeps some of it."""
@@ -105,35 +102,31 @@ class FileView:
         return [path]
 
     def place(self, path: str) -> str:
-        """Return where the file at the logical path `path` is stored now. If the program has written the file, this is
-        a path in this view's folder. Otherwise it is `path` itself, the user's file. If there is no file, return the
-        path at which it would be written."""
+        """Return where the file at the logical path `path` is stored now. If the program has written the file, or if
+        there is none, this is a path in this view's folder. Otherwise it is the user's file."""
         mine = self.files + path
-        return mine if os.path.lexists(mine) or not self.is_real(path) else self.original(path) or mine
+        return mine if os.path.lexists(mine) else self.real(path) or mine
 
-    def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Return the path that a program has to open to read `path`. If the program has changed the file, this is the
-        path of the changed copy. Otherwise, it is the path of the user's file.
+    def seen(self, path: Any, follow: bool = True) -> Any:
+        """Return the path that a program has to open to read `path`: of its changed copy, else of the user's file.
 
         follow: whether to follow a link if the last component of `path` is one.
-        at: the file descriptor of the folder to which `path` is relative. None for the current folder.
         """
-        logical = self.logical(path, follow, at)
-        if logical is None or not (os.path.lexists(self.files + logical) or os.path.lexists(logical)):
+        logical = self.logical(path, follow)
+        place = "" if logical is None else self.place(logical)
+        if logical is None or not (os.path.lexists(place) or os.path.lexists(logical)):
             return path  # the error names the path that was asked for
-        place = self.place(logical)
-        return path if at is None and place == os.path.abspath(os.fsdecode(path)) else place
+        return path if place == os.path.abspath(os.fsdecode(path)) else place
 
-    def written(self, path: Any, follow: bool = True, at: int | None = None, *, keep: bool = False) -> Any:
+    def written(self, path: Any, follow: bool = True, keep: bool = False) -> Any:
         """Return the path that a program has to open to write `path`. It lies in this view's folder, so that the user's
         file is not changed. Paths that need no redirection (see `logical`) are returned unchanged.
 
         follow: whether to follow `path` itself if it is a link.
-        at: the file descriptor of the folder to which `path` is relative. None for the current folder.
         keep: whether the program keeps some of the old contents, as in appending. If so, the user's file is copied
             first.
         """
-        logical = self.logical(path, follow, at)
+        logical = self.logical(path, follow)
         if logical is None:
             return path
         mine, folder = self.files + logical, os.path.dirname(logical)
@@ -143,18 +136,14 @@ class FileView:
                 os.makedirs(self.files + folder, exist_ok=True)
             elif not os.path.lexists(folder):
                 return path
-            if self.is_real(logical) and (keep or os.path.isdir(self.place(logical))):
+            if (real := self.real(logical)) and (keep or os.path.isdir(real)):
                 self.copy(logical)
         return mine
 
-    def changed(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        """Copy the user's file at `path`, if it is not copied yet, and return the path of the copy. The program may
-        change the copy in place.
-
-        follow: whether to follow a link if the last component of `path` is one.
-        at: the file descriptor of the folder to which `path` is relative. None for the current folder.
-        """
-        return self.written(path, follow, at, keep=True)
+    def changed(self, path: Any, follow: bool = True) -> Any:
+        """Copy the user's file at `path`, if it is not copied yet, and return the path of the copy, which the program
+        may change in place."""
+        return self.written(path, follow, keep=True)
 
     def copy(self, path: str, *, inside: bool = False) -> None:
         """Copy a file or folder of the user into the folder with the program's files, unless it is there already.
@@ -177,11 +166,11 @@ class FileView:
                 self.copy(path)
 
     def _refuse_large(self, path: str) -> None:
-        size, free = os.lstat(path).st_size, shutil.disk_usage(self._folder).free
+        size, free = os.lstat(path).st_size, shutil.disk_usage(self.files).free
         if size > free // 2:
             raise UsageError(
                 f"the script opens {path} for writing. It would write to a copy instead, but {bytes_text(size)} are "
-                f"more than half of the {bytes_text(free)} that are free in {self._folder}. "
+                f"more than half of the {bytes_text(free)} that are free in {self.files}. "
                 "Open it for reading, or set TMPDIR to a folder with room."
             )
 
@@ -191,14 +180,10 @@ class FileView:
 
         path: the logical path of the folder.
         """
-        mine = self.files + path
-        names = set(os.listdir(mine)) if os.path.isdir(mine) else set[str]()
-        listed = [os.listdir(each) for each in reversed(self.layers(path)) if os.path.isdir(each)]
-        if self.is_real(path):
-            shown = set[str]().union(*listed) - names
-            names |= {name for name in shown if self.is_real(os.path.join(path, name))}
-        order = dict.fromkeys([*(listed[0] if listed else ()), *sorted(names)])  # the disk's, as far as it has them
-        return [name for name in order if name in names]
+        names = dict.fromkeys(os.listdir(path) if os.path.isdir(path) else ())  # in the disk's order
+        for folder in (*self.layers(path), self.files + path):
+            names |= dict.fromkeys(sorted(os.listdir(folder)) if os.path.isdir(folder) else ())
+        return [name for name in names if os.path.lexists(self.place(os.path.join(path, name)))]
 
     def differs(self, path: str) -> bool:
         """Return whether a folder may have other contents for the program than on the disk, because the program has
@@ -206,9 +191,10 @@ class FileView:
 
         path: the logical path of the folder (see `FileView`).
         """
-        return os.path.isdir(self.place(path)) and (os.path.isdir(self.files + path) or bool(os.listdir(self._gone)))
+        return os.path.isdir(self.files + path) or bool(os.listdir(self._gone))
 
     def hide(self, path: str, is_real: bool) -> None:
+        """Let the program find nothing of the user's at a logical path. is_real: whether there is something."""
         self.touch(path, keep=False)
         if is_real:
             Path(self.mark(path)).touch()

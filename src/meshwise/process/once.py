@@ -35,12 +35,14 @@ ALONE = (
     "a rank does not see {folder}: what it writes stays private. Set MESHWISE_RUN to a folder that all machines share."
 )
 EARLY = "wandb.init came before mw.distribute, so every rank records a run. Call it after mw.distribute."
-_numbers, _free, _views = count(), list[str](), list[Any]()
+_begun, _met, _free, _views = count(), count(), list[str](), list[Any]()
 
 
 def begin(rank: int, size: int) -> Callable[[], None]:
     """Let side effects happen once from now on. Every rank must call this. Return a function that ends it."""
-    key, run, stack = f"meshwise/once/{next(_numbers)}", os.environ.get(RUN_FOLDER), contextlib.ExitStack()
+    if size == 1:
+        return lambda: None
+    key, run, stack = f"meshwise/once/{next(_begun)}", os.environ.get(RUN_FOLDER), contextlib.ExitStack()
     if rank == 0:
         made = tempfile.mkdtemp(prefix=".once-", dir=run) if run else str(made_folder("once")[0])
         default_store().set(key, os.path.realpath(made))
@@ -97,12 +99,12 @@ def free(path: str | Path) -> None:
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
     """Let all ranks see the files that rank 0 has written so far. The `with` block waits for all ranks."""
-    calls = [(view, view.call()) for view in _views]
-    for view, call in calls:
-        view.turn(call, before=True)
+    name = f"meeting {next(_met)}"
+    for view in _views:
+        view.turn(name, before=True)
     yield
-    for view, call in calls:
-        view.turn(call, before=False)
+    for view in _views:
+        view.turn(name, before=False)
 
 
 def _disabled(init: Callable[..., Any], *given: Any, **named: Any) -> Any:

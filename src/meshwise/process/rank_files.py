@@ -11,7 +11,6 @@ The shared folder has a log of rank 0's changes, what it keeps (in `0`, after a 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -21,17 +20,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from meshwise.process.file_view import FileView, parents
-from meshwise.process.scratch_files import READ, FileFunctions, Function, others
+from meshwise.compat.tree import leaves_of, map_tensors
+from meshwise.process.file_view import parents
+from meshwise.process.scratch_files import FileFunctions, Function
 from meshwise.process.session import tell
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import OURS, is_users, user_lines, user_place
@@ -44,35 +44,20 @@ IN_LOADER = "{here}: a loader's worker writes {path}, of rank 0's samples only. 
 STARTS = "{here}: every rank starts this program. Use subprocess.run, which only rank 0 does, or start it earlier."
 
 
-class _Parts(pickle.Pickler):
-    """Finds the tensors in an object of which each rank has a part, in the order in which they are pickled."""
-
-    def __init__(self, thing: Any) -> None:
-        super().__init__(SimpleNamespace(write=len), protocol=2)
-        self.found: dict[int, Tensor] = {}
-        self.dump(thing)
-
-    def persistent_id(self, thing: Any) -> str | None:
-        if isinstance(thing, Tensor) and type(thing) not in (Tensor, nn.Parameter):
-            self.found[id(thing)] = thing
-        return "" if isinstance(thing, Tensor) else None
-
-
 def _whole(part: Tensor) -> Tensor:
     """Return the whole of a part, as which it is pickled. Collective."""
     rebuild, given = part.__reduce_ex__(2)[:2]
     return rebuild(*given)  # type: ignore[no-any-return]
 
 
-class RankFiles(FileView, FileFunctions):
-    """What the views of all ranks have in common. A view is at once the functions that act on its files."""
+class RankFiles(FileFunctions):
+    """What the views of all ranks have in common."""
 
     save: Callable[[Callable[[], None], str, Iterable[Tensor]], None]
     run: Callable[[Callable[[], Any]], Any]
 
     def __init__(self, folder: str, rank: int, size: int, shared: bool, free: Iterable[str]) -> None:
-        FileView.__init__(self, f"{folder}/rank{rank}", (folder, *free))
-        FileFunctions.__init__(self, self)
+        super().__init__(f"{folder}/rank{rank}", (folder, *free))
         self._shared, self._rank, self._size, self._alone = folder, rank, size, not shared
         self._epoch, self._process, self._calls = 0, os.getpid(), Counter[Any]()
         os.makedirs(f"{folder}/made", exist_ok=True)
@@ -94,12 +79,12 @@ class RankFiles(FileView, FileFunctions):
 
     def _save(self, save: Function, thing: Any, path: Any, *rest: Any, **named: Any) -> None:
         logical = self.logical(path) if isinstance(path, str | os.PathLike) and not self._alone else None
-        parts = _Parts(thing).found
+        parts = {id(part): part for part in leaves_of(Tensor, thing) if type(part) not in (Tensor, nn.Parameter)}
         if parts:
             meet(save.__name__)
-        with together():
-            if parts and save is not torch.save:
-                thing, parts = {name: _whole(t) if id(t) in parts else t for name, t in thing.items()}, {}
+        with together() if parts else nullcontext():
+            if parts and save is not SAVES[0]:  # safetensors' needs plain ones
+                thing, parts = map_tensors(lambda each: _whole(each) if id(each) in parts else each, thing), {}
             if logical is None or os.getpid() != self._process:
                 save(thing, self.written(path), *rest, **named)
             else:
@@ -130,16 +115,16 @@ class FirstFiles(RankFiles):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._absent, self._kept, self._links, self._said = set[str](), set[str](), set[int](), False
+        self._absent, self._said = set[str](), False
 
-    def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
+    def seen(self, path: Any, follow: bool = True) -> Any:
         return path
 
     def place(self, path: str) -> str:
         return path
 
-    def written(self, path: Any, follow: bool = True, at: int | None = None, *, keep: bool = False) -> Any:
-        self._keep(self.logical(path, follow, at))
+    def written(self, path: Any, follow: bool = True, keep: bool = False) -> Any:
+        self._keep(self.logical(path, follow))
         return path
 
     def _keep(self, path: str | None, link: bool = False) -> None:
@@ -160,7 +145,6 @@ class FirstFiles(RankFiles):
         else:
             self._absent.add(path)
             kind = "absent"
-        self._kept.add(path)
         self._note(kind, path)
         if torch.utils.data.get_worker_info() is not None and user_place() and not self._said:
             self._said = True
@@ -173,21 +157,20 @@ class FirstFiles(RankFiles):
             (os.link if link else shutil.copy2)(path, part, follow_symlinks=False)
         except OSError:  # another disk, or one without links
             shutil.copy2(path, part, follow_symlinks=False)
-        self._links.add(os.lstat(part).st_ino)
         os.rename(part, to)
 
-    def _moved(self, original: Function, path: Any, *rest: Any, **named: Any) -> Any:
-        for each in (path, *(rest[:1] if original is not shutil.rmtree else ())):
-            self._keep(self.logical(each, False, named.get("dir_fd")), link=True)
-        return original(path, *rest, **named)
+    def _moved(self, original: Function, *paths: Any, **named: Any) -> None:
+        for each in (*paths[:2], *named.values()):
+            self._keep(self.logical(each, False), link=True)
+        original(*paths, **named)
 
-    _removed = _rmtree = _rename = _link = _symlink = _moved  # type: ignore[assignment]
+    _removed = _rename = _link = _moved
 
     def save(self, save: Callable[[], None], path: str, parts: Iterable[Tensor]) -> None:
         made = self.call()
         self._note("begun", made)
         self._keep(path, link=True)
-        if os.path.isfile(path) and os.stat(path).st_ino in self._links:
+        if os.path.isfile(path) and os.stat(path).st_nlink > 1:
             os.unlink(path)  # ranks that are late still read it
         try:
             save()
@@ -196,16 +179,14 @@ class FirstFiles(RankFiles):
                 self._give(path, f"{made}.{rank}")
 
     def run(self, call: Callable[[], Any]) -> Any:
-        made, began = self.call(), time.time() - 0.02  # as fine as a disk's clock
+        made = self.call()
         self._note("begun", made)
         try:
             result = call()
         except BaseException as error:
             result = error
-        files = [path for path in self._kept if not os.path.isdir(path)]
-        changed = [path for path in files if not os.path.exists(path) or os.stat(path).st_ctime > began]
         self.turn(made, before=True)
-        Path(f"{made}.part").write_bytes(pickle.dumps((changed, result)))
+        Path(f"{made}.part").write_bytes(pickle.dumps(result))
         os.rename(f"{made}.part", made)
         return result
 
@@ -224,17 +205,18 @@ class LaterFiles(RankFiles):
         super().__init__(*given)
         logs = [f"{self._shared}/log{each}" for each in (0, self._rank)]
         self._read = {os.open(log, os.O_RDONLY | os.O_CREAT): 0 for log in logs}
-        self._touched, self._near, self._absent = set[str](), set[str](), set[tuple[int, str]]()
+        self._touched, self._near, self._changed = set[str](), set[str](), set[str]()
+        self._absent = set[tuple[int, str]]()
         self._begun, self._turns, self._last, self._folders = set[str](), {"": 0}, "the start", dict[str, str]()
         self._held, self._late = dict[str, tuple[str, str]](), list[str]()
 
     def _heard(self) -> int:
         """Read what rank 0 and processes of this rank have noted, and return how much that is by now."""
         for log, at in self._read.items():
-            if os.fstat(log).st_size > at:
-                text = os.pread(log, os.fstat(log).st_size - at, at)
-                self._read[log] = at + text.rfind(b"\n") + 1
-                for line in text.splitlines()[: text.count(b"\n")]:
+            if (size := os.fstat(log).st_size) > at:
+                *lines, part = os.pread(log, size - at, at).split(b"\n")
+                self._read[log] = size - len(part)
+                for line in lines:
                     self._hear(*json.loads(line))
         return sum(self._read.values())
 
@@ -248,6 +230,7 @@ class LaterFiles(RankFiles):
             self._touched.add(path)
             self._near.update(parents(path))
             self._folders.clear()
+            self._changed.update([path] if kind != "own" else ())
             self._absent.update([(epoch, path)] if kind == "absent" else ())
 
     def original(self, path: str) -> str | None:
@@ -271,20 +254,17 @@ class LaterFiles(RankFiles):
             return False
         return f"{real}/{name}" not in self._near and self._touched.isdisjoint(parents(f"{real}/{name}"))
 
-    def seen(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
-        if at is None and isinstance(path, str | Path) and self._is_untouched(os.fspath(path)):
+    def seen(self, path: Any, follow: bool = True) -> Any:
+        if isinstance(path, str | Path) and self._is_untouched(os.fspath(path)):
             return path
-        logical = self.logical(path, follow, at)
-        if logical is None:
-            return path
-        place = self.place(logical)
-        if logical in self._held and os.path.lexists(place):
+        logical = self.logical(path, follow)
+        if logical in self._held and os.path.lexists(self.place(logical)):
             return self._wait(*self._held[logical])
-        return path if at is None and place == os.path.abspath(os.fsdecode(path)) else place
+        return super().seen(path, follow)
 
     def differs(self, path: str) -> bool:
         self._heard()
-        return path in self._near and os.path.isdir(self.place(path))
+        return path in self._near
 
     def touch(self, path: str, keep: bool) -> None:
         if path not in self._touched:
@@ -315,36 +295,31 @@ class LaterFiles(RankFiles):
 
     def run(self, call: Callable[[], Any]) -> Any:
         made = self._wait(self.call(), user_place())
-        changed, result = pickle.loads(Path(made).read_bytes())
         self.turn(made, before=False)
-        for path in changed:
-            self.touch(path, keep=False)
-            for mine in (self.files + path, self.mark(path)):
-                Path(mine).unlink(missing_ok=True)
-        return result
+        return pickle.loads(Path(made).read_bytes())
 
     def turn(self, call: str, before: bool) -> None:
-        """See files as they are since rank 0 came to `call`. before: whether it is still to come."""
+        """See the files as rank 0 had them when it came to `call`. before: whether it is still to come."""
         self._heard()
         self._epoch = self._turns.get(call, self._epoch)
+        for path in () if before else sorted(self._changed, reverse=True):
+            self.touch(path, keep=False)
+            for mine in (self.files + path, self.mark(path)):
+                with suppress(OSError):
+                    (os.rmdir if os.path.isdir(mine) else os.unlink)(mine)
 
-    def guarded(self, original: Function, instead: Function) -> Function:
-        loads = {vars(owner)[name] for owner, name, _, use in others() if use == "seen"}
-        loads |= {*READ, io.open, os.listdir, os.scandir}
-        return super().guarded(original, partial(self._again, instead) if original in loads else instead)
-
-    def _again(self, call: Function, *given: Any, **named: Any) -> Any:
-        """Call what reads, and once more if rank 0 has noted a change meanwhile, which may be of what was read."""
+    def read(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a call that reads files, anew if rank 0 has noted a change meanwhile, which may be of
+        them."""
         while True:
-            heard, result = self._heard(), None
+            heard = self._heard()
             try:
-                result = call(*given, **named)
-            except OSError as error:
-                result = error
-            if self._heard() == heard or "x" in str((*given[2:3], named.get("mode"))):
-                break
+                result = call()
+            except OSError:
+                if self._heard() == heard:
+                    raise
+                continue
+            if self._heard() == heard:
+                return result
             if hasattr(result, "close"):
                 result.close()
-        if isinstance(result, OSError):
-            raise result
-        return result

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshwise.machine.memory import peak_bytes, used_bytes
-from meshwise.process import session
+from meshwise.process import once, session
 from meshwise.spec.devices import has_streams
 from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import user_place
@@ -131,4 +131,5 @@ def empty_cache() -> None:
 
 def _wait() -> None:
     join()
-    collectives.barrier(collectives.everyone())  # those of one model too, which work on the same samples
+    with once.meeting():
+        collectives.barrier(collectives.everyone())  # those of one model too, which work on the same samples
