@@ -84,7 +84,6 @@ SHARED_BY_TECHNIQUES |= {
     "gather_order",
     "single_numbers",
     "skipped",
-    "expert_axis",
     "computes",
     "own_draws",
 }

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from meshwise.job.job import Job
-from meshwise.jobs.mlp import draw_samples, mlp
 from meshwise.jobs.mnist import ConvNet, mnist_cnn, mnist_mlp
+from meshwise.jobs.registry import draw_samples, mlp
 from meshwise.spec.errors import DataError
 
 

@@ -1,6 +1,6 @@
 """Rows that are sorted by expert give on several devices what one device gives; experts of a list are refused.
 
-Tests parallel/expert_axis.py, the layouts of parallel/expert.py, and the capacities of parallel/balance.py.
+Tests parallel/expert.py, the layouts of parallel/expert.py, and the capacities of parallel/balance.py.
 """
 
 from __future__ import annotations
