@@ -273,7 +273,7 @@ class Call:
         drawing = self.divided.drawing(alike=False) if verdict.draws else None
         if engine.program.coupled_gradients:
             engine.part = BatchSlice(torch.empty(0), part.own, part.length)
-        _apart.call = _Reads(verdict, self.divided.axis)
+        _apart.call = None if is_used() and not verdict.answers else _Reads(verdict, self.divided.axis)  # dynamo reads
         try:
             if drawing is None:
                 made = self.inner(*own_args, **own_kwargs)
