@@ -53,20 +53,23 @@ def _whole(part: Tensor) -> Tensor:
 class RankFiles(FileFunctions):
     """What the views of all ranks have in common."""
 
-    save: Callable[[Callable[[], None], str, Iterable[Tensor]], None]
-    run: Callable[[Callable[[], Any]], Any]
+    save: Any
+    run: Any
 
     def __init__(self, folder: str, rank: int, size: int, shared: bool, free: Iterable[str]) -> None:
         super().__init__(f"{folder}/rank{rank}", (folder, *free))
         self._shared, self._rank, self._size, self._alone = folder, rank, size, not shared
-        self._epoch, self._process, self._calls = 0, os.getpid(), Counter[Any]()
+        self._epoch, self._process, self._calls, self._absent = 0, os.getpid(), Counter[Any](), set[Any]()
         os.makedirs(f"{folder}/made", exist_ok=True)
         self._log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def call(self) -> str:
         """Return where the result of this call is made. The path tells the user's lines, and the how manieth it is."""
         self._calls[lines := user_lines()] += 1
-        return f"{self._shared}/made/{hashlib.md5(repr((lines, self._calls[lines])).encode()).hexdigest()}"
+        made = f"{self._shared}/made/{hashlib.md5(repr((lines, self._calls[lines])).encode()).hexdigest()}"
+        if self._rank == 0:
+            Path(f"{made}.begun").touch()
+        return made
 
     def _note(self, kind: str, path: str) -> None:
         os.write(self._log, (json.dumps([kind, self._epoch, path, user_place()]) + "\n").encode())
@@ -113,9 +116,7 @@ class RankFiles(FileFunctions):
 class FirstFiles(RankFiles):
     """The view of rank 0: everything is where it is, and what a path was is kept before its first change."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._absent, self._said = set[str](), False
+    _said = False
 
     def seen(self, path: Any, follow: bool = True) -> Any:
         return path
@@ -153,9 +154,10 @@ class FirstFiles(RankFiles):
     def _give(self, path: str, to: str, link: bool = True) -> None:
         """Let `to` be a hard link of a file, or a copy. Others find the whole of it, or nothing."""
         part = f"{self._shared}/{os.getpid()}-{time.monotonic_ns()}"
-        try:
-            (os.link if link else shutil.copy2)(path, part, follow_symlinks=False)
-        except OSError:  # another disk, or one without links
+        with suppress(OSError):  # another disk, or one without links
+            if link:
+                os.link(path, part, follow_symlinks=False)
+        if not os.path.lexists(part):
             shutil.copy2(path, part, follow_symlinks=False)
         os.rename(part, to)
 
@@ -168,7 +170,6 @@ class FirstFiles(RankFiles):
 
     def save(self, save: Callable[[], None], path: str, parts: Iterable[Tensor]) -> None:
         made = self.call()
-        self._note("begun", made)
         self._keep(path, link=True)
         if os.path.isfile(path) and os.stat(path).st_nlink > 1:
             os.unlink(path)  # ranks that are late still read it
@@ -180,7 +181,6 @@ class FirstFiles(RankFiles):
 
     def run(self, call: Callable[[], Any]) -> Any:
         made = self.call()
-        self._note("begun", made)
         try:
             result = call()
         except BaseException as error:
@@ -205,10 +205,9 @@ class LaterFiles(RankFiles):
         super().__init__(*given)
         logs = [f"{self._shared}/log{each}" for each in (0, self._rank)]
         self._read = {os.open(log, os.O_RDONLY | os.O_CREAT): 0 for log in logs}
-        self._touched, self._near, self._changed = set[str](), set[str](), set[str]()
-        self._absent = set[tuple[int, str]]()
-        self._begun, self._turns, self._last, self._folders = set[str](), {"": 0}, "the start", dict[str, str]()
-        self._held, self._late = dict[str, tuple[str, str]](), list[str]()
+        self._touched, self._near, self._changed, self._late = (set[str]() for _ in range(4))
+        self._turns, self._last = {"": 0}, "the start"
+        self._folders, self._held = dict[str, str](), dict[str, tuple[str, str]]()
 
     def _heard(self) -> int:
         """Read what rank 0 and processes of this rank have noted, and return how much that is by now."""
@@ -222,9 +221,7 @@ class LaterFiles(RankFiles):
 
     def _hear(self, kind: str, epoch: int, path: str, place: str) -> None:
         self._last = self._last if kind == "own" else place
-        if kind == "begun":
-            self._begun.add(path)
-        elif kind == "turn":
+        if kind == "turn":
             self._turns[path] = epoch
         else:
             self._touched.add(path)
@@ -272,8 +269,8 @@ class LaterFiles(RankFiles):
         if path in self._held:
             if keep and os.path.lexists(self.files + path):
                 shutil.copy2(self._wait(*self._held[path]), self.files + path)
-            self._late.append(self._held.pop(path)[0])
-        for made in filter(os.path.lexists, self._late[:]):
+            self._late.add(self._held.pop(path)[0])
+        for made in filter(os.path.lexists, [*self._late]):
             os.unlink(made)
             self._late.remove(made)
 
@@ -288,7 +285,7 @@ class LaterFiles(RankFiles):
         end = time.monotonic() + PATIENCE
         while not os.path.lexists(made):
             self._heard()
-            if time.monotonic() > end and made.removesuffix(f".{self._rank}") not in self._begun:
+            if time.monotonic() > end and not os.path.exists(f"{os.path.splitext(made)[0]}.begun"):
                 raise UsageError(NEVER.format(here=user_place(), last=self._last, there=there))
             time.sleep(0.002)
         return made
