@@ -91,7 +91,6 @@ def test_what_is_given_goes_before_the_record(name: str) -> None:
         "restart_on": "exception",
         "save_limit": "50GiB",
         "on_nan": "back",
-        "on_spike": "save",
         "memory_limit": "8GiB",
     }
     given = {name: new.get(name, "other" if isinstance(getattr(FULL, name), str) else 1)}

@@ -31,7 +31,6 @@ from meshwise.job.not_finite import SkippedSteps, refuse_closures
 from meshwise.job.options import BACK, CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
 from meshwise.job.replica_check import ReplicaCheck
 from meshwise.job.run import JobRun, Pace, begun, made_with, make_engine, open_data, read_parts
-from meshwise.job.spikes import Spikes
 from meshwise.job.step import train_step
 from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.fits import check_fits
@@ -141,7 +140,6 @@ def _prepare(
         run.skipped = SkippedSteps(state.model, log.note)
     elif options.on_nan == BACK:
         run.skipped = left_out
-    run.spikes = Spikes() if options.on_spike else None
     run.began = {"epoch": state.epoch, "step": state.step}
     if folder is not None:
         faults.saves_into(folder / names.CHECKPOINTS)
@@ -247,9 +245,7 @@ def _train_epoch(run: JobRun) -> bool:
                 break
         elif time.monotonic() >= log.live_due and log.live_is_due():
             _send_progress(run, "progress", pace, in_epoch, steps)
-        if (state.step >= run.clock.look and run.clock.is_due(state.step)) | (
-            run.spikes is not None and _has_spiked(run)
-        ):
+        if state.step >= run.clock.look and run.clock.is_due(state.step):
             _save(run)
         if state.step >= run.replicas.look and run.replicas.is_due(state.step):
             run.replicas.compare(state)
@@ -258,19 +254,6 @@ def _train_epoch(run: JobRun) -> bool:
         run.session.gate.stopped_after = state.step, state.epoch + 1
         log.send("stopping", step=state.step, epoch=state.epoch + 1)
     return run.engine.stopped
-
-
-def _has_spiked(run: JobRun) -> bool:
-    """Check the losses since the last check for spikes, if a check is due, and tell the user of the first spike. Return
-    whether there was one. Collective when a check is due."""
-    step = run.state.step
-    if run.spikes is None or not run.spikes.is_due(step):
-        return False
-    run.log.sync()
-    text = run.spikes.look(run.log.losses, step)
-    if text:
-        run.log.tell(f"{text} The state after step {step} is saved.")
-    return bool(text)
 
 
 def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:

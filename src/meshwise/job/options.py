@@ -81,9 +81,6 @@ class RunOptions(NodeOptions):
         str,
         OfJobs("a loss or gradient that is not finite: stop, skip the step, back: leave the batch out", metavar="WHAT"),
     ] = STOP
-    on_spike: Annotated[
-        str | None, OfJobs("save: also save where the loss is far above those before it", metavar="WHAT")
-    ] = None
     check_every: Annotated[
         int | None, OfJobs(f"steps between comparisons of replicas, 0 for none; default: {CHECK_EVERY}")
     ] = None
@@ -160,8 +157,6 @@ class RunOptions(NodeOptions):
         if self.redundancy not in (None, 0, 1):
             raise UsageError(f"--redundancy must be 1 (a second copy in memory) or 0, but it is {self.redundancy}.")
         check_known("--on-nan", self.on_nan, ON_NAN)
-        if self.on_spike is not None:
-            check_known("--on-spike", self.on_spike, ["save"])
         if self.check_every is not None and self.check_every < 0:
             raise UsageError(f"--check-every must be at least 1, or 0 to compare nothing, but is {self.check_every}.")
         settle(self, "log_every")

@@ -32,7 +32,6 @@ from meshwise.job.left_out import LeftOut
 from meshwise.job.not_finite import SkippedSteps
 from meshwise.job.options import RunOptions
 from meshwise.job.replica_check import ReplicaCheck
-from meshwise.job.spikes import Spikes
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import divide_work
 from meshwise.parallel.step_hooks import held_parameters, needs_closure
@@ -154,7 +153,6 @@ class JobRun:
     stopped: bool = False
     saver: Saver | None = None
     skipped: SkippedSteps | LeftOut | None = None
-    spikes: Spikes | None = None
     last: LastStep | None = None
     """Keeps the state after the last step. None if there is no launcher that holds memory for the state."""
     evaluated: tuple[int, bool] = (-1, False)
