@@ -144,6 +144,9 @@ def _by_pairs(x: SplitTensor, items: Sequence[Any]) -> tuple[SplitTensor, tuple[
     rows, dims = items[0], max(each.dim() for each in items if isinstance(each, Tensor))
     if x.part.dim or any(map(_is_mask, items)) or rows.dim() != dims or whole_shape(rows)[1:].numel() != 1:
         raise NoRule
+    length = torch.broadcast_shapes(*(whole_shape(each) for each in items if isinstance(each, Tensor)))[0]
+    if whole_shape(rows)[0] != length:
+        rows = gather(rows).expand(length, *rows.shape[1:])
     if not torch.equal(gather(rows).flatten(), torch.arange(x.part.length, device=rows.device)):
         made = picked(x, rows)
         x = split(made.flatten(0, dims - 1), made.part)
