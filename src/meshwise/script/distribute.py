@@ -35,6 +35,7 @@ from meshwise.engine.split_batch import Splits
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.same_data import check_data, samplers_of
 from meshwise.guards.unsummed import UnsummedLoops
+from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.process.plan_choice import choose_plan
 from meshwise.process.session import default_engine, engines
 from meshwise.script.distributed_loader import DistributedLoader
@@ -110,6 +111,7 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     if models or trainers or lightning or plan is not None:
         current().program = "trainer" if trainers else "lightning" if lightning else current().program
         chosen = choose_plan(plan, engine)
+        engine.notify.untrue = OF_DRAWS if view == "whole" else engine.notify.untrue
         _add_models(engine, chosen, models)
     _see(engine, view, models, others=bool(trainers or lightning))
     seed = draw_alike()

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ class DistributedLoader:
                 self._batches_given += 1
                 batch = batch if engine.stored is None else engine.cast(batch)
                 engine.reads.begin(part, loop)
-                engine.part = part
+                engine.part = part if self._whole is None else replace(part, whole=True)
                 if engine.watcher is not None:
                     engine.watcher.batch_given(part, batch, loader=self._loader)
                 self.in_batch, loop.batch = True, batch

@@ -1,9 +1,12 @@
-"""Define the axis over whose ranks the rows of batches are divided."""
+"""Define the axis over whose ranks the rows of batches are divided.
+
+Tested in tests/whole/test_whole_programs.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -117,7 +120,10 @@ class ProofAxis:
 
     def divides(self, whole: Tensor, dim: int) -> None:
         if not rows_alike(whole, dim):
-            raise Crossing("makes a tensor whose rows differ")
+            raise Crossing("makes a tensor whose rows differ, such as noise")
+
+    def unheard(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _raises(self, *_: Any) -> Any:
         raise Crossing("needs the rows of other ranks")

@@ -1,4 +1,7 @@
-"""Begin the whole view of a program: its batches, models and backwards."""
+"""Begin the whole view of a program: its batches, models and backwards.
+
+Tested in tests/whole/test_whole_programs.py.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ from meshwise.splits import rules
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
 from meshwise.splits.tensor import SplitTensor
-from meshwise.whole import by_hand, constructors, losses
-from meshwise.whole.alike import Alike
+from meshwise.whole import losses
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.backward import Backwards
 from meshwise.whole.batches import reads_own_rows, whole_batch
-from meshwise.whole.call import Divided, divide, guard_reads
+from meshwise.whole.bypasses import watch_collectives, watch_constructors
+from meshwise.whole.call import Divided, divide
+from meshwise.whole.reads import ask_all_of_masks, watch_reads
 
 
 class OneDevice:
@@ -37,7 +41,7 @@ class OneDevice:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        _begin(engine, Backwards(engine, None))
+        _begin(engine, Backwards(engine, None), ())
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Do nothing: no call is divided."""
@@ -51,9 +55,13 @@ class OneDevice:
         return self.engine.world, lambda batch, part: batch
 
 
-def _begin(engine: Engine, backwards: Backwards) -> None:
+def _begin(engine: Engine, backwards: Backwards, guards: Iterable[type[Any]]) -> None:
+    """Begin what the view has on any number of devices. Of the guards, only these classes stay."""
     engine.ends.callback(backwards.begin())
+    kept = [each for kind in guards if (each := engine.events.find(kind)) is not None]
     engine.events.without("meshwise.guards.")
+    for each in kept:
+        engine.events.listen(each, only=("backward_ends", "loop_ends"))
     engine.generator.seeded = False
     engine.program.by_construction = True
 
@@ -64,34 +72,31 @@ class WholeView:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.axis = engine, DataAxis()
         self.divided = Divided(engine, self.axis)
-        self.backwards = Backwards(engine, self.axis)
-        self.backwards.third = self.say
+        self.backwards = Backwards(engine, self.axis, self._say)
         losses.begin()
-        guard_reads()
-        constructors.begin()
-        engine.ends.callback(self.backwards.begin())
+        watch_reads()
+        ask_all_of_masks()
+        watch_constructors()
+        watch_collectives(engine)
         engine.ends.callback(once.begin(engine.world.rank, engine.world.size))
-        self.backwards.alike = Alike(engine)
-        engine.ends.callback(by_hand.begin(engine))
-        kept = [each for kind in (SameData, FiniteLosses, LastLook) if (each := engine.events.find(kind)) is not None]
-        engine.events.without("meshwise.guards.")
-        for each in kept:
-            engine.events.listen(each, only=("backward_ends", "loop_ends"))
-        engine.generator.seeded = False
-        engine.program.by_construction = True
+        _begin(engine, self.backwards, (SameData, FiniteLosses, LastLook))
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Divide the calls of these models. Their plan is applied already."""
         for model in models:
-            self.backwards.average(model.parameters())
+            parameters = list(model.parameters())
+            self.axis.average(parameters)
+            self.backwards.add(parameters)
             divide(model, self.divided)
 
-    def say(self) -> None:
+    def _say(self) -> None:
         """Tell the user how far the work on a batch is divided, once its third backward begins."""
         verdicts = self.divided.verdicts
         for name, verdict in verdicts.items():
             if verdict.dims is None:
                 self.engine.notify(f"{name} runs operator by operator, exact and slower: {verdict.why}.")
+            elif verdict.draws:
+                self.engine.notify(f"{name} drops out by draws of each rank; --exact-random has those of one device.")
         whole = {name: count for name, count in rules.gathered.items() if name not in rules.READS}
         inside = sum(max(each.nodes, default=0) * each.calls for each in verdicts.values() if each.dims is not None)
         every = max(losses.COUNT[0] + inside, 1)
@@ -103,6 +108,7 @@ class WholeView:
 
     def divided_rows(self, tree: Any, dim: int = 0) -> Any:
         """Return a batch that all ranks hold, divided over them."""
+
         def divided(each: Tensor) -> Tensor:
             whole = each.dim() > dim and not isinstance(each, SplitTensor)
             return scatter(each, SplitPart(self.axis, dim, each.shape[dim])) if whole else each
