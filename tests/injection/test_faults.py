@@ -1,6 +1,6 @@
 """Injected faults happen in their phase of their step, once, and are written down.
 
-Those of injection/faulty_disk.py and injection/faulty_link.py too.
+Those of injection/armed.py, injection/faulty_disk.py and injection/faulty_link.py.
 """
 
 from __future__ import annotations
