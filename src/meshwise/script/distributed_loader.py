@@ -27,10 +27,15 @@ from meshwise.engine.steps import batches as read_batches
 from meshwise.script.things import kept_by
 from meshwise.slips.counted_parts import says_counted_parts
 from meshwise.slips.resumed_loop import says_counted
+from meshwise.spec.errors import UsageError
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
 from meshwise.workers.verb_log import BATCH, came_to, left_loop
 
+NESTED = (
+    "a loop over a loader goes on after another loop over the same loader has begun inside it. Make a second "
+    "DataLoader over the same data set for the inner loop, and pass it to mw.distribute too."
+)
 _loaders = itertools.count(1)  # every rank makes its loaders in the same order
 
 
@@ -60,6 +65,7 @@ class DistributedLoader:
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
         self._keyed = False
         self._number = next(_loaders)
+        self._loop: LoopRead | None = None  # the newest
         own_batches = type(loader.batch_sampler) is not BatchSampler
         self._whole_batches = loader.drop_last or own_batches  # what the program relies on
         self.in_batch = False
@@ -166,7 +172,7 @@ class DistributedLoader:
         states = engine.given.loop_states
         source = self._read(None) if source is None else source
         batches = read_batches(engine, name, source, self.batch_size, limited=self._read, loop=loop)
-        of_epoch = mixed(self._seed, self._epoch)
+        of_epoch, self._loop = mixed(self._seed, self._epoch), loop
         with contextlib.closing(batches):
             for batch, part in batches:
                 key = of_epoch, self._index
@@ -192,6 +198,8 @@ class DistributedLoader:
                 except GeneratorExit:
                     self._left(loop)
                     raise
+                if self._loop is not loop:
+                    raise UsageError(NESTED)
                 self.in_batch = False
                 came_to(BATCH, self._number, self._epoch, loop.given + 1)
                 for state in states:
