@@ -44,6 +44,13 @@ def hooked_parameters(module: nn.Module) -> list[str]:
     return [name for name, p in named if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
 
 
+def gradient_hooks(parameter: Tensor) -> list[dict[int, Any]]:
+    """Return the dicts of a parameter's hooks, which a program may change: of those that change its gradient, and of
+    those that are called once the gradient is in `.grad`. A dict is new, and empty, if there was none."""
+    held = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [{} if each is None else each for each in held]
+
+
 def renew_flat_weights(module: nn.Module) -> None:
     """Update the list of parameters that a recurrent layer keeps (`_flat_weights`), after its parameters were
     replaced."""

@@ -25,6 +25,8 @@ from meshwise.compat.fake import rehearsing
 
 copy_each = torch._foreach_copy_
 """Copy each tensor of the second list into the tensor at the same index of the first."""
+multiply_each = torch._foreach_mul_
+"""Multiply each tensor of a list, in place, by one number or by a tensor that holds one."""
 _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
@@ -152,6 +154,11 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 def base_of(tensor: Tensor) -> Tensor:
     """Return the tensor that `tensor` is a view of, as autograd sees it; `tensor` itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward now. Read in torch 2.13: `autograd/graph.py`."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def default_store() -> Store:

@@ -29,6 +29,11 @@ def on_parts() -> AbstractContextManager[None]:
     return off
 
 
+def is_asked() -> bool:
+    """Return whether operators ask `__torch_function__` of tensor subclasses here: they do not inside `on_parts`."""
+    return bool(torch._C._is_torch_function_enabled())
+
+
 def called(func: Callable[..., Any]) -> str:
     """Return the name of a function that `__torch_function__` gets. For the read of a property, return its name after a
     dot, such as `.shape`."""
@@ -90,7 +95,7 @@ def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequenc
     own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if torch._C._is_torch_function_enabled() and (cls.__name__ in changed or not cls.__module__.startswith("torch.")):
+        if is_asked() and (cls.__name__ in changed or not cls.__module__.startswith("torch.")):
             args = tuple(change(cls.__name__, args))
         return own.__get__(None, cls)(*args, **kwargs)
 

@@ -48,8 +48,8 @@ from meshwise.slips.padded_sums import refuse_padded_sums
 from meshwise.spec.errors import PlanError, UsageError, check_known
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
-from meshwise.workers.join import rank_context
 from meshwise.whole.view import OneDevice, WholeView
+from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
 First = TypeVar("First")
@@ -138,7 +138,9 @@ def _see(engine: Engine, view: str, models: list[nn.Module], *, others: bool) ->
         raise UsageError("view='whole' is for training loops of your own. Leave it out for a Trainer.")
     plan = engine.plan
     if plan.pipeline > 1 or plan.context > 1:
-        raise PlanError(f"view='whole' supports no pipeline and no context, but the plan is {plan}. Write a Job for it.")
+        raise PlanError(
+            f"view='whole' supports no pipeline and no context, but the plan is {plan}. Write a Job for it."
+        )
     if engine.whole is None:
         engine.whole = WholeView(engine) if engine.world.size > 1 else OneDevice(engine)
     engine.whole.add_models(models)
@@ -298,7 +300,7 @@ def sum(value: Number, *, grad: bool = False) -> Number:
     accumulate, outside of a loop, and in a loss given to mw.backward with reduction="sum"."""
     came_to("mw.sum")
     if _sees_whole():
-        return value if grad or not isinstance(value, Tensor) else value.detach()  # type: ignore[return-value]
+        return value if grad or not isinstance(value, Tensor) else value.detach()
     return sum_in_loss(_engine(), value) if grad else sum_over_ranks(_engine(), value)  # type: ignore[arg-type,return-value]
 
 

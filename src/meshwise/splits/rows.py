@@ -116,7 +116,7 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
     def whole(x: SplitTensor) -> Tensor:
         x = x if x.part == part else refuse()
-        shape, order = whole_shape(x), sorted(range(x.dim()), key=lambda dim: -x.stride(dim))  # draws follow memory
+        shape, order = whole_shape(x), sorted(range(x.dim()), key=x.stride, reverse=True)  # draws follow memory
         ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
         ones = ones.permute([order.index(dim) for dim in range(x.dim())])
         return ones.index_copy_(part.dim, entries(part, part.axis.rank).to(x.device), x)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +39,7 @@ READS |= {"item", "numpy", "tolist"}
 """Functions that read values out of tensors."""
 gathered: Counter[str] = Counter()
 """How often each function, by its name, had to gather split tensors, because no rule in RULES could run it."""
-seconds: Counter[str] = Counter()
+seconds: defaultdict[str, float] = defaultdict(float)
 """How long each of these functions took, with the gathering, in seconds."""
 _large: set[str] = set()
 """The functions without a rule that had to gather activations (floating-point tensors of at least three dims)."""

@@ -1,7 +1,4 @@
-"""Define the axis over whose ranks the rows of batches are divided.
-
-Tested in tests/whole/test_whole_programs.py.
-"""
+"""Define the axis over whose ranks the rows of batches are divided."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class DataAxis:
             self.crossings.append(user_place())
 
     def divides(self, whole: Tensor, dim: int) -> None:
-        """Note that a whole tensor is about to be divided. If its rows differ, whoever made it knows which row it is."""
+        """Note that a whole tensor is about to be divided. If its rows differ, its maker knows which row is which."""
         if self.crossings is not None and not rows_alike(whole, dim):
             self._crosses()
 

@@ -23,14 +23,12 @@ from meshwise.whole.term import heard
 def reads_own_rows(loader: DataLoader[Any]) -> bool:
     """Return whether each rank can read its rows of a batch alone. Otherwise, as with a `collate_fn` of the user's,
     each rank makes the whole batch."""
-    if loader.collate_fn is not default_collate or loader.batch_sampler is None:
-        return False
-    if _draws_alone(loader.dataset):
+    if loader.collate_fn is not default_collate or loader.batch_sampler is None or _draws_alone(loader.dataset):
         return False
     before = [handle.state() for handle in GLOBAL]
     try:
         sample = loader.dataset[0]
-    except Exception:  # noqa: BLE001 -- a data set of another kind: a stream of samples
+    except Exception:
         return False
     finally:
         for handle, state in zip(GLOBAL, before, strict=True):
@@ -55,7 +53,6 @@ def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) 
     own: this rank's slice of it.
     read_own: whether `batch` has this rank's rows alone, as `default_collate` makes them.
     """
-
     if heard and not read_own:
         heard[0]("a batch", list(all_leaves(batch)), {})
 

@@ -1,4 +1,4 @@
-"""Run a model's calls on each rank's own rows, or operator by operator.
+"""Run a model's calls on each rank's rows, or operator by operator.
 
     apart      the model gets plain tensors with this rank's rows. It was proven that no row of its output depends on
                another row (proof.py), and is proven again at some calls, and where a call differs from the proven one.
@@ -13,22 +13,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
+from meshwise.autograd.loss_graph import next_node
 from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.compiling import is_used, without_compiling
+from meshwise.compat.modules import buffers_in, parameters_in
+from meshwise.compat.reducer import in_backward, version, versions
 from meshwise.compat.torch_function import on_parts
-from meshwise.compat.tree import all_leaves, map_leaves
+from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.engine.seeds import seed_generators, set_states, states
@@ -38,65 +36,17 @@ from meshwise.splits.crossing import enter, gather, scatter
 from meshwise.splits.tensor import SplitTensor, split
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
-from meshwise.whole import copies
 from meshwise.whole.axis import DataAxis
-from meshwise.whole.proof import ASKED, Verdict, holds_values, outputs, prove
+from meshwise.whole.bypasses import check_copies, is_of_program
+from meshwise.whole.proof import Verdict, holds_values, outputs, prove
+from meshwise.whole.reads import Otherwise, Reads, apart, registered
 from meshwise.whole.term import Term, resolved
 
 AGAIN = 64
 """A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at each 64th after that."""
 OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes of a module whose calls are divided
 KINDS = 16  # of one call, by its number of autograd nodes: with more of them, it runs through
-
-
-class _Apart(threading.local):
-    call: _Reads | None = None
-
-
-_apart = _Apart()
-"""`call` answers the reads of the call that runs apart in this thread."""
-_nodes = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
-
-
-_registered = [0]
-"""How often any module got a submodule or a parameter."""
-_watched: list[bool] = []
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class ReadInside(Exception):
-    """A call that runs apart reads a value, which it did not when it was proven."""
-
-
-class OtherAnswer(Exception):
-    """A call that runs apart gets another answer of all rows than when it was proven. `args` are the answers so far."""
-
-
-class _Reads:
-    """Answers the reads of a call that runs apart, as they were when it was proven."""
-
-    def __init__(self, verdict: Verdict, axis: DataAxis) -> None:
-        self.verdict, self.axis, self.at = verdict, axis, 0
-
-    def read(self, name: str, tensor: Tensor, original: Callable[[], Any]) -> Any:
-        """Return the value of a tensor."""
-        answers = self.verdict.answers
-        if answers and name in ASKED and tensor.dtype is torch.bool:
-            if self.at == len(answers):
-                raise ReadInside(f"it reads a value ({name})")
-            op, expected = answers[self.at]
-            _apart.call = None
-            try:
-                answer = original() if op is None else self.axis.agreed(original(), op)
-            finally:
-                _apart.call = self
-            if answer != expected:
-                raise OtherAnswer(*answers[: self.at], (op, answer))
-            self.at += 1
-            return answer
-        if self.verdict.reads:
-            return original()
-        raise ReadInside(f"it reads a value ({name})")
 
 
 class Divided:
@@ -134,9 +84,9 @@ class Call:
 
     def _look(self) -> None:
         """Look which modules there are. A program may add some at any time."""
-        self._registered = _registered[0]
+        self._registered = registered[0]
         self._modules = list(self.module.modules())
-        self._parameters = [m._parameters for m in self._modules if m._parameters]
+        self._parameters = [held for m in self._modules if (held := parameters_in(m))]
         self._hooks: list[Any] = [getattr(m, name) for m in self._modules for name in HOOKS]
 
     def copied(self, memo: dict[int, Any]) -> nn.Module:
@@ -156,33 +106,29 @@ class Call:
         return {k: v for k, v in state.items() if k not in OURS} if isinstance(state, dict) else state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = args if not kwargs and len(args) == 1 and type(args[0]) is SplitTensor else [*all_leaves((args, kwargs))]
+        alone = not kwargs and len(args) == 1 and type(args[0]) is SplitTensor
+        leaves = args if alone else [*all_leaves((args, kwargs))]
         part = next((each.parts[0] for each in leaves if isinstance(each, SplitTensor) and 0 in each.parts), None)
-        if part is None or part.axis.proves or transforming or torch._C._current_graph_task_id() != -1:
+        if part is None or part.axis.proves or transforming or in_backward():
             return self.inner(*args, **kwargs)
         for each in leaves:
-            if isinstance(each, SplitTensor) and "copies" in each.__dict__:
-                copies.check(each)
-        if self._registered != _registered[0]:
+            if isinstance(each, SplitTensor):
+                check_copies(each)
+        if self._registered != registered[0]:
             self._look()
             self.known, self.opened = {}, False
-        if leaves is not args:
-            divided: list[tuple[Tensor, Tensor, int]] = []
-            args, kwargs = map_leaves(lambda leaf: _with_rows(leaf, part, divided), (args, kwargs), _is_leaf)
+        divided: list[tuple[Tensor, Tensor, int]] = []
+        if not alone:
+            args, kwargs = map_tensors(lambda leaf: _with_rows(leaf, part, divided), (args, kwargs))
             leaves = [*all_leaves((args, kwargs))]
-            if divided:
-                made = self._called(leaves, args, kwargs, part)
-                _write_back(divided)
-                return made
-        return self._called(leaves, args, kwargs, part)
+        made = self._called(leaves, args, kwargs, part)
+        _write_back(divided)
+        return made
 
     def _called(self, leaves: Any, args: Any, kwargs: Any, part: SplitPart) -> Any:
         verdict = self._verdict(leaves, args, kwargs, part)
         if verdict.dims is None or not self._is_own():
             return self._through(args, kwargs)
-        return self._proven_call(leaves, args, kwargs, verdict, part)
-
-    def _proven_call(self, leaves: Any, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
         verdict.calls += 1
         calls = verdict.calls
         if calls % AGAIN == 0 or (1 < calls < AGAIN and calls & (calls - 1) == 0):
@@ -199,33 +145,34 @@ class Call:
 
     def _verdict(self, leaves: Any, args: Any, kwargs: Any, part: SplitPart) -> Verdict:
         key: list[Any] = [self.module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.kind), *kwargs]
-        usable = part.is_plain and part.held(part.axis.size - 1) > 0
+        usable = part.repeats == 1 and all(map(part.held, range(part.axis.size)))
         for leaf in leaves:
             if isinstance(leaf, SplitTensor):
                 own = leaf.parts.get(0)
-                usable = usable and own is not None and len(leaf.parts) == 1 and own.is_plain and own.length == part.length
+                alone = own is not None and len(leaf.parts) == 1 and own.alike(part)
+                usable = usable and alone
                 key.append((leaf.dim(), leaf.dtype, own.dim if own is not None else -1))
             else:
                 usable = usable and not holds_values(leaf)
-                key.append(leaf.shape if isinstance(leaf, Tensor) else leaf if isinstance(leaf, bool | str) else type(leaf))
-        key.append(sum(map(len, self._hooks)))
-        key.append(tuple(part.held(rank) == 1 for rank in range(part.axis.size)))  # torch may do less for one row
+                sign = leaf if isinstance(leaf, bool | str) else type(leaf)
+                key.append(leaf.shape if isinstance(leaf, Tensor) else sign)
         if not usable:
             return Verdict(why="a rank has no row, or an argument is an object that may keep tensors")
-        verdict = self.known.get(tuple(key))
-        if verdict is None:
-            verdict = self.known[tuple(key)] = self._proven(args, kwargs)
-        return verdict
+        single = (part.held(rank) == 1 for rank in range(part.axis.size))  # torch may do less for one row
+        kind = (*key, sum(map(len, self._hooks)), *single)
+        if kind not in self.known:
+            self.known[kind] = self._proven(args, kwargs)
+        return self.known[kind]
 
     def _proven(self, args: Any, kwargs: Any) -> Verdict:
-        hooks = [hook for held in self._hooks for hook in held.values()]
-        if any(not (getattr(h, "__module__", None) or type(h).__module__).startswith(("meshwise.", "torch.")) for h in hooks):
+        axis = self.divided.axis
+        if any(is_of_program(hook) for held in self._hooks for hook in held.values()):
             verdict = Verdict(why="has hooks of the program")
         else:
-            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine.world.device, self.divided.axis.agreed)
+            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine.world.device, axis.agreed)
         if verdict.draws and self.divided.exact:
             verdict = Verdict(why="draws the numbers of one device")
-        every = collectives.gather_objects((verdict.dims, verdict.why), self.divided.axis.group)
+        every = collectives.gather_objects((verdict.dims, verdict.why), axis.group)
         if verdict.dims is not None and any(dims != verdict.dims for dims, _ in every):
             verdict = Verdict(why=next((why for _, why in every if why), "differs between ranks"))
         self.divided.verdicts[type(self.module).__name__] = verdict
@@ -236,8 +183,7 @@ class Call:
             self.opened = True
             for child in self.module.children():
                 divide(child, self.divided, self.own)
-        with without_compiling() if is_used() else contextlib.nullcontext():
-            return self.inner(*args, **kwargs)
+        return self._run_through(args, kwargs)
 
     def _again(self, args: Any, kwargs: Any, verdict: Verdict) -> Any:
         """Run a proven call through, as if it were not proven, and look whether it still keeps rows apart."""
@@ -248,11 +194,11 @@ class Call:
         with drawing, self.divided.axis.watched(None if verdict.answers else found):
             made = self._run_through(args, kwargs)
         if found:
-            self._mixes(verdict, found[0])
+            verdict.dims, verdict.why = None, found[0]
             raise UsageError(
-                f"{type(self.module).__name__} has begun to mix the rows of a batch, at {found[0]}. Its call number "
-                f"{verdict.calls} needs all rows, and some of the {verdict.calls - 1} calls before may have needed them "
-                "too, but ran on each rank's rows. Let the model mix rows from its first call on, or use one device."
+                f"{type(self.module).__name__} has begun to mix the rows of a batch, at {found[0]}: its call number "
+                f"{verdict.calls} needs all rows. Earlier calls, which ran on each rank's rows, may have needed them too. "
+                "Let the model mix rows from its first call on, or use one device."
             )
         return made
 
@@ -260,52 +206,42 @@ class Call:
         with without_compiling() if is_used() else contextlib.nullcontext():
             return self.inner(*args, **kwargs)
 
-    def _mixes(self, verdict: Verdict, why: str) -> None:
-        verdict.dims, verdict.why = None, why
-
     def _apart(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
-        before, nodes, outside, why = (_nodes() if grad else 0), -1, [False], cast(Any, "")
-        versions = [b._version for m in self._modules for b in m._buffers.values() if b is not None]
+        begun, nodes, outside, why = next_node() if grad else 0, -1, [False], cast(Any, None)
+        before = self._versions()
         written = [(m, name, vars(m).get(name)) for m, name in verdict.written]
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
-        drawing = self.divided.drawing(alike=False) if verdict.draws else None
         if engine.program.coupled_gradients:
             engine.part = BatchSlice(torch.empty(0), part.own, part.length)
-        _apart.call = None if is_used() and not verdict.answers else _Reads(verdict, self.divided.axis)  # dynamo reads
+        dynamo_reads = is_used() and not verdict.answers
+        apart.reads = None if dynamo_reads else Reads(verdict, self.divided.axis)
         try:
-            if drawing is None:
+            with self.divided.drawing(alike=False) if verdict.draws else contextlib.nullcontext():
                 made = self.inner(*own_args, **own_kwargs)
-            else:
-                with drawing:
-                    made = self.inner(*own_args, **own_kwargs)
-            nodes = _nodes() - before
-            why = "" if not grad or self._is_usual(verdict, nodes) else "another number of operators"
-        except ReadInside as read:
-            why = str(read)
-        except OtherAnswer as other:
-            why = other.args
+            nodes = next_node() - begun
+            if grad and nodes not in verdict.nodes:
+                why = "another number of operators" if verdict.nodes else None
+                verdict.nodes |= set() if why else {nodes}
+        except Otherwise as other:
+            why = other.args[0]
         finally:
-            _apart.call = None
-        if why:
+            apart.reads = None
+        if why is not None:
             for module, name, value in written:
                 setattr(module, name, value)
-            self._check_unwritten(versions, why)
-            if not isinstance(why, str):
-                return self._answered(args, kwargs, verdict, why, part)
-            return self._otherwise(args, kwargs, verdict, why, nodes)
-        for tensor, dim in zip((each for each in outputs(made) if isinstance(each, Tensor)), verdict.dims or (), strict=True):
+            self._check_unwritten(before, why)
+            if isinstance(why, str):
+                return self._otherwise(args, kwargs, verdict, why, nodes)
+            return self._answered(args, kwargs, verdict, why, part)
+        tensors = (each for each in outputs(made) if isinstance(each, Tensor))
+        for tensor, dim in zip(tensors, verdict.dims or (), strict=True):
             if dim >= 0 and not isinstance(tensor, SplitTensor):
-                split(tensor, part if dim == part.dim else SplitPart(part.axis, dim, part.length))
+                split(tensor, part if dim == part.dim else replace(part, dim=dim))
                 if not outside[0]:
                     tensor.of_call = True  # type: ignore[attr-defined]
         return made
-
-    def _is_usual(self, verdict: Verdict, nodes: int) -> bool:
-        if not verdict.nodes:
-            verdict.nodes.add(nodes)
-        return nodes in verdict.nodes
 
     def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
         """Run a call anew that gets other answers of all rows than the proven one: it is proven with these."""
@@ -314,8 +250,11 @@ class Call:
             other = verdict.others[answers] = self._proven(args, kwargs)
         return self._through(args, kwargs) if other.dims is None else self._apart(args, kwargs, other, part)
 
-    def _check_unwritten(self, versions: list[int], why: Any) -> None:
-        if versions != [b._version for m in self._modules for b in m._buffers.values() if b is not None]:
+    def _versions(self) -> list[int]:
+        return versions(b for m in self._modules for b in buffers_in(m).values() if b is not None)
+
+    def _check_unwritten(self, before: list[int], why: Any) -> None:
+        if before != self._versions():
             raise UsageError(
                 f"{type(self.module).__name__} no longer computes what it did when it was proven to keep the rows of a "
                 f"batch apart: {why}. It has written to its buffers, so the call cannot run anew. Use one device, or "
@@ -328,13 +267,9 @@ class Call:
         with self.divided.axis.watched(found):
             made = self._run_through(args, kwargs)
         if found or nodes < 0 or len(verdict.nodes) >= KINDS:
-            self._mixes(verdict, found[0] if found else why)
+            verdict.dims, verdict.why = None, found[0] if found else why
         verdict.nodes.add(nodes)
         return made
-
-
-def _is_leaf(thing: Any) -> bool:
-    return isinstance(thing, Tensor)
 
 
 def _with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
@@ -343,17 +278,17 @@ def _with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor
         return resolved(leaf)
     if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:
         return leaf
-    own = scatter(leaf, SplitPart(part.axis, part.dim, part.length))
+    own = scatter(leaf, part)
     with on_parts():
-        divided.append((leaf, own, own._version))
+        divided.append((leaf, own, version(own)))
     return own
 
 
 def _write_back(divided: list[tuple[Tensor, Tensor, int]]) -> None:
     """Write what a model has written into its rows of whole tensors to these tensors."""
-    for whole, own, version in divided:
+    for whole, own, before in divided:
         with on_parts():
-            written = own._version != version
+            written = version(own) != before
         if written:
             with torch.no_grad():
                 whole.copy_(gather(own))
@@ -363,12 +298,12 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
     def own(leaf: Tensor) -> Tensor:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
-            return leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data  # no view, which dynamo would look behind
+            return leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data  # dynamo would look behind a view
         return enter(leaf, part.axis)
 
     if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:
         return (own(args[0]),), kwargs
-    return map_leaves(own, (args, kwargs), _is_leaf)
+    return map_tensors(own, (args, kwargs))
 
 
 def divide(module: nn.Module, divided: Divided, own: bool = True) -> None:
@@ -379,32 +314,3 @@ def divide(module: nn.Module, divided: Divided, own: bool = True) -> None:
     elif next(module.children(), None) is not None and not isinstance(vars(module).get("forward"), Call):
         module.forward = call = Call(module, divided, own)
         vars(module).update(__deepcopy__=call.copied, __getstate__=call.state)
-
-
-def _registers(*_: Any) -> None:
-    _registered[0] += 1
-
-
-def guard_reads() -> None:
-    """Let a call that runs apart raise `ReadInside` where it reads a value. Notice modules that change."""
-    for hook in (register_module_module_registration_hook, register_module_parameter_registration_hook):
-        if not _watched:
-            hook(_registers)
-    _watched.append(True)
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    if masks is not None and hasattr(masks, "fast_all"):
-        masks.fast_all = Tensor.all  # which asks of all rows what its sum asks of the whole
-    for name in ("item", "__bool__", "__float__", "__int__", "__index__", "tolist", "numpy"):
-        original = getattr(Tensor, name)
-        if not hasattr(original, "guarded"):
-            setattr(Tensor, name, _guarded(original, name))
-
-
-def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _apart.call is not None:
-            return _apart.call.read(name, self, lambda: original(self, *args, **kwargs))
-        return original(self, *args, **kwargs)
-
-    read.guarded, read.__name__ = True, name  # type: ignore[attr-defined]
-    return read

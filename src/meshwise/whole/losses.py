@@ -1,4 +1,4 @@
-"""Run sums, means and losses over the rows of a batch as terms.
+"""Make terms of sums, means and losses over a batch's rows.
 
 The operators of this file come before the rules of splits/rules.py, where they apply.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.beside_dispatch import beside_transforms, change_arguments, transforming
-from meshwise.compat.torch_function import called, changed, check_parts_by_default, on_parts
+from meshwise.compat.torch_function import Args, Func, Kwargs, called, changed, check_parts_by_default, on_parts
 from meshwise.compat.tree import map_kind
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import OURS, user_place
@@ -24,16 +24,14 @@ from meshwise.splits import rules
 from meshwise.splits.crossing import enter, gather
 from meshwise.splits.losses import EACH_PLACE, NAMES, counted
 from meshwise.splits.rule import moved, numbers, with_parts_of
-from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, level, split, whole_shape
-from meshwise.whole import copies
-from meshwise.whole.term import Known, Term, heard, resolved, settled, term
+from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, level, parts_of, split_again, whole_shape
+from meshwise.whole.bypasses import check_copies, gives_view, note_copies
+from meshwise.whole.term import Known, Term, backward, heard, resolved, settled, term
 
-Func = Callable[..., Any]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid
-logsigmoid clone""".split()
+logsigmoid clone"""
 """Operators whose result comes from the same call of a model as their input."""
+_KEEP = {*KEEP.split()}
 COUNT = [0]
 """How many operators ran on split tensors."""
 
@@ -50,18 +48,17 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
             return _written_out(func, args, dict(kwargs))
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, SplitTensor) and 0 in first.parts:
-            if "copies" in first.__dict__:
-                copies.check(first)
-            if (name == "__getitem__" or name in copies.VIEWS) and copies.is_view(name, args):
+            check_copies(first)
+            if gives_view(name, args):
                 made = rules.dispatch(func, args, kwargs)
-                copies.note(first, made)
+                note_copies(first, made)
                 return made
             rule = RULES.get(name)
             if rule is not None:
                 made = rule(func, args, kwargs)
                 if made is not NotImplemented:
                     return made
-            if name in KEEP and "of_call" in first.__dict__:
+            if name in _KEEP and "of_call" in first.__dict__:
                 made = rules.dispatch(func, args, kwargs)
                 made.of_call = True
                 return made
@@ -184,22 +181,18 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return term(total, x.parts[0].axis) if reduction == "sum" else _over(total, x, count)
 
 
-def _backward(func: Func, args: Args, kwargs: Kwargs) -> None:
-    values = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False)) | dict(kwargs)
-    torch.autograd.backward((args[0],), values.pop("gradient", None), **values)
-
-
 def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the `.grad` of a split tensor, which autograd has added up in the scale of parts."""
-    x = args[0]
     with on_parts():
-        found = func(x)
-        if found is None:
-            return None
+        found = func(args[0])
+    return None if found is None else own_gradient(found, args[0])
+
+
+def own_gradient(found: Tensor, x: SplitTensor) -> Tensor:
+    """Return a gradient of `x`, which has the scale of parts, as that of a program's tensor."""
+    with on_parts():
         found = found / x.parts[0].axis.gradient_scale
-    for part in x.parts.values():
-        found = split(found, part)
-    return found
+    return split_again(found, parts_of(x))
 
 
 RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
@@ -207,7 +200,7 @@ RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
     "mean": _summed(mean=True),
     **dict.fromkeys(NAMES, _of_rows),
     **dict.fromkeys(EACH_PLACE.split(), _each_place),
-    "backward": _backward,
+    "backward": backward,
     ".grad": _gradient,
     "data_ptr": _refuse_memory,
     "untyped_storage": _refuse_memory,

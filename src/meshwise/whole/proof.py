@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -21,9 +24,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.compat.compiling import without_compiling
+from meshwise.compat.modules import buffers_in
 from meshwise.compat.torch_function import called, on_parts
 from meshwise.compat.tree import all_leaves, map_kind
 from meshwise.engine.seeds import set_states, states
+from meshwise.spec.user_code import OURS
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.tensor import SplitTensor, split
 from meshwise.whole.axis import Crossing, ProofAxis
@@ -166,14 +171,15 @@ class _State:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = modules
-        self.buffers = [(b, b.detach().clone()) for m in modules for b in m._buffers.values() if b is not None]
+        every = [b for m in modules for b in buffers_in(m).values() if b is not None]
+        self.buffers = [(b, b.detach().clone()) for b in every]
         self.attributes = [(m, {k: _copied(v) for k, v in vars(m).items() if k not in OF_TORCH}) for m in modules]
         self.written: list[tuple[nn.Module, str]] = []
-        self.held = [(m._buffers, dict(m._buffers)) for m in modules]
+        self.held = [(buffers_in(m), dict(buffers_in(m))) for m in modules]
 
     def now(self) -> list[Any]:
         """Return the values that a run may have written: buffers, and attributes that differ from those before."""
-        found: list[Any] = [b for m in self.modules for b in m._buffers.values()]
+        found: list[Any] = [b for m in self.modules for b in buffers_in(m).values()]
         for module, before in self.attributes:
             for name, value in vars(module).items():
                 if name in OF_TORCH or value is before.get(name):
@@ -227,16 +233,18 @@ def prove(
             state.put_back()
             set_states(device, before)
 
+    def alone(x: SplitTensor) -> Any:
+        dim = x.parts[0].dim
+        return quiet.note(split(x.detach().clone(), SplitPart(PROOF, dim, 2 * x.shape[dim])))
+
     try:
-        proven, written = run(
-            lambda x: quiet.note(split(x.detach().clone(), SplitPart(PROOF, x.parts[0].dim, 2 * len_of(x))))
-        )
+        proven, written = run(alone)
         quiet.reads, quiet.given = False, iter(quiet.answers)
         kept = quiet.kept([*proven, *written])
         plain, written_apart = run(lambda x: x.detach().clone())
     except Crossing as crossing:
         return Verdict(why=f"{crossing}{_where(crossing)}")
-    except Exception as error:  # noqa: BLE001 -- the call itself then runs through, and raises what it raises
+    except Exception as error:
         return Verdict(why=f"{type(error).__name__}: {error}")
     why = _differ(proven, plain) or _differ(written, written_apart)
     if kept:
@@ -250,12 +258,6 @@ def prove(
     made.answers = quiet.answers if any(op for op, _ in quiet.answers) else []
     made.reads |= bool(quiet.answers) and not made.answers
     return made
-
-
-def len_of(x: SplitTensor) -> int:
-    """Return how many rows this rank holds of a split tensor."""
-    with on_parts():
-        return x.shape[x.parts[0].dim]
 
 
 def _differ(proven: list[Any], plain: list[Any]) -> str:
@@ -282,24 +284,14 @@ def _differ(proven: list[Any], plain: list[Any]) -> str:
 def _close(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if not one.is_floating_point():
+    if not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
-    rtol = torch.finfo(one.dtype).eps ** 0.5
-    return torch.allclose(
-        one,
-        other,
-        rtol=rtol,
-        atol=rtol * float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0,
-        equal_nan=True,
-    )
+    far = torch.finfo(one.dtype).eps ** 0.5
+    return torch.allclose(one, other, far, far * float(other.abs().nan_to_num(0, 0, 0).max()), equal_nan=True)
 
 
 def _where(error: BaseException) -> str:
     """Return the innermost line outside of torch and meshwise, as ` (model.py:31)`."""
-    trace, found = error.__traceback__, ""
-    while trace is not None:
-        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        if "/torch/" not in file and "/meshwise/" not in file:
-            found = f" ({file.rsplit('/', 1)[-1]}:{line})"
-        trace = trace.tb_next
-    return found
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    found = [f" ({Path(f).name}:{n})" for f, n in lines if f"{os.sep}torch{os.sep}" not in f and not f.startswith(OURS)]
+    return found[-1] if found else ""

@@ -9,7 +9,7 @@ The gradient of a term is that of a part (splits/crossing.py): as large as the a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,24 +17,21 @@ from torch import Tensor
 
 from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.fake import over
-from meshwise.compat.torch_function import called, on_parts
+from meshwise.compat.torch_function import Args, Func, Kwargs, called, on_parts
 from meshwise.compat.tree import map_kind
+from meshwise.splits import rules
 from meshwise.splits.axis import Axis
 from meshwise.splits.crossing import through
 from meshwise.splits.tensor import SplitTensor
 
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
-SCALED = "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ __div__".split()
-KEPT = """neg negative __neg__ float double to clone squeeze unsqueeze view reshape flatten contiguous sum mean
-positive""".split()
-ADDED = "add sub subtract __add__ __radd__ __sub__ __rsub__".split()
-READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__", "tolist", "numpy", "__array__"}
-READS |= {"__reduce_ex__", "__deepcopy__"}
+SCALED = "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ __div__"
+KEPT = "neg negative __neg__ positive float double to clone squeeze unsqueeze view reshape flatten contiguous sum mean"
+ADDED = "add sub subtract __add__ __radd__ __sub__ __rsub__"
+READS = {*rules.READS, "__deepcopy__"}
 PLAIN = """dim ndimension numel nelement size __len__ is_floating_point is_complex element_size get_device stride
 storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requires_grad .grad_fn .is_leaf .ndim
-.layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested""".split()
-
+.layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested"""
+_PLAIN = {*PLAIN.split()}
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
 """While a step is listened to (alike.py): gets each operator on batches and terms."""
@@ -69,19 +66,22 @@ class Known:
                 above = self.parent.get(reduce)
                 self.value = above if above is None else above / self.by if self.divides else above * self.by
             elif reduce:
-                assert self.local is not None
-                wide = torch.promote_types(self.local.dtype, torch.float32) if self.count is not None else None
-                parts = self.local.clone() if wide is None else torch.stack([self.local.to(wide), self.count.to(wide)])  # type: ignore[union-attr]
-                self.set(self.axis.all_reduce(parts))
+                self.set(self.axis.all_reduce(self.sent().clone()))
         return self.value
+
+    def sent(self) -> Tensor:
+        """Return this rank's part, and behind it that of the count if there is one, in float32 at least."""
+        assert self.local is not None
+        if self.count is None:
+            return self.local
+        wide = torch.promote_types(self.local.dtype, torch.float32)
+        return torch.stack([self.local.to(wide), self.count.to(wide)])
 
     def set(self, sums: Tensor) -> None:
         """Take the sum over the ranks of the part, and of the count if there is one."""
-        self.local = None
-        self.value = sums
+        self.local, self.value = None, sums
         if self.count is not None:
-            self.total = sums[1]
-            self.value = sums[0] / sums[1]
+            self.total, self.value = sums[1], sums[0] / sums[1]
 
 
 class Term(Tensor):
@@ -99,21 +99,18 @@ class Term(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         name = called(func)
-        if name in PLAIN:
+        if name in _PLAIN:
             with on_parts():
                 return func(*args, **(kwargs or {}))
         if name in READS:
             return func(value_of(args[0]), *args[1:], **(kwargs or {}))
         if heard:
             heard[0](name, args, kwargs or {})
-        if _in_place(name) and isinstance(args[0], Term):
-            return _written(name, func, args, kwargs or {})
+        if rules.writes_in_place(name) and isinstance(args[0], Term):
+            return _written(func, args, kwargs or {})
         rule = RULES.get(name) if not transforming else None
-        made = NotImplemented if rule is None else rule(name, func, args, kwargs or {})
-        if made is NotImplemented:
-            new_args, new_kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs or {})))
-            made = func(*new_args, **new_kwargs)
-        return made
+        made = NotImplemented if rule is None else rule(func, args, kwargs or {})
+        return func(*_sums(args), **_sums(kwargs or {})) if made is NotImplemented else made
 
 
 def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0) -> Term:
@@ -163,43 +160,42 @@ class _Given(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient * ctx.scale, None, None
 
 
 def resolved(value: Term) -> Tensor:
     """Return the sum as a plain tensor, with its gradient. Collective if it is not known."""
-    if not isinstance(value, Term):
-        return value
     known = value_of(value)
     if not value.requires_grad or not torch.is_grad_enabled():
         return known.clone()
     return through(_Given, plain(settled(value)), known, value.axis.gradient_scale)
 
 
+def _sums(given: Any) -> Any:
+    """Return arguments with the sums in place of terms."""
+    return map_kind(Term, resolved, dict(given) if isinstance(given, Mapping) else tuple(given))
+
+
 def _is_number(thing: Any) -> bool:
     return not isinstance(thing, Tensor) or not (isinstance(thing, (Term, SplitTensor)) or thing.requires_grad)
 
 
-def _scaled(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _scaled(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if kwargs or len(args) != 2:
         return NotImplemented
     value, by = args if isinstance(args[0], Term) else args[::-1]
-    divides = "div" in name
-    if not isinstance(value, Term) or not _is_number(by) or (divides and value is not args[0]):
+    divides = "div" in called(func)
+    if not isinstance(value, Term) or not _is_number(by):
         return NotImplemented
-    if divides and not value.is_floating_point():  # as one device: the quotient of the whole
+    if divides and (value is not args[0] or not value.is_floating_point()):  # of integers: the quotient of the whole
         return NotImplemented
     with on_parts():
         local = func(*args)
         return term(local, value.axis, Known(value.axis, parent=value.known, by=by, divides=divides), value.assumed)
 
 
-def _in_place(name: str) -> bool:
-    return name.endswith("_") and (not name.startswith("__") or name[2] == "i")
-
-
-def _kept(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _kept(func: Func, args: Args, kwargs: Kwargs) -> Any:
     value = args[0]
     others = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, Tensor)]
     if not isinstance(value, Term) or others or (value.dim() and value.assumed):
@@ -207,22 +203,23 @@ def _kept(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> An
     with on_parts():
         local = func(*args, **kwargs)
         same = local.shape == value.shape
-        known = Known(value.axis, parent=value.known, by=-1 if "neg" in name else 1) if same else None
+        known = Known(value.axis, parent=value.known, by=-1 if "neg" in called(func) else 1) if same else None
         return term(local, value.axis, known, value.assumed)
 
 
-def _detached(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _detached(func: Func, args: Args, kwargs: Kwargs) -> Any:
     with on_parts():
         return term(args[0].detach(), args[0].axis, args[0].known, args[0].assumed)
 
 
-def _backward(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+def backward(func: Func, args: Args, kwargs: Kwargs) -> None:
+    """Run `loss.backward()` as `torch.autograd.backward`, which backward.py replaces."""
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     values = dict(zip(names, args[1:], strict=False)) | dict(kwargs)
     torch.autograd.backward((args[0],), values.pop("gradient", None), **values)
 
 
-def _added(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _added(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 2 or set(kwargs) - {"alpha"} or any(isinstance(each, SplitTensor) for each in args):
         return NotImplemented
     axis = next(each for each in args if isinstance(each, Term)).axis
@@ -243,24 +240,24 @@ def _part(thing: Any, axis: Axis) -> Any:
 _ADD = {"__iadd__": torch.add, "add_": torch.add, "__isub__": torch.sub, "sub_": torch.sub}
 
 
-def _written(name: str, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Term:
+def _written(func: Func, args: Args, kwargs: Kwargs) -> Term:
     """Run an in-place operator on a term, and return that term. Only a sum stays unsummed."""
-    target, made = args[0], NotImplemented
-    if name in _ADD:
-        made = _added(name, _ADD[name], args, kwargs)
+    target: Term = args[0]
+    made: Any = _added(_ADD[called(func)], args, kwargs) if called(func) in _ADD else NotImplemented
     if made is NotImplemented:
-        new_args, new_kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs)))
-        made = term(_part(func(*new_args, **new_kwargs), target.axis) + 0, target.axis)
+        written, *others = _sums(args)
+        func(written, *others, **_sums(kwargs))
+        made = term(_part(written, target.axis) + 0, target.axis)
     with on_parts():
         target.copy_(made)
     target.known, target.assumed = made.known, 0
-    return target  # type: ignore[no-any-return]
+    return target
 
 
-RULES: dict[str, Callable[[str, Callable[..., Any], Args, Kwargs], Any]] = {
-    **dict.fromkeys(SCALED, _scaled),
-    **dict.fromkeys(KEPT, _kept),
-    **dict.fromkeys(ADDED, _added),
+RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
+    **dict.fromkeys(SCALED.split(), _scaled),
+    **dict.fromkeys(KEPT.split(), _kept),
+    **dict.fromkeys(ADDED.split(), _added),
     "detach": _detached,
-    "backward": _backward,
+    "backward": backward,
 }

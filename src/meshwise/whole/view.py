@@ -1,7 +1,4 @@
-"""Begin the whole view of a program: its batches, models and backwards.
-
-Tested in tests/whole/test_whole_programs.py.
-"""
+"""Begin the whole view of a program: its batches, models and backwards."""
 
 from __future__ import annotations
 
