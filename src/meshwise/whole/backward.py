@@ -155,11 +155,11 @@ class Backwards:
         if inside or batched or self._axis is None:
             return _grad(outputs, inputs, grad_outputs, *args, **kwargs)
         asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        loss = _one(outputs, grad_outputs)
+        local = _local(_one(outputs, grad_outputs))
         self._in_grad = True  # under a default device, torch calls its function anew
         try:
             with on_parts():
-                found = _grad(_local(loss), asked, None, *args, **kwargs)
+                found = _grad(local, asked, None, *args, **kwargs)
         finally:
             self._in_grad = False
         pairs, axis = zip(found, asked, strict=True), self._axis

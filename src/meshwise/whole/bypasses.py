@@ -1,5 +1,7 @@
 """Keep a program right where it bypasses the operators on batches.
 
+What does so, and what becomes of it:
+
     constructors  `Variable(x)`, `torch.Tensor(x)`, `other.new(x)` and `other.new_tensor(x)` would hold this rank's rows
                   as if they were the batch: their results stay divided. `other.data = x` and `other.set_(x)` take the
                   whole. `torch.FloatTensor(x)` and the like still hold this rank's rows: nothing can stand in for them.

@@ -197,7 +197,7 @@ class Call:
             verdict.dims, verdict.why = None, found[0]
             raise UsageError(
                 f"{type(self.module).__name__} has begun to mix the rows of a batch, at {found[0]}: its call number "
-                f"{verdict.calls} needs all rows. Earlier calls, which ran on each rank's rows, may have needed them too. "
+                f"{verdict.calls} needs all rows. Earlier calls, which ran on each rank's rows, may have needed them. "
                 "Let the model mix rows from its first call on, or use one device."
             )
         return made

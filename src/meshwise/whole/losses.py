@@ -53,11 +53,9 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
                 made = rules.dispatch(func, args, kwargs)
                 note_copies(first, made)
                 return made
-            rule = RULES.get(name)
-            if rule is not None:
-                made = rule(func, args, kwargs)
-                if made is not NotImplemented:
-                    return made
+            made = RULES[name](func, args, kwargs) if name in RULES else NotImplemented
+            if made is not NotImplemented:
+                return made
             if name in _KEEP and "of_call" in first.__dict__:
                 made = rules.dispatch(func, args, kwargs)
                 made.of_call = True
@@ -163,22 +161,13 @@ def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Compute a loss with one term for each element, and reduce it as the program could by itself."""
     options = dict(kwargs)
-    reduction = options.pop("reduction", "mean")
-    x = args[0] if args else options["input"]
-    if (
-        reduction == "none"
-        or len(args) > 2
-        or any(options.get(each) is not None for each in ("size_average", "reduce"))
-    ):
+    reduction, old = options.pop("reduction", "mean"), [options.get(each) for each in ("size_average", "reduce")]
+    if reduction == "none" or len(args) > 2 or old != [None, None]:
         return NotImplemented
     each = rules.dispatch(func, *map_kind(Term, resolved, (tuple(args), options | {"reduction": "none"})))
-    if not isinstance(each, SplitTensor) or 0 not in each.parts:
-        return each.sum() if reduction == "sum" else each.mean() if reduction == "mean" else each.sum() / len(each)
-    count = each.numel() if reduction == "mean" else len(each)
-    with _own(each):
-        total = torch.sum(each)
-    return term(total, x.parts[0].axis) if reduction == "sum" else _over(total, x, count)
+    return each.sum() if reduction == "sum" else each.mean() if reduction == "mean" else each.sum() / len(each)
 
 
 def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
