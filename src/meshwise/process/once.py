@@ -44,7 +44,7 @@ def begin(rank: int, size: int) -> Callable[[], None]:
         return lambda: None
     key, run, stack = f"meshwise/once/{next(_begun)}", os.environ.get(RUN_FOLDER), contextlib.ExitStack()
     if rank == 0:
-        made = tempfile.mkdtemp(prefix=".once-", dir=run) if run else str(made_folder("once")[0])
+        made, _lock = (tempfile.mkdtemp(prefix=".once-", dir=run), None) if run else made_folder("once")
         default_store().set(key, os.path.realpath(made))
         if getattr(sys.modules.get("wandb"), "run", None) is not None:
             tell(EARLY)
@@ -52,7 +52,8 @@ def begin(rank: int, size: int) -> Callable[[], None]:
     shared = os.path.isdir(folder)
     if not shared:
         tell(ALONE.format(folder=folder))
-        folder = str(made_folder("once")[0])
+        made, _lock = made_folder("once")  # locked until `once` locks it
+        folder = str(made)
     stack.enter_context(once(rank, size, folder, shared=shared))
     atexit.register(stack.close)
     return stack.close
