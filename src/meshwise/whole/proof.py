@@ -111,8 +111,8 @@ class _Quiet(TorchFunctionMode):
             answer: Answer = local.as_subclass(Answer)
             answer.op = ASKS[name]
             return answer
-        if name == "__contains__" and rows and not isinstance(args[1], Tensor):
-            return self._answered(bool((args[0] == args[1]).as_subclass(Tensor).any()), "max")
+        if name == "__contains__" and not isinstance(args[1], Tensor):
+            return self._answered(bool((args[0] == args[1]).as_subclass(Tensor).any()), "max" if rows else None)
         if rows and isinstance(rows[0], Answer):
             value = rows[0].as_subclass(Tensor)
             if name in BELOW | ABOVE and not isinstance(args[1], Tensor) and value.dtype is not torch.bool:
@@ -121,7 +121,7 @@ class _Quiet(TorchFunctionMode):
                 return compared
             if name not in ASKED or value.dtype is not torch.bool:
                 raise Crossing("uses a value of all rows")
-            return self._answered(bool(rows[0].as_subclass(Tensor)), rows[0].op)
+            return self._answered(bool(value), rows[0].op)
         if name in ASKED and isinstance(args[0], Tensor) and args[0].dtype is torch.bool and not rows:
             return self._answered(bool(func(*args)), None)
         self.reads |= name in READS
@@ -143,11 +143,13 @@ class _Quiet(TorchFunctionMode):
     def kept(self, known: list[Any]) -> bool:
         """Return whether somebody else than `known` still holds a split tensor of the module, such as a global list."""
         ids = set(map(id, known))
-        alive = [each for ref in self.made if (each := ref()) is not None and id(each) not in ids]
-        if alive:
-            del alive
+
+        def alive() -> bool:
+            return any(id(each) not in ids for ref in self.made if (each := ref()) is not None)
+
+        if alive():
             gc.collect()
-        return any(id(each) not in ids for ref in self.made if (each := ref()) is not None)
+        return alive()
 
 
 def outputs(output: Any, depth: int = 0) -> Iterator[Any]:
@@ -155,7 +157,7 @@ def outputs(output: Any, depth: int = 0) -> Iterator[Any]:
     for leaf in all_leaves(output):
         if isinstance(leaf, VALUES):
             yield leaf
-        elif depth < 4 and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
+        elif depth < 4 and holds_values(leaf):
             yield from outputs(list(vars(leaf).values()), depth + 1)
         else:
             yield leaf
