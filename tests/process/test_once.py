@@ -71,8 +71,7 @@ def written_files() -> Any:
 
 
 def folders() -> Any:
-    start, own = torch.load("state.pt") if os.path.exists("state.pt") else 0, f"out-{time.time_ns()}"
-    torch.save(start + 1, "state.pt")
+    own = f"out-{time.time_ns()}"
     os.remove("old.pt")
     shutil.rmtree("outdir")
     for folder in (f"runs/version_{len(os.listdir('runs'))}", "new/sub", "outdir", own):
@@ -86,7 +85,7 @@ def folders() -> Any:
         torch.save(1, folder + "/a.pt")
         found = torch.load(folder + "/a.pt"), text(file.name), torch.load(own + "/best.pt"), text(own + "/log")
     lists = [sorted(os.listdir(folder)) for folder in (own, "runs", "new", "outdir", "ck")]
-    return found, start, lists, os.path.exists("old.pt"), [each.name for each in os.scandir("new")]
+    return found, lists, os.path.exists("old.pt"), [each.name for each in os.scandir("new")]
 
 
 def arrays_and_bases() -> Any:
@@ -96,11 +95,9 @@ def arrays_and_bases() -> Any:
     state = {"w": torch.zeros(20_000)}
     checkpoint.state_dict_saver.save({"w": W}, checkpoint_id="dcp", no_dist=True)
     checkpoint.state_dict_loader.load(state, checkpoint_id="dcp", no_dist=True)
-    counts = []
-    for name in ("new.db", "new.db"):
-        with contextlib.closing(sqlite3.connect(name)) as base:
-            base.executescript("create table if not exists t(x); insert into t values(2)")
-            counts.append(base.execute("select count(*) from t").fetchone())
+    with contextlib.closing(sqlite3.connect("new.db")) as base:
+        base.executescript("create table if not exists t(x); insert into t values(2)")
+        counts = base.execute("select count(*) from t").fetchone()
     read = safetensors.torch.load_file("m.safetensors")["w"], np.load("b.npz")["x"], np.memmap("e.bin", dtype="f4")
     return [float(each.sum()) for each in (*read, state["w"])], counts
 
@@ -114,14 +111,12 @@ def programs() -> Any:
         subprocess.run("exit 3", shell=True, check=True)
     text("mine.txt", "a", "d")
     torch.save(1, "best.pt")
-    codes = error.value.returncode, subprocess.check_output(["echo", "x"]), os.system("true")
-    return found, codes, sorted(os.listdir(".")), text("mine.txt"), torch.load("best.pt")
+    found += error.value.returncode, subprocess.check_output(["echo", "x"]), os.system("true")
+    return found, sorted(os.listdir(".")), text("mine.txt"), torch.load("best.pt")
 
 
 def tables() -> Any:
-    import pandas
-    from pyarrow import parquet
-
+    pandas, parquet = map(pytest.importorskip, ("pandas", "pyarrow.parquet"))
     pandas.DataFrame({"a": [1, 2]}).to_parquet("d.parquet")
     parquet.write_table(parquet.read_table("d.parquet"), "t.parquet")
     return parquet.ParquetFile("t.parquet").metadata.num_rows, int(pandas.read_parquet("d.parquet")["a"].sum())
@@ -141,10 +136,9 @@ def forked(case: Callable[[int], Any], ranks: int = 2) -> list[Any]:
 
     def child(rank: int) -> None:
         try:
-            found = case(rank)
+            pipes[rank][1].send(case(rank))
         except Exception as error:
-            found = error
-        pipes[rank][1].send(found)
+            pipes[rank][1].send(error)
 
     pipes = [FORKS.Pipe(False) for _ in range(ranks)]
     children = [FORKS.Process(target=child, args=(rank,)) for rank in range(ranks)]
@@ -159,8 +153,7 @@ def both(folder: str, script: Callable[[int], Any], seen: bool = True) -> list[A
     def case(rank: int) -> Any:
         own = folder if seen or rank == 0 else tempfile.mkdtemp(prefix="meshwise-")
         if own != folder:
-            shutil.copytree(".", "../there")
-            os.chdir("../there")
+            os.chdir(shutil.copytree(".", "../there"))
         with once.once(rank, 2, own, shared=seen or rank == 0):
             return script(rank)
 
@@ -233,11 +226,10 @@ def test_files_of_meshwise_and_files_after_a_meeting_are_those_of_rank_0(shared:
         Path(f"states/{rank}").touch()
         before = os.path.exists("guarded")
         with once.meeting():
-            Path(f"{shared}/came{rank}").touch()
-            while not os.path.exists(f"{shared}/came{1 - rank}"):
-                time.sleep(0.01)
+            gate.wait()
         return before, text("guarded"), text("log.csv")[-6:], sorted(os.listdir("states"))
 
+    gate = FORKS.Barrier(2)
     assert both(shared, script) == [(rank == 0, "by rank 0", "rank 0", ["0", "1"]) for rank in (0, 1)]
 
 
@@ -251,8 +243,7 @@ def test_what_acts_on_every_rank_is_told(shared: str, monkeypatch: pytest.Monkey
 
     names: dict[str, Any] = {}
     exec(compile("import subprocess\ndef version(): return subprocess.run(['true']).args", "<lib>", "exec"), names)
-    line = script.__code__.co_firstlineno + 3
-    told = [rank_files.STARTS.format(here=f"{__file__}:{line}")]
+    told = [rank_files.STARTS.format(here=f"{__file__}:{script.__code__.co_firstlineno + 3}")]
     assert both(shared, script) == [told, ["true"]], "a library's own program runs on every rank"
     assert capfd.readouterr().err.count("a loader's worker writes") == 1
 
@@ -279,7 +270,6 @@ def saved_under(plan: Plan | None, folder: str) -> Any:
     for x in loader:
         mw.backward(model(x).square().mean())
         optimizer.step()
-        optimizer.zero_grad()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n": 1}, "states.pt")
         states = torch.load("states.pt")
         model.load_state_dict({name: value + 0.5 for name, value in states["model"].items()})
