@@ -32,7 +32,7 @@ from meshwise.spec.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FORKS = multiprocessing.get_context("fork")
-W = torch.arange(20_000.0)
+W, SET = torch.arange(20_000.0), torch.utils.data.TensorDataset(torch.arange(2))
 
 
 def text(path: str, mode: str = "r", write: str = "") -> Any:
@@ -66,7 +66,7 @@ def written_files() -> Any:
     text("only", "x", "1")
     text("src.bin", "r+", "ab")
     os.write(os.open("by hand", os.O_WRONLY | os.O_CREAT), b"x")
-    list(torch.utils.data.DataLoader([1, 2], collate_fn=lambda batch: text("seen.txt", "a", "x"), num_workers=1))
+    list(torch.utils.data.DataLoader(SET, collate_fn=lambda batch: text("seen.txt", "a", "x"), num_workers=1))
     return [text(name) for name in ("m.csv", "log.csv", "count.txt", "only", "src.bin", "by hand", "seen.txt")]
 
 
@@ -106,7 +106,7 @@ def programs() -> Any:
     text("mine.txt", "w", "mine")
     torch.save(W, "best.pt")
     subprocess.run("cat src.bin >> app.bin; rm old.pt; gzip -nf best.pt; echo more >> mine.txt", shell=True, check=True)
-    found = subprocess.run(["cat", "mine.txt"], capture_output=True).stdout, os.path.getsize("app.bin")
+    found: Any = subprocess.run(["cat", "mine.txt"], capture_output=True).stdout, os.path.getsize("app.bin")
     with pytest.raises(subprocess.CalledProcessError) as error:
         subprocess.run("exit 3", shell=True, check=True)
     text("mine.txt", "a", "d")
@@ -144,7 +144,7 @@ def forked(case: Callable[[int], Any], ranks: int = 2) -> list[Any]:
     children = [FORKS.Process(target=child, args=(rank,)) for rank in range(ranks)]
     for each in children:
         each.start()
-    return [read.recv() if read.poll(60) else each.kill() for each, (read, _) in zip(children, pipes, strict=True)]
+    return [read.recv() if read.poll(60) else [*map(FORKS.Process.kill, children)] for read, _ in pipes]
 
 
 def both(folder: str, script: Callable[[int], Any], seen: bool = True) -> list[Any]:
