@@ -67,6 +67,9 @@ def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
     sample if there are enough.
     """
     count, size = stop - start, world.size
+    if world.chunks:
+        each = -(-count // size)
+        return min(stop, start + world.rank * each), min(stop, start + (world.rank + 1) * each)
     if not world.shares or count <= size:
         return part(start, stop, size, world.rank)
     whole, edges = sum(world.shares), [0]
@@ -144,11 +147,8 @@ def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) 
 
     total: the number of samples in the global batch.
     """
-    if world.shares:
+    if world.shares or world.chunks:
         first, last = world_part(start, stop, world)
-    elif world.chunks:
-        size = -(-(stop - start) // world.size)
-        first, last = (min(stop, start + rank * size) for rank in (world.rank, world.rank + 1))
     else:
         first, last = part(start, stop, world.size, world.rank)
     if first == last:

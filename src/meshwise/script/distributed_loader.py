@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from meshwise.transfer.splitmix import mixed
 from meshwise.workers.verb_log import BATCH, came_to, left_loop
 
 NESTED = (
-    "a loop over a loader goes on after another loop over the same loader has begun inside it. Make a second "
+    "a loop over a loader went on after another loop over the same loader had begun inside it, and missed batches. Make a second "
     "DataLoader over the same data set for the inner loop, and pass it to mw.distribute too."
 )
 _loaders = itertools.count(1)  # every rank makes its loaders in the same order
@@ -169,23 +168,19 @@ class DistributedLoader:
 
     def _batches(self, source: Iterator[tuple[Any, Any]] | None) -> Iterator[Any]:
         engine, name, loop = self._engine, f"epoch {self._epoch} of a loader", LoopRead(self._number)
-        states = engine.given.loop_states
-        source = self._read(None) if source is None else source
-        batches = read_batches(engine, name, source, self.batch_size, limited=self._read, loop=loop)
-        of_epoch, self._loop = mixed(self._seed, self._epoch), loop
+        batches = read_batches(engine, name, source or self._read(None), self.batch_size, limited=self._read, loop=loop)
+        of_epoch, states, self._loop = mixed(self._seed, self._epoch), engine.given.loop_states, loop
         with contextlib.closing(batches):
             for batch, part in batches:
-                key = of_epoch, self._index
-                engine.draw_key = key if self._whole is None else None
+                engine.draw_key = key = of_epoch, self._index
                 self.given_at, self._before = engine.phases.steps, (self._index, self._batches_given)
                 self._index += self.batch_size if self._spec.own else part.total
                 self._batches_given += 1
                 batch = batch if engine.stored is None else engine.cast(batch)
                 engine.reads.begin(part, loop)
-                engine.part = part if self._whole is None else replace(part, whole=True)
+                self.in_batch, loop.batch, engine.part = True, batch, part
                 if engine.watcher is not None:
                     engine.watcher.batch_given(part, batch, loader=self._loader)
-                self.in_batch, loop.batch = True, batch
                 try:
                     if self._whole is not None:
                         yield self._whole(batch, part)
@@ -198,8 +193,6 @@ class DistributedLoader:
                 except GeneratorExit:
                     self._left(loop)
                     raise
-                if self._loop is not loop:
-                    raise UsageError(NESTED)
                 self.in_batch = False
                 came_to(BATCH, self._number, self._epoch, loop.given + 1)
                 for state in states:
@@ -215,6 +208,8 @@ class DistributedLoader:
 
     def _over(self, loop: LoopRead) -> None:
         """End the epoch after the last batch. Stop the run if this was requested."""
+        if self._loop is not loop:
+            raise UsageError(NESTED)
         engine, states = self._engine, self._engine.given.loop_states
         if engine.stopped:
             for state in states:

@@ -33,6 +33,12 @@ from meshwise.whole.call import Divided, divide
 from meshwise.whole.reads import ask_all_of_masks, watch_reads
 
 
+def _mean_backward(engine: Engine, loss: Tensor, *_: Any) -> Tensor:
+    """Stand for `mw.backward`: the loss is that of the whole batch already."""
+    loss.backward()
+    return loss.detach()
+
+
 class OneDevice:
     """The whole view on one device, where every batch is whole: loops draw as without meshwise."""
 
@@ -42,6 +48,8 @@ class OneDevice:
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Do nothing: no call is divided."""
+
+    backward = staticmethod(_mean_backward)
 
     def divided_rows(self, tree: Any, dim: int = 0) -> Any:
         """Return the batch as it is."""
@@ -65,6 +73,8 @@ def _begin(engine: Engine, backwards: Backwards, guards: Iterable[type[Any]]) ->
 
 class WholeView:
     """What a program needs to see whole batches on several ranks."""
+
+    backward = staticmethod(_mean_backward)
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.axis = engine, DataAxis()
@@ -116,4 +126,9 @@ class WholeView:
         """Return as which rank this process reads a loader, and a function that makes its batches whole."""
         own = reads_own_rows(loader)
         world = replace(self.engine.world, chunks=True) if own else replace(self.engine.world, rank=0, size=1)
-        return world, partial(whole_batch, axis=self.axis, read_own=own)
+        return world, partial(self._whole, read_own=own)
+
+    def _whole(self, batch: Any, part: BatchSlice, read_own: bool) -> Any:
+        engine = self.engine
+        engine.draw_key, engine.part = None, replace(part, whole=True)  # the loop draws alike on all ranks
+        return whole_batch(batch, part, self.axis, read_own=read_own)
