@@ -191,7 +191,7 @@ def _scaled(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if divides and (value is not args[0] or not value.is_floating_point()):  # of integers: the quotient of the whole
         return NotImplemented
     with on_parts():
-        local = func(*args)
+        local, by = func(*args), by.clone() if isinstance(by, Tensor) else by  # which the program may change later
         return term(local, value.axis, Known(value.axis, parent=value.known, by=by, divides=divides), value.assumed)
 
 
@@ -202,6 +202,8 @@ def _kept(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     with on_parts():
         local = func(*args, **kwargs)
+        if local.dtype != value.dtype and not local.is_floating_point():  # parts would be rounded apart
+            return NotImplemented
         same = local.shape == value.shape
         known = Known(value.axis, parent=value.known, by=-1 if "neg" in called(func) else 1) if same else None
         return term(local, value.axis, known, value.assumed)
