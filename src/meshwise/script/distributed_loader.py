@@ -32,8 +32,8 @@ from meshwise.transfer.splitmix import mixed
 from meshwise.workers.verb_log import BATCH, came_to, left_loop
 
 NESTED = (
-    "a loop over a loader went on after another loop over the same loader had begun inside it, and missed batches. Make a second "
-    "DataLoader over the same data set for the inner loop, and pass it to mw.distribute too."
+    "a loop over a loader went on after another loop over the same loader had begun inside it, and missed batches. "
+    "Make a second DataLoader over the same data set for the inner loop, and pass it to mw.distribute too."
 )
 _loaders = itertools.count(1)  # every rank makes its loaders in the same order
 
