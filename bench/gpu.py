@@ -37,7 +37,6 @@ from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.jobs.registry import find_job
 from meshwise.machine.file.write import machine_to_toml
-from meshwise.machine.judge import sentence
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of
@@ -324,7 +323,7 @@ def watched(job: str) -> dict[str, Any]:
 
 
 def preflight() -> dict[str, Any]:
-    """`meshwise bench` of all GPUs: verdicts, what was wrong, bf16 products at 8192 against the peak."""
+    """`meshwise bench` of all GPUs: what was wrong, bf16 products at 8192 against the peak."""
     found = bench(seconds=1.0, sizes="64K") if SMALL else bench(seconds=20.0)
     try:
         file = machine_to_toml(found.machine)
@@ -336,7 +335,6 @@ def preflight() -> dict[str, Any]:
         "seconds": round(found.seconds, 1),
         "stopped": found.stopped,
         "wrong": [result.wrong for result in found.wrong],
-        "verdicts": [sentence(verdict) + f" ({verdict.level})" for verdict in found.verdicts],
         "bf16 8192 FLOP/s": [p.rate for p in products],
         "bf16 peak FLOP/s": found.machine.devices[0].peak.get("bf16"),
         "machine file": file,

@@ -23,7 +23,7 @@ HOUSES = {
     "plan": ("rehearsal/", "api/plan.py", "api/plan_options.py", "api/auto.py", "commands/plan.py"),
     "arrays": ("arrays/",),
     "lab": (
-        *("machine/measure/", "machine/bench.py", "machine/judge.py"),
+        *("machine/measure/", "machine/bench.py"),
         *("machine/views/bench_dict.py", "machine/views/bench_text.py"),
         *("machine/views/progress.py", "api/bench.py", "api/bench_hosts.py", "commands/bench.py"),
     ),

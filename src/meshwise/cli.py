@@ -35,7 +35,6 @@ EXIT_CODES = {
     str(FAILED): f"{MEANINGS[str(FAILED)]}. bench: a path corrupts data. check: the plan differs. "
     "plan: no plan fits for certain",
     str(USAGE): f"{MEANINGS[str(USAGE)]}. check: no verdict, also where the program fails",
-    "3": "bench: a device or a path is far slower than its model usually is",
     str(DOUBTFUL): "check: equal in float64, but doubtful: rounding on one side, a number that the script shows, "
     "or losses that are not finite",
 }

@@ -52,7 +52,7 @@ def test_json_has_every_path_checked(saved: tuple[Path, dict]) -> None:  # type:
     operations = [result["operation"] for result in told["results"]]
     assert operations.count("copy") == 2 and {"all-reduce", "all-gather", "broadcast"} <= set(operations)
     assert all(result["wrong"] is None and result["sizes"] for result in told["results"])
-    assert told["exit_code"] == 0 and {verdict["level"] for verdict in told["verdicts"]} == {"unknown"}
+    assert told["exit_code"] == 0
     assert [device["name"] for device in told["machine"]["devices"]] == ["cpu:0", "cpu:1"]
 
 

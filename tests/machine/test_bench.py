@@ -1,4 +1,4 @@
-"""A bench as a value: what was measured finds its place in the machine, is judged, and gives an exit code."""
+"""A bench as a value: what was measured finds its place in the machine, and gives an exit code."""
 
 from __future__ import annotations
 
@@ -61,16 +61,8 @@ def test_a_link_that_was_known_for_any_pair_keeps_its_facts() -> None:
     assert there is not None and there.kind == "nvlink" and there.bandwidth == 450e9
 
 
-def test_what_is_well_is_good_and_ends_with_0() -> None:
-    found = bench(GOOD)
-    assert found.exit_code == 0 and "far below" not in {verdict.level for verdict in found.verdicts}
-    levels = {verdict.what: verdict.level for verdict in found.verdicts}
-    assert levels["host -> cuda:0, pinned"] == levels["cuda:0 -> cuda:1, peer"] == "good"
-
-
-def test_a_path_far_below_its_part_ends_with_3_and_says_which() -> None:
-    found = bench([*GOOD[1:], result("copy", "host", "cuda:0", "pinned", 12e9)])
-    assert found.exit_code == 3 and "far below   host -> cuda:0, pinned: 12.0 GB/s" in shown(found)
+def test_what_is_well_ends_with_0() -> None:
+    assert bench(GOOD).exit_code == 0
 
 
 def test_corrupt_data_ends_with_1_whatever_its_speed_and_has_none() -> None:
@@ -99,7 +91,7 @@ def test_cpu_workers_share_the_cpu_of_the_host() -> None:
     found = bench_of(two, [result("copy", "cpu:0", "cpu:1", "gloo", 1e9)], [], measured="now", seconds=1.0)
     (link,) = found.machine.links
     assert (link.source, link.target, link.kind, list(link.timings)) == ("cpu:0", "cpu:1", "process", ["gloo"])
-    assert {verdict.level for verdict in found.verdicts} == {"unknown"} and found.exit_code == 0
+    assert found.exit_code == 0
 
 
 def test_hosts_are_merged_with_a_warning_where_versions_differ() -> None:

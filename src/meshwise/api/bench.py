@@ -1,6 +1,4 @@
-"""Measure a machine's devices and paths, and judge each.
-
-The verdict says whether a device or path is as good as its parts allow.
+"""Measure a machine's devices and paths.
 
 Tested in tests/cli/test_bench.py.
 """
@@ -68,7 +66,7 @@ class Measured:
         self.reported.done(result)
 
     def bench(self, machine: Machine, stopped: Stop | None) -> Bench:
-        """Return the results so far as a `Bench`, which says of each result whether it is normal for this hardware.
+        """Return the results so far as a `Bench`.
 
         stopped: why the bench ended early. None if it ran to its end.
         """
@@ -88,7 +86,7 @@ def bench(
     tell: Callable[[str], None] | None = None,
     done: Callable[[PathResult | DeviceResult], None] | None = None,
 ) -> Bench:
-    """Measure devices and the paths between them, check every byte, and judge the results.
+    """Measure devices and the paths between them, and check every byte.
 
     devices: the devices, as for `meshwise run`. By default all accelerators, or else CPU workers on the cores of this
         process.

@@ -1,6 +1,6 @@
-"""Measure and judge the machine: `meshwise bench`.
+"""Measure the machine: `meshwise bench`.
 
-It checks every path, saves the result, and compares two of them.
+It checks every path, and saves the result.
 
 Tested in tests/cli/test_bench.py and test_bench_hosts.py.
 """
@@ -52,9 +52,9 @@ class BenchOptions:
 @app.command()
 @from_dataclass
 def bench(options: BenchOptions, nodes: NodeOptions) -> None:
-    """Measure devices, copies and collectives, check every byte, and say whether the speed is normal for this hardware.
+    """Measure devices, copies and collectives, and check every byte.
 
-    Exit code 1: a path corrupts data. 3: a device or path is much slower than is normal. 0: neither.
+    Exit code 1: a path corrupts data. 0: none does.
 
     \b
     meshwise bench                               every device, path and collective

@@ -1,4 +1,4 @@
-"""Gather a machine's measurements, their expected figures, and the verdicts."""
+"""Gather a machine's measurements."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from meshwise.machine.expected import BOTH_WAYS
-from meshwise.machine.judge import Verdict, exit_code, judge
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.machine import HOST, Collective, Device, Link, Machine, link_between
 
 COPIES = ("copy", "copy both ways")
+BOTH_WAYS = " both ways"
 
 
 @dataclass(frozen=True)
@@ -24,18 +23,16 @@ class Stop:
 
 @dataclass(frozen=True)
 class Bench:
-    """The result of `meshwise.bench`: the measurements of a machine, and a judgement of each.
+    """The result of `meshwise.bench`: the measurements of a machine.
 
     machine: its devices, links and collectives with all measurements, as `meshwise bench --save` writes them.
     results: every path and collective with its times by size, including those that corrupt data.
-    verdicts: each measured rate with the expected rate, its level (`good`, `low`, `far below`, `unknown`) and causes.
     seconds: how long the bench took.
     stopped: why the bench ended early. None if everything was measured.
     """
 
     machine: Machine
     results: tuple[PathResult, ...]
-    verdicts: tuple[Verdict, ...]
     seconds: float
     stopped: Stop | None = None
 
@@ -46,10 +43,9 @@ class Bench:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the bench. 1: a path corrupts data. The code of `stopped`: the bench was stopped early. 3: a
-        path is far below its expected rate. 0: none of these. If several apply, the first counts."""
-        judged = exit_code(list(self.verdicts), bool(self.wrong))
-        return self.stopped.code if self.stopped is not None and judged != 1 else judged
+        """The exit code of the bench. 1: a path corrupts data. The code of `stopped`: the bench was stopped early.
+        0: neither. If both apply, the first counts."""
+        return 1 if self.wrong else 0 if self.stopped is None else self.stopped.code
 
 
 def bench_of(
@@ -61,7 +57,7 @@ def bench_of(
     seconds: float,
     stopped: Stop | None = None,
 ) -> Bench:
-    """Add measurements to a machine and judge the machine. Measurements of paths that corrupt data are not added.
+    """Add measurements to a machine. Measurements of paths that corrupt data are not added.
 
     measured: the date and the versions, for the machine file.
     """
@@ -82,7 +78,7 @@ def bench_of(
         ),
         measured=measured,
     )
-    return Bench(found, tuple(results), tuple(judge(found)), seconds, stopped)
+    return Bench(found, tuple(results), seconds, stopped)
 
 
 def only_devices(machine: Machine, names: Sequence[str]) -> Machine:

@@ -1,33 +1,29 @@
-"""Compute expected figures: nominal figure × share once reached.
-
-The figures are those of paths, collectives, memories and matmuls.
+"""Compute expected figures of links: nominal figure × share once reached.
 
 The nominal figure is that of the parts at their full generation and width, whatever was found. Where a figure is not
 known there is no expectation: None, with the reason in its origin.
 
-Tested in tests/machine/test_judge.py.
+Tested in tests/rehearsal/test_collective_price.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwise.machine.catalog import CatalogPart, PartLink, achievable, nominal_rate, part, reached
+from meshwise.machine.catalog import CatalogPart, PartLink, nominal_rate, part, reached
 from meshwise.spec.bandwidth import FACTORS
-from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Device, Link, Machine, link_between
-from meshwise.spec.units import bandwidth_text, flops_text, percent_text
+from meshwise.spec.machine import DEVICE, HOST, NODE, Collective, Link, Machine, link_between
+from meshwise.spec.units import bandwidth_text
 
-BOTH_WAYS = " both ways"
 Share = tuple[float, str] | None
 """(measured rate / nominal rate, where this ratio was measured), or None if unknown."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The rate that a path, a collective, a memory or a matmul should reach.
+    """The rate that a collective should reach.
 
-    rate: in bytes/s, or in FLOP/s for a matmul. None if unknown.
+    rate: in bytes/s. None if unknown.
     nominal: the rate in the data sheet, or None if unknown.
     origin: the sources of the rates, or the reason why there is no expected rate.
     """
@@ -35,39 +31,6 @@ class Expected:
     rate: float | None
     nominal: float | None
     origin: str
-
-
-def expected_copy(machine: Machine, link: Link, path: str) -> Expected:
-    """Return the one-way bytes/s that a copy over this link should reach.
-
-    path: the kind of copy, such as `pinned`, `peer` or `staged`.
-    """
-    way = path.removesuffix(BOTH_WAYS)
-    both = way != path
-    if way == "pageable":
-        return Expected(None, None, "pageable memory has no expected rate: the processor copies it first")
-    if HOST in (link.source, link.target):
-        return _over_host(machine, link, both)
-    if way == "staged" and never_peer(machine, link):
-        return _staged(machine, link, "the vendor switched peer access off: copies go through the host")
-    if way == "staged" and link.peer is not False:
-        return _staged(machine, link, "through the host, as asked")
-    return _between(machine, link, both)
-
-
-def _over_host(machine: Machine, link: Link, both: bool) -> Expected:
-    nominal, generation, origin = host_nominal(machine, link)
-    ways = ("both", "to" if link.source == HOST else "from")
-    return _of_nominal(nominal, _first_reached(link, generation, ways if both else ways[1:]), origin)
-
-
-def _first_reached(link: Link, generation: int | None, ways: Sequence[str]) -> Share:
-    """Return which share of a link's nominal bandwidth copies have reached in the catalog's measurements, and where it
-    was measured. Return None if there is no such measurement.
-
-    ways: names of kinds of copies, such as `pair`. The first that the catalog has is used.
-    """
-    return next((found for way in ways if (found := reached(link.kind, generation, way)) is not None), None)
 
 
 def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
@@ -83,27 +46,6 @@ def host_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None
         rate = nominal_rate("pcie", generation, width)
         return rate, generation, f"PCIe {generation} x{width}, what the device reports it can do"
     return link.bandwidth, generation, link.origin or "the nominal bandwidth of the link"
-
-
-def _staged(machine: Machine, link: Link, why: str) -> Expected:
-    """Return the expected rate of a copy through the host's memory. The copies to and from the host overlap, so it is
-    the rate of the slower link.
-
-    why: why the copy goes through the host, for the explanation.
-    """
-    links = (link_between(machine, link.source, HOST), link_between(machine, HOST, link.target))
-    legs = [_over_host(machine, leg, False) for leg in links if leg is not None]
-    rates = [leg.rate for leg in legs if leg.rate is not None]
-    if len(rates) < 2:
-        return Expected(None, None, f"{why}; the links to the host are not known")
-    slower = legs[rates.index(min(rates))]
-    return Expected(slower.rate, slower.nominal, f"{why}; the slower leg, {slower.origin}")
-
-
-def _between(machine: Machine, link: Link, both: bool) -> Expected:
-    nominal, generation, origin = device_nominal(machine, link)
-    ways = (*(("both",) if both else ()), "pair", *(("to",) if link.kind == "pcie" and not both else ()))
-    return _of_nominal(nominal, _first_reached(link, generation, ways), origin)
 
 
 def device_nominal(machine: Machine, link: Link) -> tuple[float | None, int | None, str]:
@@ -173,29 +115,6 @@ def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, Link,
     return nominal, link, generation, origin
 
 
-def expected_memory(device: Device) -> Expected:
-    """Return the bytes/s that a copy inside the device's memory should reach, counting both the bytes read and the
-    bytes written."""
-    if device.memory_bandwidth is None:
-        return Expected(None, None, f"the memory bandwidth of {device.part} is not known")
-    origin = f"{device.part}: {bandwidth_text(device.memory_bandwidth)} ({_origin(device, 'memory_bandwidth')})"
-    return _of_nominal(device.memory_bandwidth, reached("memory", None, "copy"), origin)
-
-
-def expected_matmul(device: Device, dtype: str) -> Expected:
-    """Return the FLOP/s that the best matmul of this dtype should reach."""
-    peak = device.peak.get(dtype)
-    if peak is None:
-        return Expected(None, None, f"the {dtype} peak of {device.part} is not known")
-    known, share = part(device.part), device.achievable.get(dtype)
-    if share is not None:
-        found: Share = (share, f"{percent_text(share, 1)} ({_origin(device, f'achievable.{dtype}')})")
-    else:
-        found = None if known is None else achievable(known, dtype)
-    origin = f"{device.part}: {dtype} peak {flops_text(peak)} ({_origin(device, f'peak.{dtype}')})"
-    return _of_nominal(peak, found, origin)
-
-
 def part_at(machine: Machine, end: str) -> CatalogPart | None:
     """Return the device model in the catalog at one end of a link. Returns None if the model is unknown.
 
@@ -206,23 +125,12 @@ def part_at(machine: Machine, end: str) -> CatalogPart | None:
     return part(names.pop()) if len(names) == 1 else None
 
 
-def never_peer(machine: Machine, link: Link) -> bool:
-    """Return whether the vendor disabled peer access for the device at one end of the link, or for the devices at both
-    ends. The catalog says so for each device model."""
-    ends = [part_at(machine, end) for end in (link.source, link.target)]
-    return any(end is not None and end.peer is False for end in ends)
-
-
 def _of_nominal(nominal: float | None, found: Share, origin: str) -> Expected:
     if nominal is None:
         return Expected(None, None, "the nominal figure is not known")
     if found is None:
         return Expected(None, nominal, f"{origin}; the share of it that can be reached is unknown")
     return Expected(nominal * found[0], nominal, f"{origin}; {found[1]}")
-
-
-def _origin(device: Device, figure: str) -> str:
-    return device.origins.get(figure) or device.origins.get(figure.split(".")[0]) or "origin unknown"
 
 
 def _named(link: PartLink) -> str:

@@ -5,7 +5,7 @@ It has the same type whether it is described (`8xH100`, a file) or measured.
 Values that are not known are None or empty, and nothing is guessed. Bandwidths are for one direction, in bytes/s. A
 peak is dense, in FLOP/s, for each dtype word (`bf16`). The source of every figure is given in words.
 
-Tested in tests/machine/test_judge.py and test_machine_file.py.
+Tested in tests/machine/test_machine_file.py.
 """
 
 from __future__ import annotations
@@ -164,11 +164,6 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     measured: str = ""
-
-
-def device_label(machine: Machine, device: Device) -> str:
-    """Return the name of a device. If the machine has several hosts, the host comes first: `node1 cuda:0`."""
-    return device.name if len(machine.hosts) < 2 else f"node{device.host} {device.name}"
 
 
 def link_between(machine: Machine, source: str, target: str) -> Link | None:

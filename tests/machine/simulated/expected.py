@@ -31,21 +31,6 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A figure as if measured, in GB/s (bus bandwidth for a collective), and what must be said of it.
-
-    source, target, path: of a copy; for a collective its kind, the number of ranks and the backend.
-    """
-
-    source: str
-    target: str
-    path: str
-    rate: float
-    level: str
-    causes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Expected:
     """devices: name, part, memory in MiB, NUMA node, PCI address. host: of every device. pairs: a letter for each pair.
 
@@ -62,7 +47,6 @@ class Expected:
     nodes: int
     says: tuple[tuple[str, ...], ...] = ()
     silent: tuple[str, ...] = ()
-    judged: tuple[Judged, ...] = ()
 
 
 def _eight(part: str, memory: int, buses: str) -> tuple[tuple[str, str, int, int | None, str], ...]:
@@ -93,13 +77,6 @@ EXPECTED: dict[str, Expected] = {
         sockets=2,
         nodes=2,
         silent=("PCIe", "unknown", "pip install", "idle", "NVLink"),
-        judged=(
-            Judged("host", "cuda:0", "pinned", 55.4, "good"),
-            Judged("cuda:0", "host", "pinned", 55.1, "good"),
-            Judged("cuda:0", "cuda:1", "peer", 376.0, "good"),
-            Judged("cuda:0", "cuda:7", "peer", 375.6, "good"),
-            Judged("all-reduce", "8", "nccl", 480.0, "good", ("in-network",)),
-        ),
     ),
     "a100_pcie": Expected(
         devices=_eight("A100-PCIe-80GB", 81920, "4e 4f 50 51 ce cf d0 d1"),
@@ -123,12 +100,6 @@ S S S S P P P .
         sockets=2,
         nodes=2,
         silent=("unknown", "idle", "lanes"),
-        judged=(
-            Judged("host", "cuda:0", "pinned", 26.0, "good"),
-            Judged("cuda:0", "cuda:1", "peer", 25.0, "good"),
-            Judged("cuda:0", "cuda:4", "peer", 19.9, "low", ("other-socket",)),
-            Judged("cuda:7", "cuda:3", "peer", 11.0, "far below", ("other-socket",)),
-        ),
     ),
     "rtx4090": Expected(
         devices=(
@@ -151,11 +122,6 @@ B B B .
         nodes=1,
         says=(("idle", "generation 1", "generation 4", "meshwise bench"), ("peer", "through the host's memory")),
         silent=("lanes", "narrow", "slot"),
-        judged=(
-            Judged("host", "cuda:0", "pinned", 26.0, "good"),
-            Judged("cuda:0", "cuda:1", "staged", 24.0, "good", ("peer-off",)),
-            Judged("host", "cuda:1", "pinned", 3.2, "far below", ("idle-link",)),
-        ),
     ),
     "v100_x8": Expected(
         devices=(("cuda:0", "V100-PCIe-16GB", 16160, 0, "0000:3b:00.0"),),
@@ -168,10 +134,6 @@ B B B .
         nodes=1,
         says=(("cuda:0", "8 of 16 lanes"),),
         silent=("idle", "unknown"),
-        judged=(
-            Judged("host", "cuda:0", "pinned", 6.1, "far below", ("narrow-pcie",)),
-            Judged("cuda:0", "host", "pinned", 6.4, "far below", ("narrow-pcie",)),
-        ),
     ),
     "dgx1_v100": Expected(
         devices=_eight("V100-SXM2-32GB", 32510, "06 07 0a 0b 85 86 89 8a"),
@@ -196,10 +158,6 @@ S S S 1 2 1 2 .
         sockets=2,
         nodes=2,
         silent=("lanes", "idle", "NVLinks are"),
-        judged=(
-            Judged("cuda:0", "cuda:1", "peer", 24.2, "good"),
-            Judged("cuda:0", "cuda:3", "peer", 48.3, "good"),
-        ),
     ),
     "laptop_gpu": Expected(
         devices=(("cuda:0", "NVIDIA GeForce RTX 4070 Laptop GPU", 8188, None, "0000:01:00.0"),),
@@ -212,7 +170,6 @@ S S S 1 2 1 2 .
         nodes=1,
         says=(("NVIDIA GeForce RTX 4070 Laptop GPU", "catalog", "machine file"),),
         silent=("lanes", "idle"),
-        judged=(),
     ),
     "laptop": Expected(
         devices=(("cpu:0", "AMD Ryzen 7 7840U w/ Radeon 780M Graphics", 32768, None, ""),),
@@ -225,6 +182,5 @@ S S S 1 2 1 2 .
         nodes=1,
         says=(("AMD Ryzen 7 7840U", "catalog"),),
         silent=("lanes", "idle", "nvidia-ml-py"),
-        judged=(),
     ),
 }

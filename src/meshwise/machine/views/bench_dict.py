@@ -19,14 +19,13 @@ FACTS = ("operation", "source", "target", "path", "ranks", "wrong", "note")
 
 
 def bench_dict(bench: Bench) -> dict[str, Any]:
-    """Convert a bench to plain data, with its measurements and their errors, its verdicts, and the measured machine."""
+    """Convert a bench to plain data, with its measurements and their errors, and the measured machine."""
     return {
         "exit_code": bench.exit_code,
         "stopped": bench.stopped.why if bench.stopped else None,
         "seconds": bench.seconds,
         "definitions": DEFINITIONS,
         "results": [_result(result) for result in bench.results],
-        "verdicts": json_value(bench.verdicts),
         "machine": machine_dict(bench.machine),
     }
 

@@ -1,6 +1,6 @@
-"""Show a bench in a terminal: figures, faults, verdicts.
+"""Show a bench in a terminal: figures and faults.
 
-It shows what each device, path and collective reached, what is wrong, and whether the figure is good for its parts.
+It shows what each device, path and collective reached, and what is wrong.
 
 Rates are of the largest size that was measured unless a size stands above them. No number is ever cut: columns that do
 not fit are left out, the last first.
@@ -10,14 +10,12 @@ Tested in tests/machine/test_bench.py.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.machine.bench import COPIES, Bench
-from meshwise.machine.judge import Verdict, sentence
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.machine import Device
@@ -30,7 +28,7 @@ MOST_ROWS = 16
 """The largest number of measured copies that are shown with one row each. More copies are shown as a matrix."""
 MIDDLE_SIZES = (64 << 10, 1 << 20)
 """The sizes at which collectives are shown, besides the largest size."""
-LEVEL_STYLES = {"good": "green", "low": "yellow", "far below": "bold red", "corrupt": "bold red", "unknown": "dim"}
+WRONG = "bold red"
 
 
 def done_text(done: PathResult | DeviceResult) -> str:
@@ -57,8 +55,8 @@ def _lines(bench: Bench, screen: Screen) -> list[Text]:
     width = screen.table_width
     copies = [result for result in bench.results if result.operation in COPIES]
     collectives = [result for result in bench.results if result.operation not in COPIES]
-    parts = [_devices(bench.machine.devices, width), _copies(copies, bench.verdicts, width)]
-    return spaced([*parts, _collectives(collectives, width), screen.wrap(*_judgement(bench))], None)
+    parts = [_devices(bench.machine.devices, width), _copies(copies, width)]
+    return spaced([*parts, _collectives(collectives, width), screen.wrap(*_end(bench))], None)
 
 
 def _devices(devices: Sequence[Device], width: int) -> list[Text]:
@@ -81,7 +79,7 @@ def _best(device: Device, dtype: str) -> str:
     return flops_text(best) + (f" {percent_text(best / peak)}" if peak else "")
 
 
-def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: int) -> list[Text]:
+def _copies(results: Sequence[PathResult], width: int) -> list[Text]:
     if not results:
         return []
     one_way = [result for result in results if result.operation == COPIES[0]]
@@ -89,16 +87,15 @@ def _copies(results: Sequence[PathResult], verdicts: Sequence[Verdict], width: i
         return _matrices(one_way, width)
     both = {(r.source, r.target, r.path): r for r in results if r.operation == COPIES[1]}
     both |= {(target, source, path): r for (source, target, path), r in both.items()}
-    levels = {verdict.what: verdict for verdict in verdicts}
     rows: list[list[Cell]] = []
     for result in one_way:
-        verdict = levels.get(f"{result.source} -> {result.target}, {result.path}")
         back = both.get((result.source, result.target, result.path))
         timings = result.timings
-        cells = [f"{result.source} → {result.target}", result.path, _rate(timings), bytes_text(timings.sizes[-1])]
+        rate = Text("corrupt", WRONG) if result.wrong is not None else _rate(timings)
+        cells = [f"{result.source} → {result.target}", result.path, rate, bytes_text(timings.sizes[-1])]
         rest = [_latency(timings), "" if back is None else _both(back, result), *_slowest(timings)]
-        rows.append([*cells, _of_expected(result, verdict), *rest])
-    titles = ["copy", "path", "one way", "at", "of expected", "latency", "both ways", "p95", "p99"]
+        rows.append([*cells, *rest])
+    titles = ["copy", "path", "one way", "at", "latency", "both ways", "p95", "p99"]
     return table_lines(titles, rows, width)
 
 
@@ -122,18 +119,6 @@ def _slowest(timings: Timings) -> list[str]:
     return [seconds_text(table[-1]) if table else "" for table in (timings.p95, timings.p99)]
 
 
-def _of_expected(result: PathResult, verdict: Verdict | None) -> Text:
-    if result.wrong is not None:
-        return _level("corrupt")
-    if verdict is None or verdict.expected is None:
-        return _level("unknown")
-    return Text(percent_text(verdict.measured / verdict.expected), LEVEL_STYLES[verdict.level])
-
-
-def _level(level: str) -> Text:
-    return Text(level, LEVEL_STYLES[level])
-
-
 def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
     """Return one matrix for each path. Its rows are sources, its columns are targets, and its cells are GB/s one
     way."""
@@ -153,7 +138,7 @@ def _cell(result: PathResult | None) -> Text:
     if result is None:
         return Text("-", "dim")
     if result.wrong is not None:
-        return _level("corrupt")
+        return Text("corrupt", WRONG)
     return Text(f"{rate_at(result.timings, result.timings.sizes[-1]) / 1e9:.1f}")
 
 
@@ -171,7 +156,7 @@ def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
         cells = [result.operation + ends, str(result.ranks), result.path, _latency(timings)]
         cells += [_bus(result, size) for size in MIDDLE_SIZES]
         cells += [_bus(result, timings.sizes[-1]), bytes_text(timings.sizes[-1])]
-        fit = _level("corrupt") if result.wrong else _fit(timings)
+        fit = Text("corrupt", WRONG) if result.wrong else _fit(timings)
         rows.append([*cells, fit, *_slowest(timings)])
     sizes = map(bytes_text, MIDDLE_SIZES)
     titles = ["collective", "ranks", "path", "latency", *sizes, "largest", "at", "fit", "p95", "p99"]
@@ -194,19 +179,11 @@ def _bus(result: PathResult, size: int) -> str:
     return bandwidth_text(bus_bandwidth(result.operation, result.ranks, size, seconds_at(result.timings, size)))
 
 
-def _judgement(bench: Bench) -> list[Text]:
-    lines = [Text(f"corrupt     {result.wrong}", LEVEL_STYLES["corrupt"]) for result in bench.wrong]
-    for level in ("far below", "low"):
-        found = [verdict for verdict in bench.verdicts if verdict.level == level]
-        lines += [Text(f"{level:<12}{sentence(verdict)}", LEVEL_STYLES[level]) for verdict in found]
-    counted = Counter(verdict.level for verdict in bench.verdicts)
-    levels = ", ".join(f"{counted[level]} {level}" for level in LEVEL_STYLES if counted[level])
+def _end(bench: Bench) -> list[Text]:
+    lines = [Text(f"corrupt     {result.wrong}", WRONG) for result in bench.wrong]
     right = len(bench.results) - len(bench.wrong)
     if bench.results:
         lines.append(Text(f"integrity   {right} of {len(bench.results)} paths delivered the bytes they were given"))
-    if levels:
-        why = ", whose parts the catalog does not know" if counted["unknown"] else ""
-        lines.append(Text(f"judgement   {levels}{why}"))
     cut = [result for result in bench.results if result.note]
     if cut:
         most = bytes_text(max(size for result in cut for size in result.timings.sizes))
