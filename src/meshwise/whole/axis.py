@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives
@@ -37,7 +37,7 @@ class DataAxis:
         groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(every))}
         self.group, self.size, self.rank = groups[own], len(own), collectives.get_rank()
         self.gradient_scale = self.size
-        self._averaged = WeakIdKeyDictionary()
+        self._averaged = dict[int, weakref.ref[Tensor]]()
         self.crossings: list[str] | None = None
         """While a call of a model is watched: which of its lines needed the rows of other ranks."""
 
@@ -49,10 +49,11 @@ class DataAxis:
 
     def average(self, parameters: Iterable[Tensor]) -> None:
         """Note that the gradients of these parameters are averaged over the ranks after a backward."""
-        self._averaged.update(dict.fromkeys(parameters, True))
+        self._averaged.update({id(p): weakref.ref(p) for p in parameters})
 
     def averages(self, whole: Tensor) -> bool:
-        return whole in self._averaged
+        known = self._averaged.get(id(whole))
+        return known is not None and known() is whole
 
     @contextmanager
     def watched(self, found: list[str] | None) -> Iterator[None]:

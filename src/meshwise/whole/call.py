@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,7 +127,12 @@ class Call:
         return made
 
     def _called(self, leaves: Any, args: Any, kwargs: Any, part: SplitPart) -> Any:
-        verdict = self._verdict(leaves, args, kwargs, part)
+        with on_parts():
+            kind = self._kind(leaves, kwargs, part)
+        if isinstance(kind, str):
+            verdict = Verdict(why=kind)
+        else:
+            verdict = self.known.get(kind) or self.known.setdefault(kind, self._proven(args, kwargs))
         if verdict.dims is None or not self._is_own():
             return self._through(args, kwargs)
         verdict.calls += 1
@@ -143,13 +149,15 @@ class Call:
         each = itertools.chain.from_iterable(held.values() for held in self._parameters)
         return self.own and all(p is None or averages(p) or not p.requires_grad for p in each)
 
-    def _verdict(self, leaves: Any, args: Any, kwargs: Any, part: SplitPart) -> Verdict:
+    def _kind(self, leaves: Any, kwargs: Any, part: SplitPart) -> Any:
+        """Return what tells calls apart that are proven one by one, or why a call cannot run apart."""
         key: list[Any] = [self.module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.kind), *kwargs]
-        usable = part.repeats == 1 and all(map(part.held, range(part.axis.size)))
+        held = _held(part)
+        usable = part.repeats == 1 and all(held)
         for leaf in leaves:
             if isinstance(leaf, SplitTensor):
                 own = leaf.parts.get(0)
-                alone = own is not None and len(leaf.parts) == 1 and own.alike(part)
+                alone = own is not None and len(leaf.parts) == 1 and (own is part or own.alike(part))
                 usable = usable and alone
                 key.append((leaf.dim(), leaf.dtype, own.dim if own is not None else -1))
             else:
@@ -157,12 +165,8 @@ class Call:
                 sign = leaf if isinstance(leaf, bool | str) else type(leaf)
                 key.append(leaf.shape if isinstance(leaf, Tensor) else sign)
         if not usable:
-            return Verdict(why="a rank has no row, or an argument is an object that may keep tensors")
-        single = (part.held(rank) == 1 for rank in range(part.axis.size))  # torch may do less for one row
-        kind = (*key, sum(map(len, self._hooks)), *single)
-        if kind not in self.known:
-            self.known[kind] = self._proven(args, kwargs)
-        return self.known[kind]
+            return "a rank has no row, or an argument is an object that may keep tensors"
+        return (*key, sum(map(len, self._hooks)), *(rows == 1 for rows in held))  # torch may do less for one row
 
     def _proven(self, args: Any, kwargs: Any) -> Verdict:
         axis = self.divided.axis
@@ -235,7 +239,7 @@ class Call:
             if isinstance(why, str):
                 return self._otherwise(args, kwargs, verdict, why, nodes)
             return self._answered(args, kwargs, verdict, why, part)
-        tensors = (each for each in outputs(made) if isinstance(each, Tensor))
+        tensors = [made] if isinstance(made, Tensor) else [each for each in outputs(made) if isinstance(each, Tensor)]
         for tensor, dim in zip(tensors, verdict.dims or (), strict=True):
             if dim >= 0 and not isinstance(tensor, SplitTensor):
                 split(tensor, part if dim == part.dim else replace(part, dim=dim))
@@ -270,6 +274,11 @@ class Call:
             verdict.dims, verdict.why = None, found[0] if found else why
         verdict.nodes.add(nodes)
         return made
+
+
+@functools.lru_cache(64)
+def _held(part: SplitPart) -> tuple[int, ...]:
+    return tuple(map(part.held, range(part.axis.size)))
 
 
 def _with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:

@@ -139,12 +139,11 @@ def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
     values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     reduction, old = values.pop("reduction", "mean"), [values.pop(each, None) for each in ("size_average", "reduce")]
-    with at_level(0):
+    with _own(x):
         part, probable = x.part, target.is_floating_point()
         alone = weight is not None and weight.requires_grad
         if reduction == "none" or part.dim == (x.dim() > 1) or old != [None, None] or alone:
             return NotImplemented
-    with _own(x):
         rows = part if probable else moved(part, part.dim - (part.dim > 1))
         own = with_parts_of(target, rows, x.dim() - (not probable))
         weight = enter(gather(weight), part.axis) if weight is not None else None
