@@ -4,8 +4,7 @@
 
 Time: steps of a model with the recorder on and off, in turns within one process; the median of the paired differences
 with its 95 % interval, and beside it what the spans cost while it is off, and the processor time of the thread that
-writes the log. Once as every run is watched, with nine microbatches, which are 20 spans a step; once block by block,
-which must be asked for, against a twin of the model without hooks (two models differ by 0.5 % through their addresses).
+writes the log. As every run is watched, with nine microbatches, which are 20 spans a step.
 Size: of that log, a minute and rank. Report: logs of four ranks with 20 spans a step, written by the real packer, read
 and analysed in a process of its own.
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -29,7 +27,6 @@ import torch
 from keep import keep
 from torch import Tensor, nn
 
-from meshwise.recording.block_spans import BLOCKS, record_blocks
 from meshwise.recording.recording import Recording
 from meshwise.records.files import append_lines
 from meshwise.records.folder import begin_session, end_session, span_log
@@ -94,30 +91,26 @@ class Side:
         return time.perf_counter() - began
 
 
-def side(recorder: Recorder, blocks: bool, microbatches: int, samples: int) -> Side:
+def side(recorder: Recorder, microbatches: int, samples: int) -> Side:
     """One side of the comparison."""
     torch.manual_seed(0)
     model = Layers()
-    os.environ[BLOCKS] = "1" if blocks else "0"
-    record_blocks(model)
     return Side(model, torch.optim.SGD(model.parameters(), lr=0.01), recorder, microbatches, samples)
 
 
-def cost(pairs: int, blocks: bool, microbatches: int, samples: int) -> dict[str, Any]:
+def cost(pairs: int, microbatches: int, samples: int) -> dict[str, Any]:
     """Watched against not, in turns."""
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     recording = Recording(World(), folder)
     log = recording._log
     assert log is not None
-    sizes = (microbatches, samples)
-    watched = side(recording.recorder, blocks, *sizes)
-    sides = (watched, side(Recorder(on=False), False, *sizes) if blocks else watched)
+    watched = side(recording.recorder, microbatches, samples)
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(pairs + 50):
         for which in (0, 1) if number % 2 else (1, 0):
             recording.recorder.on = which == 0
-            taken = sides[which].step()
+            taken = watched.step()
             if number >= 50:
                 times[which].append(taken)
     recording.recorder.on = True
@@ -130,7 +123,7 @@ def cost(pairs: int, blocks: bool, microbatches: int, samples: int) -> dict[str,
     low, high = numpy.percentile(numpy.median(difference[draws], axis=1), [2.5, 97.5])
     step = float(numpy.median(off))
     thread = log.cpu_seconds / steps
-    off_us = 0.0 if blocks else spans_while_off()
+    off_us = spans_while_off()
     return {
         "pairs": pairs,
         "spans_a_step": 20,
@@ -237,8 +230,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "claims": "at most 30 us and 1 % of a 5 ms step; 1 MB a minute; 100,000 steps in 10 s and 1 GB",
         "five spans a step": phases_alone(),
-        "phases of nine microbatches": cost(asked.pairs, blocks=False, microbatches=9, samples=90),
-        "blocks": cost(asked.pairs, blocks=True, microbatches=1, samples=150),
+        "phases of nine microbatches": cost(asked.pairs, microbatches=9, samples=90),
         "report of a long run": long_report(asked.steps),
     }
     print(json.dumps(result, indent=2))

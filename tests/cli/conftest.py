@@ -11,7 +11,7 @@ import pytest
 
 from meshwise import cli
 
-WORDS = ["run", "mnist-mlp", "--epochs", "1", "--batch-size", "1000", "--blocks", "--log-every", "20"]
+WORDS = ["run", "mnist-mlp", "--epochs", "1", "--batch-size", "1000", "--log-every", "20"]
 
 
 @pytest.fixture(scope="session")

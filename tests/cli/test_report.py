@@ -48,8 +48,6 @@ def test_one_screen_has_the_verdict_every_device_and_a_step(run: Path, report: R
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert plain["steps"] == 60 and plain["missing"] == []
     assert sum(part["share"] for part in plain["goodput"]) == pytest.approx(1)
-    names = {bar["name"] for view in plain["views"] for bar in view["bars"] if bar["lane"] == "blocks"}
-    assert names  # --blocks
 
 
 def test_the_summary_of_the_run_has_the_numbers_of_its_report(run: Path, report: Report) -> None:

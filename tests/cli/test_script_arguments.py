@@ -59,7 +59,7 @@ TRAIN = RunOptions("train.py")
         ("train.py --help", TRAIN, "--help"),
         ("--devices 2xcpu train.py --devices 4", RunOptions("train.py", devices="2xcpu"), "--devices 4"),
         ("--devices=2xcpu --out=here train.py x", RunOptions("train.py", devices="2xcpu", out="here"), "x"),
-        ("--blocks train.py --blocks", RunOptions("train.py", blocks=True), "--blocks"),
+        ("--exact-random train.py --blocks", RunOptions("train.py", exact_random=True), "--blocks"),
         ("--set shard=2 --set zero1=true train.py", RunOptions("train.py", settings=("shard=2", "zero1=true")), ""),
         ("train.py -- --devices 4", TRAIN, "--devices 4"),
         ("train.py a -- --devices 4", TRAIN, "a -- --devices 4"),

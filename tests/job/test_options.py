@@ -73,7 +73,7 @@ def test_a_record_of_the_first_release_is_read() -> None:
 
 
 def test_the_place_of_a_run_is_not_recorded() -> None:
-    here = RunOptions("mlp", resume="runs/a", out="elsewhere", nnodes=2, node_rank=1, rdzv="host:1", blocks=True)
+    here = RunOptions("mlp", resume="runs/a", out="elsewhere", nnodes=2, node_rank=1, rdzv="host:1")
     assert RunOptions().resumed(recorded(here)) == RunOptions("mlp")
     assert RunOptions(resume="runs/a", out="here", nnodes=3).resumed(recorded(FULL)) == replace(
         FULL, resume="runs/a", out="here", nnodes=3
@@ -260,7 +260,7 @@ def test_a_script_that_is_not_there_is_refused() -> None:
 def test_a_script_has_these_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    options = RunOptions("train.py", devices="2xcpu", settings=("shard=2",), out="here", nnodes=2, blocks=True)
+    options = RunOptions("train.py", devices="2xcpu", settings=("shard=2",), out="here", nnodes=2)
     check_script("train.py", options)
 
 

@@ -24,7 +24,7 @@ from meshwise.job.options import AUTO, PlanText, RunOptions
 from meshwise.launcher.alone import Alone
 from meshwise.launcher.own_folder import continued
 from meshwise.launcher.placing import placed
-from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, record_blocks, start, supervised, worker_slots
+from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, start, supervised, worker_slots
 from meshwise.launcher.supervise import PRELOAD, Viewer, summarise
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits
@@ -176,7 +176,6 @@ def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, A
 
 
 def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
-    record_blocks(options)
     if options.memory_cap is not None:
         api.training.cap_memory(api.training.rank_context().world.device, options.memory_cap)
     return api.training.run_job(_job_of(options), options, folder)
@@ -222,7 +221,6 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
         api.training.agree_to_stop(session.world, session.gate, interrupts=True)
         if options.folder is not None and names.saved_step(run.folder) is not None:
             options = replace(options, resume=run.folder)
-        record_blocks(options)
         devices = [f"rank {r}" for r in range(session.world.size)]
         viewer = Viewer(
             LiveView(console),

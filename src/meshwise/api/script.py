@@ -22,7 +22,7 @@ from meshwise import engine, launcher, process, recording, tracking
 from meshwise.job.options import RunOptions
 from meshwise.jobs.script import refuse_untrained_job, run_script_file
 from meshwise.launcher.placing import placed
-from meshwise.launcher.start import LaunchedProgram, record_blocks, start, supervised
+from meshwise.launcher.start import LaunchedProgram, start, supervised
 from meshwise.parallel.fits import check_fits, check_for_scripts
 from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError
@@ -105,7 +105,6 @@ def _script_program(script: Path, arguments: Sequence[str], options: RunOptions,
 
 
 def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOptions, folder: Path) -> None:
-    record_blocks(options)
     if options.gives_plan:
         os.environ[PLAN_FILE] = str((folder / names.PLAN).resolve())
     if options.log:

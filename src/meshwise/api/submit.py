@@ -281,8 +281,8 @@ def _words(typed: Mapping[str, Any]) -> list[str]:
         value = typed.get(name)
         if option.argument or name in ("out", *NOT_SENT) or value in (None, False, [], (), ""):
             continue
-        if name == "blocks" or value is True:
-            words.append(option_name(name, option).partition("/")[0])
+        if value is True:
+            words.append(option_name(name, option))
         elif name == "on_nan" and value == "stop":
             continue
         elif name == "plan" and Path(str(value)).is_file():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +30,10 @@ from meshwise.parallel.reduction import Reduction
 from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.step_hooks import held_parameters
 from meshwise.parallel.trial import is_by_numbers
-from meshwise.recording.block_spans import record_blocks
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives
-from meshwise.workers.environment import BLOCKS
 
 NOT_OURS = (
     "optimizer.step() found gradients that mw.backward did not make, so the ranks have different gradients. "
@@ -169,9 +166,6 @@ class Program:
         now = {id(p) for p in self.named_parameters().values()}
         self._replaced.update({p: name for name, p in before.items() if id(p) not in now})
         self._holds.clear()
-        for model in new:  # afterwards: what looks on must not keep the old parameters
-            if os.environ.get(BLOCKS, "0") not in ("", "0"):
-                record_blocks(model)
         for optimizer in [each for ref in self._given if (each := ref()) is not None]:
             self.add_optimizer(optimizer)
 

@@ -124,9 +124,6 @@ class RunOptions(NodeOptions):
         str | None, OfThisStart("how long a rank may make no progress before the run is ended: 10min; default: 60s")
     ] = None
     out: Annotated[str | Path, OfThisStart("where run folders are made")] = "runs"
-    blocks: Annotated[
-        bool, OfThisStart("record each block of the model: about 30 µs a block", name="--blocks/--no-blocks")
-    ] = False
 
     @property
     def seconds_limit(self) -> float | None:

@@ -38,7 +38,7 @@ from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
 from meshwise.workers import deadline
-from meshwise.workers.environment import ATTEMPT, BLOCKS, KEPT, read_world
+from meshwise.workers.environment import ATTEMPT, KEPT, read_world
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.launchers.find import place_in
 
@@ -301,9 +301,3 @@ def in_attempt(
     if faults:
         injection.faults.arm(faults, read_world(os.environ).rank, folder)
     return call(folder)
-
-
-def record_blocks(options: RunOptions) -> None:
-    """Turn on the recording of the model's blocks in a worker, if `--blocks` was given."""
-    if options.blocks:
-        os.environ[BLOCKS] = "1"

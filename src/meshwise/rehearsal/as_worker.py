@@ -35,13 +35,13 @@ from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.user_code import is_users, user_place
 from meshwise.spec.world import World
 from meshwise.tracking.tracking import nowhere
-from meshwise.workers.environment import BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, PLAN_FILE, RUN_FOLDER
+from meshwise.workers.environment import DEVICE_KIND, EXACT_RANDOM, LOG, PLAN_FILE, RUN_FOLDER
 from meshwise.workers.fork_server import ForkServer
 from meshwise.workers.gate import StepGate
 from meshwise.workers.join import RankContext, standing_for
 from meshwise.workers.scratch import scratch_folder
 
-NOT_A_WORKERS = (BLOCKS, DEVICE_KIND, EXACT_RANDOM, LOG, RUN_FOLDER)
+NOT_A_WORKERS = (DEVICE_KIND, EXACT_RANDOM, LOG, RUN_FOLDER)
 """Environment variables for workers. They are hidden from the user's script while its steps are traced."""
 
 OF_WORKERS = (
