@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -99,14 +99,8 @@ def _refuse_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-class _own(ExitStack):
-    """A context manager in which operators run on this rank's rows."""
-
-    def __init__(self, x: SplitTensor) -> None:
-        super().__init__()
-        self.enter_context(at_level(0))
-        if len(x.parts) == 1:
-            self.enter_context(on_parts())
+def _parts(x: SplitTensor) -> AbstractContextManager[None]:
+    return on_parts() if len(x.parts) == 1 else nullcontext()
 
 
 def _over(total: Tensor, x: SplitTensor, count: float) -> Term:
@@ -126,7 +120,7 @@ def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
             if x.part.dim not in asked or "out" in kwargs or (mean and not x.is_floating_point()):
                 return NotImplemented
             count = math.prod(whole_shape(x)[each] for each in asked)
-        with _own(x):
+        with at_level(0), _parts(x):
             total = torch.sum(*args, **kwargs)
         return _over(total, x, count) if mean else term(total, x.parts[0].axis)
 
@@ -139,7 +133,7 @@ def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
     values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     reduction, old = values.pop("reduction", "mean"), [values.pop(each, None) for each in ("size_average", "reduce")]
-    with _own(x):
+    with at_level(0), _parts(x):
         part, probable = x.part, target.is_floating_point()
         alone = weight is not None and weight.requires_grad
         if reduction == "none" or part.dim == (x.dim() > 1) or old != [None, None] or alone:
