@@ -105,11 +105,7 @@ class Row:
 
 
 BOTH = ("kill:rank=R,step=15", "kill:rank=O,step=15")
-ALL = "kill:rank=A,step=15"
-LINK = "heck the network between"
 EXCEPTION = ("--restart-on=exception",)
-OLDER = "12 is not used"
-DISK = ("--redundancy=0",)  # with a state in memory no checkpoint is read
 NO_STATE = ("--redundancy=0", "--save-every=1000")
 GONE = "removed or moved. The run continues … epoch 2/2, step 20 … : the run folder was removed or moved."
 SERVER = "which starts the ranks"
@@ -125,14 +121,9 @@ ROWS = (
     Row("oom", ["oom:rank=R,step=15,phase=backward"], "raised", options=EXCEPTION),
     Row("hang", ["hang:rank=R,step=15"], "hung", options=HANGS),
     Row("stop", ["stop:rank=R,step=15,phase=backward"], "hung", options=HANGS),
-    Row("drop-link", ["drop-link:rank=R,step=15"], "hung", options=HANGS, says=LINK, any_rank=True),
-    Row("reset-link", ["reset-link:rank=R,step=15"], "link", says=LINK, any_rank=True),
     Row("slow", ["slow 30ms:rank=R,step=3"], "", says="rank R", attempts=1, step=0),
     Row("nan", ["nan:rank=R,step=15"], "raised", 1, attempts=1, any_rank=True, numbers=False, step=0),
     Row("bitflip", ["bitflip:rank=R,step=14"], "corrupt", options=("--check-every=2",), replicas=3, step=0),
-    Row("disk-full", ["disk-full:rank=0,step=11,steps=3"], "", says=" needed. The checkpoints before it", attempts=1),
-    Row("corrupt-checkpoint", ["corrupt-checkpoint:rank=R,step=14", ALL], options=DISK, says=OLDER, any_rank=True),
-    Row("cut-checkpoint", ["cut-checkpoint:rank=R,step=14", ALL], options=DISK, says=OLDER, any_rank=True),
     Row("server stopped", [], "", attempts=1, outside="stop server"),
     Row("server stopped, kill", ["kill:rank=R,step=15"], outside="stop server"),
     Row("server stopped, SIGTERM", [], "", 143, (), "by SIGTERM", 1, outside="stop server, end run", resumed=True),

@@ -33,14 +33,13 @@ PEERS = {
 }
 LIMIT = 300.0
 """Seconds after which a run that does not go on is ended."""
-PEER = ("kill", "exit", "stop", "nan", "bit of a parameter", "bit of a checkpoint")
+PEER = ("kill", "exit", "stop", "nan", "bit of a parameter")
 OURS = {
     "kill": "kill in forward",
     "exit": "exit",
     "stop": "stop",
     "nan": "nan",
     "bit of a parameter": "bitflip",
-    "bit of a checkpoint": "corrupt-checkpoint",
 }
 """Rows of bench/faults.py."""
 OWN = ("held", "seconds_to_detect", "seconds_to_step", "steps_lost")

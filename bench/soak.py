@@ -34,8 +34,7 @@ from keep import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from meshwise.injection.faulty_disk import flip_bit, newest_file
-from meshwise.records.checkpoints import checkpoints_in
+from meshwise.records.checkpoints import MANIFEST, checkpoints_in
 from meshwise.records.files import read_lines
 from meshwise.recovery.loading import open_newest, whole
 from tests.hosts import INTERFACE, Host, _kill_inside, hosts, why_not
@@ -169,11 +168,11 @@ def for_a_while(begin: Callable[[], None], seconds: float, end: Callable[[], Non
 
 def rot(run: Run, node: int) -> bool:
     """A bit of the newest checkpoint flips."""
-    path = newest_file(run.folder / "checkpoint", node)
-    if path is None:
-        return False
-    with suppress(OSError):  # it was removed meanwhile
-        flip_bit(path)
+    found = checkpoints_in(run.folder / "checkpoint")[-1:]
+    with suppress(OSError, IndexError):  # there is none, or it was removed meanwhile
+        path = next(iter(found[0].path.glob(f"rank{node}.*")), found[0].path / MANIFEST)
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 8]))
         return True
     return False
 

@@ -1,12 +1,7 @@
-"""Injected faults happen in their phase of their step, once, and are written down.
-
-Those of injection/armed.py, injection/faulty_disk.py and injection/faulty_link.py.
-"""
+"""Injected faults happen in their phase of their step, once, and are written down."""
 
 from __future__ import annotations
 
-import select
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +10,9 @@ import pytest
 import torch
 
 from meshwise.engine.phases import Phases
-from meshwise.injection import faults, faulty_link
+from meshwise.injection import faults
 from meshwise.injection.armed import InjectedFault
-from meshwise.records.files import append_lines, read_lines, write_text
+from meshwise.records.files import read_lines
 from meshwise.spec.faults import PHASES, parse_fault
 from meshwise.timeline.recorder import Recorder
 from meshwise.timeline.spans import KIND
@@ -121,60 +116,3 @@ def test_out_of_memory_is_torchs(recorder: Any) -> None:
     rank.begin_step(1)
     with pytest.raises(torch.OutOfMemoryError, match="--fault oom"), rank.span("forward"):
         pass
-
-
-def begun(rank: Recorder, step: int) -> None:
-    rank.begin_step(step)
-    with rank.span("forward"):
-        pass
-
-
-def test_a_disk_is_full_for_some_steps_and_until_it_has_refused_something(recorder: Any, tmp_path: Path) -> None:
-    rank, lines, elsewhere = recorder("disk-full:rank=1,step=2,steps=2"), tmp_path / "lines", tmp_path / "run.json"
-    append_lines(lines, [{"a": 1}])
-    begun(rank, 2)
-    for step in (4, 5):  # nothing has been refused yet
-        begun(rank, step)
-    for write in (lambda: append_lines(lines, [{"a": 2}]), lambda: write_text(elsewhere, "{}")):
-        with pytest.raises(OSError, match="No space left on device"):
-            write()
-    assert read_lines(lines) == [{"a": 1}] and not elsewhere.exists()
-    begun(rank, 6)
-    append_lines(lines, [{"a": 3}])
-    assert read_lines(lines) == [{"a": 1}, {"a": 3}]
-
-
-@pytest.mark.parametrize("kind", ["corrupt-checkpoint", "cut-checkpoint"])
-def test_a_checkpoint_that_rots_is_the_newest_one(kind: str, recorder: Any, tmp_path: Path) -> None:
-    rank, states = recorder(f"{kind}:rank=1,step=2", f"{kind}:rank=1,step=3"), tmp_path / "checkpoint"
-    faults.saves_into(states)
-    begun(rank, 2)
-    assert not read_lines(tmp_path / "faults.jsonl")  # there is none: it has not happened
-    for name in ("step-00000001.1", "step-00000002.1"):
-        for file in ("rank0.safetensors", "rank1.safetensors"):
-            write_text(states / name / file, "whole")
-    begun(rank, 3)
-    assert len(read_lines(tmp_path / "faults.jsonl")) == 1
-    changed = [path.relative_to(states) for path in states.glob("*/*") if path.read_bytes() != b"whole"]
-    assert [str(path) for path in changed] == ["step-00000002.1/rank1.safetensors"]
-
-
-def test_a_link_that_is_dropped_carries_nothing_and_nobody_hears_of_its_end() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    here = socket.create_connection(listener.getsockname())
-    there, _ = listener.accept()
-    there.settimeout(0.2)
-    poll = select.epoll()
-    poll.register(here, select.EPOLLIN)
-    assert {here.fileno(), there.fileno()} <= set(faulty_link.connections_to_peers())
-    there.sendall(b"before")
-    assert here.recv(10) == b"before"
-    faulty_link.freeze([here.fileno()])
-    there.sendall(b"after")
-    here.sendall(b"after")
-    assert poll.poll(0.2) == []
-    with pytest.raises(TimeoutError):
-        there.recv(10)
-    poll.unregister(here)  # as its owner does in the end
-    for each in (here, there, listener, poll):
-        each.close()

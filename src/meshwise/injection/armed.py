@@ -14,22 +14,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshwise.compat.sharding import local_of
-from meshwise.injection import faulty_disk, faulty_link
-from meshwise.injection.faulty_disk import FullDisk
 from meshwise.records import folder as names
 from meshwise.records.files import append_lines
 from meshwise.spec.faults import Fault
 from meshwise.timeline.recorder import Mark, Recorder
 from meshwise.workers.environment import ATTEMPT
-
-OF_THE_MACHINE = ("disk-full", "drop-link", "reset-link", "corrupt-checkpoint", "cut-checkpoint")
 
 
 class InjectedFault(RuntimeError):
@@ -43,26 +38,18 @@ class ArmedFaults:
     def __init__(self, faults: Sequence[Fault], folder: Path | None) -> None:
         self._left, self._folder = list(faults), folder
         self._slowed: set[tuple[Fault, int]] = set()
-        self._full: tuple[Fault, FullDisk] | None = None
-        self.states: Path | None = None
-        """The folder in which the run saves its state."""
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
         """A function that returns the parameters that this rank holds."""
 
     def phase_begins(self, phase: str, step: int) -> None:
         """Inject the faults that are due at the beginning of this phase of this step."""
-        if self._full is not None and step >= self._full[0].step + self._full[0].steps and self._full[1].refused:
-            self._full[1].end()
-            self._full = None
         for fault in [f for f in self._left if f.phase == phase]:
             if fault.kind == "slow" and step >= fault.step:
                 self._slow(fault, step)
             elif step == fault.step:
                 self._left.remove(fault)
-                happen = self._of_the_machine(fault) if fault.kind in OF_THE_MACHINE else partial(self._happen, fault)
-                if happen is not None:
-                    self._tell(fault)
-                    happen()
+                self._tell(fault)
+                self._happen(fault)
 
     def _slow(self, fault: Fault, step: int) -> None:
         if (fault, step) not in self._slowed:
@@ -76,22 +63,6 @@ class ArmedFaults:
         if self._folder is not None:
             with contextlib.suppress(OSError):  # the folder is gone, or its disk full
                 append_lines(self._folder / names.FAULTS, [fact])
-
-    def _of_the_machine(self, fault: Fault) -> Callable[[], object] | None:
-        """Return a function that injects a fault of the disk or of a network link, such as `disk-full` or `drop-link`.
-        Return None if the fault has nothing to damage: no saved state yet, or no connection to another rank."""
-        if fault.kind == "disk-full":
-            return partial(self._fill, fault)
-        if fault.kind.endswith("link"):
-            connections = faulty_link.connections_to_peers()
-            happen = faulty_link.freeze if fault.kind == "drop-link" else faulty_link.close
-            return partial(happen, connections) if connections else None
-        path = faulty_disk.newest_file(self.states, fault.rank)
-        damage = faulty_disk.cut if fault.kind == "cut-checkpoint" else faulty_disk.flip_bit
-        return None if path is None else partial(damage, path)
-
-    def _fill(self, fault: Fault) -> None:
-        self._full = fault, FullDisk([folder for folder in (self._folder, self.states) if folder is not None])
 
     def _happen(self, fault: Fault) -> None:
         kind = fault.kind

@@ -34,14 +34,6 @@ def hold(parameters: Callable[[], Iterable[Tensor]]) -> None:
         _armed.parameters = parameters
 
 
-def saves_into(folder: Path) -> None:
-    """Set the folder in which the run saves its state. The disk faults use it: `corrupt-checkpoint` and
-    `cut-checkpoint` damage the newest saved state in it, and `disk-full` makes writes into it fail. Do nothing if the
-    run has no faults."""
-    if _armed is not None:
-        _armed.states = folder
-
-
 def watch(recorder: Any) -> None:
     """Make `recorder` inject the faults that `arm` has chosen for this process. Without faults, it stays unchanged."""
     if _armed is not None:

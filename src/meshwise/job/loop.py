@@ -21,7 +21,6 @@ from meshwise.engine.engine import Engine, Microbatch
 from meshwise.engine.loops import LoopRead
 from meshwise.engine.steps import batches as read_batches
 from meshwise.guards.loss_looks import losses_apart
-from meshwise.injection import faults
 from meshwise.job.best import BestEpoch
 from meshwise.job.evaluate import evaluate
 from meshwise.job.job import EpochEnd, Job
@@ -142,7 +141,6 @@ def _prepare(
         run.skipped = left_out
     run.began = {"epoch": state.epoch, "step": state.step}
     if folder is not None:
-        faults.saves_into(folder / names.CHECKPOINTS)
         saved = None if resumed is None else resumed.saved
         run.saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over

@@ -285,8 +285,6 @@ class Restarts:
     def _why_not(self, fault: Fault) -> str:
         if fault.attempt > self.attempt:
             return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
-        if fault.kind.endswith("checkpoint"):
-            return f"no checkpoint existed before rank {fault.rank} could come to {fault.phase} of step {fault.step}"
         return f"rank {fault.rank} did not come to {fault.phase} of step {fault.step} in that attempt"
 
     def happened(self) -> list[Mapping[str, Any]]:

@@ -18,7 +18,6 @@ from typing import Any
 from torch.distributed import is_initialized
 
 from meshwise.compat.fake import rehearsing
-from meshwise.injection import faults
 from meshwise.process.session import default_engine, tell
 from meshwise.records.checkpoints import Checkpoint
 from meshwise.recovery.clock import SaveClock
@@ -133,7 +132,6 @@ class LoopState:
         except BaseException:
             held.close()
             raise
-        faults.saves_into(self._folder)
         self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed, number=held.number)
         self._counted = self._engine.phases.done if self._loader is not None else self._engine.program.backwards
         self._engine.given.loop_states.append(self)

@@ -19,16 +19,10 @@ KINDS = {
     "oom": "the device is out of memory",
     "nan": "a parameter of the rank becomes NaN",
     "bitflip": "a bit of a parameter of the rank is flipped",
-    "disk-full": "the rank's writes into the run folder fail for 10 steps (steps=10), or longer until one has failed",
-    "drop-link": "the rank's connections to the others stop carrying data (CPU workers)",
-    "reset-link": "the rank's connections to the others are closed (CPU workers)",
-    "corrupt-checkpoint": "a bit of the newest checkpoint on the disk is flipped",
-    "cut-checkpoint": "a file of the newest checkpoint on the disk loses its second half",
 }
-"""What each kind of fault does to the rank that `--fault` names. `back=` and `steps=` are fields of `Fault`."""
+"""What each kind of fault does to the rank that `--fault` names. `back=` is a field of `Fault`."""
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluate", "checkpoint")
 """The phases of a step. A fault happens as its phase begins: `communication` begins with a collective of all ranks."""
-FULL_FOR = 10  # steps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 EXAMPLE = "Write --fault kill:rank=1,step=40, and add ,phase=backward or ,attempt=2 if you need them."
 
@@ -40,7 +34,6 @@ class Fault:
     step: the step in which the fault happens. Steps are counted from 1, and go on counting after a restart.
     attempt: the attempt in which the fault happens. 1 is the start by the command, and 2 is its first restart.
     seconds: the delay of a `slow` fault.
-    steps: for how many steps the disk is full.
     back: after how many attempts a lost device returns. 0 means never.
     """
 
@@ -50,15 +43,13 @@ class Fault:
     phase: str = "forward"
     attempt: int = 1
     seconds: float = 0.0
-    steps: int = FULL_FOR
     back: int = 0
 
     def __str__(self) -> str:
         slow = f" {self.seconds * 1e3:g}ms" if self.kind == "slow" else ""
         attempt = f",attempt={self.attempt}" if self.attempt != 1 else ""
-        steps = f",steps={self.steps}" if self.steps != FULL_FOR else ""
         back = f",back={self.back}" if self.back else ""
-        return f"{self.kind}{slow}:rank={self.rank},step={self.step},phase={self.phase}{attempt}{steps}{back}"
+        return f"{self.kind}{slow}:rank={self.rank},step={self.step},phase={self.phase}{attempt}{back}"
 
 
 def parse_fault(text: str) -> Fault:
@@ -73,13 +64,11 @@ def parse_fault(text: str) -> Fault:
     given = [part.partition("=") for part in rest.split(",") if part.strip()]
     values = {name.strip(): value.strip() for name, _, value in given}
     for name in values:
-        check_known(f"--fault {text!r}: field", name, ("rank", "step", "phase", "attempt", "steps", "back"))
+        check_known(f"--fault {text!r}: field", name, ("rank", "step", "phase", "attempt", "back"))
     if missing := [name for name in ("rank", "step") if name not in values]:
         raise UsageError(f"--fault {text!r}: {' and '.join(missing)} is missing. {EXAMPLE}")
     if len(values) < len(given):
         raise UsageError(f"--fault {text!r}: a field is given twice. {EXAMPLE}")
-    if "steps" in values and kind != "disk-full":
-        raise UsageError(f"--fault {text!r}: only the fault disk-full has a field steps=. Remove the field.")
     if "back" in values and kind != "lost":
         raise UsageError(f"--fault {text!r}: only the fault lost has a field back=. Remove it, or write lost:rank=1,…")
     phase = values.pop("phase", "forward")
