@@ -17,7 +17,6 @@ from typing import Any
 from meshwise.machine.file.fields import read_table
 from meshwise.machine.file.tables import FIGURES
 from meshwise.spec.quantity import read_quantity
-from meshwise.spec.units import percent_text
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
 """Appended to the origin of a figure that nobody has looked up in a source yet."""
@@ -110,14 +109,11 @@ class Reached:
     """Measured shares of a link's nominal bandwidth, e.g. 0.8 for the path `pair`.
 
     generation: the generation of the link, or None for any.
-    part: the name of the device model on which the shares were measured.
     """
 
     kind: str
     generation: int | None
     shares: Mapping[str, float]
-    part: str
-    origin: str
 
 
 def parts() -> tuple[CatalogPart, ...]:
@@ -179,29 +175,23 @@ def networks() -> Mapping[str, float]:
     return {name: read_quantity(rate, "bytes/s", f"catalog.toml, {name}") for name, rate in rates.items()}
 
 
-def reached(kind: str, generation: int | None, path: str) -> tuple[float, str] | None:
-    """Return which share of a link's nominal bandwidth was reached in the catalog's measurements, and a text on where
-    it was measured. Return None if there is no measurement of this path on this kind of link.
+def reached(kind: str, generation: int | None, path: str) -> float | None:
+    """Return which share of a link's nominal bandwidth was reached in the catalog's measurements. Return None if there
+    is no measurement of this path on this kind of link.
 
     kind: the kind of link, such as `nvlink`.
     path: the kind of copy that was measured, such as `pair`, or a collective such as `all-reduce`.
 
-    If this generation was not measured, the nearest measured generation is used, and the text says so. Of two equally
-    near generations, the older generation is used.
+    If this generation was not measured, the nearest measured generation is used. Of two equally near generations, the
+    older generation is used.
     """
     found = [r for r in _reached() if r.kind == kind and path in r.shares]
-    if not found:
-        return None
-    best = min(found, key=lambda r: (_apart(r.generation, generation), r.generation or 0))
-    origin = f"{percent_text(best.shares[path])} of nominal as reached on {best.part} ({best.origin})"
-    if _apart(best.generation, generation):
-        origin += f"; none was measured on {kind} generation {generation or 'unknown'}"
-    return best.shares[path], origin
+    best = min(found, key=lambda r: (_apart(r.generation, generation), r.generation or 0), default=None)
+    return None if best is None else best.shares[path]
 
 
-def achievable(device_part: CatalogPart, dtype: str) -> tuple[float, str] | None:
-    """Return the share of the peak FLOP/s that matmuls of this dtype reach on a device model, and the source of this
-    share.
+def achievable(device_part: CatalogPart, dtype: str) -> float | None:
+    """Return the share of the peak FLOP/s that matmuls of this dtype reach on a device model.
 
     The share is the first of these that is known:
     1. the share of this dtype on this device model. bf16 and fp16 run on the same units, so the share of bf16 is used
@@ -209,26 +199,19 @@ def achievable(device_part: CatalogPart, dtype: str) -> tuple[float, str] | None
     2. the share of this dtype on a device of the nearest generation of the same vendor.
     3. the share of another dtype on this device model.
 
-    In cases 2 and 3, the source says so. Returns None if no such share is known.
+    Returns None if no such share is known.
     """
     alike = {"fp16": "bf16", "bf16": "fp16"}
     for known in (dtype, alike.get(dtype, dtype)):
         if known in device_part.achievable:
-            share = device_part.achievable[known]
-            origin = device_part.origins.get(f"achievable.{known}", "")
-            return share, f"{percent_text(share, 1)} of the {known} peak ({origin})"
+            return device_part.achievable[known]
     line = next((line for line in ARCHITECTURES if device_part.architecture in line), ())
     near = [p for p in parts() if p.architecture in line and {dtype, alike.get(dtype)} & p.achievable.keys()]
     if near:
         place = line.index(device_part.architecture)
         other = min(near, key=lambda p: abs(line.index(p.architecture) - place))
-        known = dtype if dtype in other.achievable else alike[dtype]
-        share = other.achievable[known]
-        return share, f"{percent_text(share, 1)} of the {known} peak as on {other.name}, none known here"
-    if device_part.achievable:
-        known, share = next(iter(device_part.achievable.items()))
-        return share, f"{percent_text(share, 1)} of the peak as with {known}, none known for {dtype}"
-    return None
+        return other.achievable[dtype if dtype in other.achievable else alike[dtype]]
+    return next(iter(device_part.achievable.values()), None)
 
 
 def _apart(generation: int | None, wanted: int | None) -> int:
@@ -252,7 +235,7 @@ def _reached() -> tuple[Reached, ...]:
 
 
 def _reached_of(kind: str, source: str, part: str, generation: int | None = None, **shares: float) -> Reached:
-    return Reached(kind, generation, shares, part, _text()["sources"][source])
+    return Reached(kind, generation, shares)
 
 
 @cache

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwise.machine.catalog import part, reached
 from meshwise.machine.expected import device_nominal, expected_collective
@@ -26,10 +26,9 @@ from meshwise.rehearsal.work import CollectiveOperation
 from meshwise.spec.bandwidth import bus_factor
 from meshwise.spec.machine import NODE, Link, Machine, link_between
 from meshwise.spec.machine import Collective as MeasuredCollective
-from meshwise.spec.timings import Timings, fitted, in_step, seconds_at
+from meshwise.spec.timings import Timings, in_step, seconds_at
 
 POINT_TO_POINT = ("send", "receive")
-_NO_TIMES = fitted((1,), (1.0,))
 BEYOND = 4
 """An estimate is less certain for a message of more than this many times the largest measured size."""
 
@@ -151,7 +150,7 @@ def _modelled_send(
         hardware = _hardware(link.kind)
         latency = link.latency or (BASE["ring"][SIMPLE] + HOP[hardware, "ring"][SIMPLE]) * 1e-6
         known = reached(link.kind, link.generation or link.full_generation, "pair") if hardware != "network" else None
-        part_of = known[0] if known else FIGURES["nccl.network" if hardware == "network" else "nccl.unknown"].value
+        part_of = known or FIGURES["nccl.network" if hardware == "network" else "nccl.unknown"].value
         origin = CATALOG if known else MODEL
     moving = collective.size / (nominal * share * part_of)
     spread = _mixed(latency, FIGURES["nccl.small"].spread, moving, FIGURES["nccl.network"].spread)
@@ -196,21 +195,15 @@ def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
     if group.each < 2:
         return None
     key = kind if kind in ("all-reduce", "all-gather", "reduce-scatter") else "all-gather"
-    found = expected_collective(_one_host(machine), MeasuredCollective(key, group.each, "nccl", _NO_TIMES))
-    if found.nominal is None:
+    rate, nominal = expected_collective(machine, key, group.each)
+    if nominal is None:
         return None
     links = [link for link in machine.links if link.kind not in ("network", "process", "memory")]
     hardware = "nvlink" if any(link.kind in ("nvlink", "xgmi") for link in links) else "pcie"
-    if hardware == "pcie" or found.rate is None:
+    if hardware == "pcie" or rate is None:
         figure = FIGURES["nccl.pcie" if hardware == "pcie" else "nccl.unknown"]
-        return found.nominal * figure.value, figure.spread, MODEL, hardware
-    return found.rate, FIGURES["nccl.large"].spread, CATALOG, hardware
-
-
-def _one_host(machine: Machine) -> Machine:
-    """Return a copy of the machine without the links between its hosts."""
-    links = tuple(link for link in machine.links if not link.source.startswith(NODE))
-    return replace(machine, links=links)
+        return nominal * figure.value, figure.spread, MODEL, hardware
+    return rate, FIGURES["nccl.large"].spread, CATALOG, hardware
 
 
 def _across(machine: Machine, group: Group) -> Rate | None:
@@ -236,7 +229,7 @@ def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> lis
             generation = known.link.generation
             switch, ring = (reached("nvlink", generation, way) for way in ("in-network", "all-reduce"))
             if switch is not None and ring is not None:
-                found.append(("nvls", switch[0] * IN_NETWORK[group.each] / ring[0]))
+                found.append(("nvls", switch * IN_NETWORK[group.each] / ring))
     if kind in ("all-gather", "reduce-scatter") and group.each == 1 and group.hosts > 2:
         found.append(("pat", 1.0))
     return found

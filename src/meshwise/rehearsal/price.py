@@ -123,11 +123,11 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
     if "pinned" in link.timings:
         seconds = seconds_at(link.timings["pinned"], max(copy.size, 1))
         return priced(seconds, FIGURES["measured.copy"].spread, MEASURED, COMMUNICATION)
-    nominal, generation, _ = host_nominal(machine, link)
+    nominal, generation = host_nominal(machine, link)
     if nominal is None:
         return None
     share = reached(link.kind, generation, "to") or reached("pcie", generation, "to")
-    rate = nominal * (share[0] if share else FIGURES["nccl.unknown"].value)
+    rate = nominal * (share or FIGURES["nccl.unknown"].value)
     seconds = FIGURES["kernel"].value + copy.size / rate
     return priced(seconds, FIGURES["nccl.large"].spread, CATALOG if share else MODEL, COMMUNICATION)
 
@@ -209,7 +209,7 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
         typical = replace(typical, value=typical.value * other.value, spread=_joint(typical.spread, other.spread))
     found = device.achievable.get(dtype)
     if found is None and known is not None and (share := achievable(known, dtype) or achievable(known, "bf16")):
-        found = share[0]
+        found = share
     if found is not None:
         return peak * found * typical.value, typical.spread, CATALOG
     unknown = FIGURES["matmul.unknown-share"]
