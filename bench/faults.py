@@ -105,7 +105,6 @@ class Row:
 
 
 BOTH = ("kill:rank=R,step=15", "kill:rank=O,step=15")
-EXCEPTION = ("--restart-on=exception",)
 NO_STATE = ("--redundancy=0", "--save-every=1000")
 GONE = "removed or moved. The run continues … epoch 2/2, step 20 … : the run folder was removed or moved."
 SERVER = "which starts the ranks"
@@ -116,14 +115,12 @@ ROWS = (
     Row("kill twice", ["kill:rank=R,step=7", "kill:rank=O,step=10,attempt=2"], attempts=3, step=7),
     Row("kill two at once", BOTH, any_rank=True),
     Row("exit", ["exit:rank=R,step=15"], "left"),
-    Row("raise", ["raise:rank=R,step=15"], "raised", options=EXCEPTION),
     Row("raise, not again", ["raise:rank=R,step=15"], "raised", 1, attempts=1, numbers=False),
-    Row("oom", ["oom:rank=R,step=15,phase=backward"], "raised", options=EXCEPTION),
     Row("hang", ["hang:rank=R,step=15"], "hung", options=HANGS),
     Row("stop", ["stop:rank=R,step=15,phase=backward"], "hung", options=HANGS),
     Row("slow", ["slow 30ms:rank=R,step=3"], "", says="rank R", attempts=1, step=0),
     Row("nan", ["nan:rank=R,step=15"], "raised", 1, attempts=1, any_rank=True, numbers=False, step=0),
-    Row("bitflip", ["bitflip:rank=R,step=14"], "corrupt", options=("--check-every=2",), replicas=3, step=0),
+    Row("bitflip", ["bitflip:rank=R,step=14"], "corrupt", replicas=3, step=0),
     Row("server stopped", [], "", attempts=1, outside="stop server"),
     Row("server stopped, kill", ["kill:rank=R,step=15"], outside="stop server"),
     Row("server stopped, SIGTERM", [], "", 143, (), "by SIGTERM", 1, outside="stop server, end run", resumed=True),

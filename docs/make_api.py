@@ -40,8 +40,8 @@ PARTS = {
 MOST_WIDE = 110
 FAILURES = Path(__file__).with_name("failures.md")
 OF_FAILURES = (
-    *("save_every", "redundancy", "restarts", "restart_on", "min_nodes", "hang_limit", "on_failure"),
-    *("on_nan", "check_every", "memory_limit", "time_limit", "resume", "folder", "fault"),
+    *("save_every", "redundancy", "restarts", "min_nodes", "hang_limit", "on_failure"),
+    *("on_nan", "memory_limit", "time_limit", "resume", "folder", "fault"),
 )
 """The options of `meshwise run` that say what happens when something fails."""
 

@@ -247,7 +247,7 @@ def test_a_plan_that_is_a_pipe_is_not_waited_for(
     assert code == 2 and "it is a pipe" in said
 
 
-@pytest.mark.parametrize("given", [{"restarts": 2}, {"restart_on": "exception"}, {"on_failure": "true"}])
+@pytest.mark.parametrize("given", [{"restarts": 2}, {"on_failure": "true"}])
 def test_restarts_where_nobody_starts_anything_again_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"on several machines: .* --resume RUN if the command exits with code 85"):
         refuse_restarts(RunOptions("mlp", **given), "on several machines")

@@ -88,7 +88,6 @@ def test_what_is_given_goes_before_the_record(name: str) -> None:
         "exact_random": True,
         "plan": Plan(data=2),
         "seed": 0,
-        "restart_on": "exception",
         "save_limit": "50GiB",
         "on_nan": "back",
         "memory_limit": "8GiB",

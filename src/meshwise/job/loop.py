@@ -130,8 +130,7 @@ def _prepare(
     state.made_with = now
     log.begin(state.step)
     best = BestEpoch(job, folder, resumed=options.resume is not None)
-    every = CHECK_EVERY if options.check_every is None else options.check_every
-    check, clock = ReplicaCheck(plan, every), SaveClock(options.saves)
+    check, clock = ReplicaCheck(plan, CHECK_EVERY), SaveClock(options.saves)
     left_out = LeftOut(state, folder, log.tell, scaled=plan.dtypes.scaled)
     run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, left_out)
     refuse_closures(options.on_nan, state.optimizer)

@@ -81,9 +81,6 @@ class RunOptions(NodeOptions):
         str,
         OfJobs("a loss or gradient that is not finite: stop, skip the step, back: leave the batch out", metavar="WHAT"),
     ] = STOP
-    check_every: Annotated[
-        int | None, OfJobs(f"steps between comparisons of replicas, 0 for none; default: {CHECK_EVERY}")
-    ] = None
     time_limit: Annotated[
         str | None, OfThisStart("save and stop this long after the command began, exit code 85: 90s, 4h")
     ] = None
@@ -112,7 +109,6 @@ class RunOptions(NodeOptions):
     min_nodes: Annotated[
         int | None, OfThisStart("end with 85, rather than go on, once fewer machines than this are left", metavar="N")
     ] = None
-    restart_on: Annotated[str | None, Option("exception: also after one of the program's own")] = None
     on_failure: Annotated[
         str | None, OfThisStart("a shell command for each failure, with its sentence in the environment")
     ] = None
@@ -154,8 +150,6 @@ class RunOptions(NodeOptions):
         if self.redundancy not in (None, 0, 1):
             raise UsageError(f"--redundancy must be 1 (a second copy in memory) or 0, but it is {self.redundancy}.")
         check_known("--on-nan", self.on_nan, ON_NAN)
-        if self.check_every is not None and self.check_every < 0:
-            raise UsageError(f"--check-every must be at least 1, or 0 to compare nothing, but is {self.check_every}.")
         settle(self, "log_every")
         check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
@@ -166,8 +160,6 @@ class RunOptions(NodeOptions):
             raise UsageError("--allow works only with --plan auto: any other plan is used as it is. Remove --allow.")
         if self.restarts is not None and self.restarts < 0:
             raise UsageError(f"--restarts must be at least 0, but it is {self.restarts}.")
-        if self.restart_on not in (None, "exception"):
-            raise UsageError(f"--restart-on must be exception, but is {self.restart_on}. Lost machines need no option.")
         self.hang_seconds()
         for text in self.fault:
             parse_fault(text)

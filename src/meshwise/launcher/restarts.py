@@ -1,7 +1,7 @@
 """Decide whether a failed run restarts, and record each attempt.
 
-An attempt is one start of a run's workers. After a fault of a machine another attempt begins; after an exception of the
-program only if `--restart-on exception` asks for it.
+An attempt is one start of a run's workers. After a fault of a machine another attempt begins, after an exception of the
+program none.
 Tested in tests/faults/test_restarts.py.
 """
 
@@ -46,7 +46,6 @@ class Restarts:
     """The attempts of one command to run a program. Each start of the workers is an attempt.
 
     most: the largest number of restarts.
-    exceptions: whether to restart after an exception of the program, too.
     resumable: whether the program can resume from a saved state. This is always True for a job. For a script, it is
         True once the script has reported that it saves its state.
     min_nodes: the smallest number of machines with which the run continues.
@@ -56,7 +55,6 @@ class Restarts:
 
     folder: Path
     most: int = 0
-    exceptions: bool = False
     resumable: bool = True
     min_nodes: int = 1
     command: str | None = None
@@ -117,7 +115,7 @@ class Restarts:
             return None
         if failure is not None and failure.of_machine and not self.resumable and self.most > 0:
             return ended(error, NOT_SAVED, error.exit_code)
-        if failure is None or not self.resumable or not (failure.of_machine or self._is_asked_for(failure)):
+        if failure is None or not self.resumable or not failure.of_machine:
             return error
         this = None if failure.step is None else (failure.rank, failure.kind, failure.step)
         progress = self.step > self._furthest
@@ -144,9 +142,6 @@ class Restarts:
         error: the error that ended the workers.
         """
         return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
-
-    def _is_asked_for(self, failure: Any) -> bool:
-        return self.exceptions and failure.kind in ("raised", "victim") and failure.exit_code == FAILED
 
     def happened_now(self) -> list[Fault]:
         """Return the injected faults of this attempt that have happened."""

@@ -144,7 +144,7 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
 
     where: words for the error message that say how the run was started, such as "under torchrun, srun or mpirun".
     """
-    for name in ("restarts", "restart_on", "on_failure"):
+    for name in ("restarts", "on_failure"):
         if getattr(options, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there. Remove this option, and "
@@ -179,7 +179,6 @@ def opened(
     restarts = Restarts(
         folder,
         most=RESTARTS if options.restarts is None else options.restarts,
-        exceptions=options.restart_on == "exception",
         resumable=program.again is not None,
         min_nodes=options.min_nodes or 1,
         command=options.on_failure,
