@@ -24,6 +24,7 @@ from meshwise.splits import rules
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
 from meshwise.splits.tensor import SplitTensor
+from meshwise.transfer import collectives
 from meshwise.whole import losses
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.backward import Backwards
@@ -85,7 +86,8 @@ class WholeView:
         ask_all_of_masks()
         watch_constructors()
         watch_collectives(engine)
-        engine.ends.callback(once.begin(engine.world.rank, engine.world.size))
+        every = collectives.everyone()  # the ranks of one model too
+        engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
         _begin(engine, self.backwards, (SameData, FiniteLosses, LastLook))
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
