@@ -47,7 +47,7 @@ EXPLAINED = {
     "all-gather, gloo": "of two hosts: gloo's receiver says that it is ready over the connection on which it sends its "
     "own part, and behind that, so that the two directions take turns for half of the tensor: 2/3 of the rate.",
     "all-to-all, gloo": "the same: both directions of a pair share one connection, and often take turns: 1/2.",
-    "copy both ways, one-to-all, all-to-one": "several flows share a link at one of its ends, and the last one counts.",
+    "one-to-all, all-to-one": "several flows share a link at one of its ends, and the last one counts.",
 }
 
 
@@ -147,8 +147,8 @@ def claims_of(cases: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def of(name: str, operation: str) -> bool:
-    """Whether a path is of this operation; a copy one way."""
-    return name.startswith(operation) and not name.startswith("copy both ways")
+    """Whether a path is of this operation."""
+    return name.startswith(operation)
 
 
 def named(result: PathResult) -> str:

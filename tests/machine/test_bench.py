@@ -32,7 +32,6 @@ PAIR = only_devices(machine_from_words("2xH100"), ["cuda:0", "cuda:1"])
 GOOD = [
     result("copy", "host", "cuda:0", "pinned", 55e9),
     result("copy", "cuda:0", "cuda:1", "peer", 395e9),
-    result("copy both ways", "cuda:0", "cuda:1", "peer", 390e9),
     result("one-to-all", "cuda:0", "all", "peer", 390e9),
     result("all-reduce", "", "", "nccl", 300e9),
 ]
@@ -51,7 +50,7 @@ def shown(found: Bench, width: int = 100) -> str:
 def test_copies_become_timings_of_links_and_collectives_stay_collectives() -> None:
     machine = bench(GOOD).machine
     there = link_between(machine, "cuda:0", "cuda:1")
-    assert there is not None and set(there.timings) == {"peer", "peer both ways"}
+    assert there is not None and set(there.timings) == {"peer"}
     assert [c.kind for c in machine.collectives] == ["one-to-all", "all-reduce"]
     assert machine.measured.startswith("2026-11-21")
 
@@ -72,7 +71,7 @@ def test_corrupt_data_ends_with_1_whatever_its_speed_and_has_none() -> None:
     link = link_between(found.machine, "cuda:0", "cuda:1")
     assert link is not None and "staged" not in link.timings
     text = shown(found)
-    assert f"corrupt     {wrong}" in " ".join(text.split("\n")) and "5 of 6 paths delivered the bytes" in text
+    assert f"corrupt     {wrong}" in " ".join(text.split("\n")) and "4 of 5 paths delivered the bytes" in text
 
 
 def test_computed_figures_are_of_their_device() -> None:
@@ -106,7 +105,7 @@ def test_hosts_are_merged_with_a_warning_where_versions_differ() -> None:
 def test_json_has_every_figure_and_no_infinity() -> None:
     flat = PathResult("copy", "host", "cuda:0", "pinned", 2, fitted((1024,), (1e-5,)), None)
     told = json.loads(json.dumps(bench_dict(bench([*GOOD, flat], stopped=Stop("by Ctrl-C", 130))), allow_nan=False))
-    row = told["results"][4]["sizes"][-1]
+    row = told["results"][3]["sizes"][-1]
     assert told["definitions"] == "nccl-tests" and told["stopped"] == "by Ctrl-C" and told["exit_code"] == 130
     assert row["bus_bandwidth"] == row["algorithm_bandwidth"] and row["p99"] == row["seconds"]  # two ranks: factor 1
 
@@ -115,7 +114,7 @@ def test_json_has_every_figure_and_no_infinity() -> None:
 def test_no_line_is_wider_than_the_screen_and_no_number_is_cut(width: int) -> None:
     eight = only_devices(machine_from_words("8xH100"), [f"cuda:{i}" for i in range(8)])
     pairs = [result("copy", f"cuda:{a}", f"cuda:{b}", "peer", 395e9) for a in range(8) for b in range(8) if a != b]
-    found = bench_of(eight, [*pairs, *GOOD[4:]], [], measured="now", seconds=1.0)
+    found = bench_of(eight, [*pairs, *GOOD[3:]], [], measured="now", seconds=1.0)
     lines = shown(found, width).splitlines()
     assert max(map(len, lines)) <= width and "…" not in "".join(lines)
     assert "393.6" in "".join(lines)

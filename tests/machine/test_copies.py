@@ -27,8 +27,6 @@ def test_every_pair_has_its_paths() -> None:
     one_way = [(p.source, p.target, p.path) for p in paths if p.operation == "copy"]
     assert len(one_way) == len(set(one_way)) == 3 * 4 + 2 * 4 + 2
     assert ("cuda:0", "cuda:2", "peer") not in one_way and ("cuda:0", "cuda:2", "staged") in one_way
-    both = [(p.source, p.target, p.path) for p in paths if p.operation == "copy both ways"]
-    assert ("cuda:0", "cuda:1", "peer") in both and ("cuda:0", "cuda:2", "staged") in both and len(both) == 6
     (fan_out,) = [p for p in paths if p.operation == "one-to-all"]
     assert fan_out.legs == (("cuda:0", "cuda:1"), ("cuda:0", "cuda:2")) and fan_out.path == "staged"
 

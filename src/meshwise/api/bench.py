@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -83,8 +82,6 @@ def bench(
     sizes: str | None = None,
     seconds: float | None = None,
     progress: Progress = SILENT,
-    tell: Callable[[str], None] | None = None,
-    done: Callable[[PathResult | DeviceResult], None] | None = None,
 ) -> Bench:
     """Measure devices and the paths between them, and check every byte.
 
@@ -94,14 +91,10 @@ def bench(
     sizes: the sizes of messages, such as `1K:1G`.
     seconds: how long to measure, in all.
     progress: callbacks for what is measured now and for each result.
-    tell, done: deprecated, use progress.
 
     A Ctrl-C ends the bench early. Results so far are kept, and `stopped` says why it ended. Raises UsageError for sizes
     that exceed the memory.
     """
-    if tell or done:
-        warnings.warn("bench(tell=…, done=…) is deprecated. Use bench(progress=…).", DeprecationWarning, stacklevel=2)
-        progress = Progress(tell or progress.starts, done or progress.done)
     measured, stopped = Measured(progress), None
     slots = find_devices(parse_devices(default_devices() if devices is None else devices))
     chosen = sizes_for(slots, sizes)

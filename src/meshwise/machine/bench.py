@@ -9,8 +9,7 @@ from typing import Any
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.machine import HOST, Collective, Device, Link, Machine, link_between
 
-COPIES = ("copy", "copy both ways")
-BOTH_WAYS = " both ways"
+COPY = "copy"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def bench_of(
         collectives=tuple(
             Collective(result.operation, result.ranks, result.path, result.timings)
             for result in right
-            if result.operation not in COPIES
+            if result.operation != COPY
         ),
         measured=measured,
     )
@@ -143,13 +142,12 @@ def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link,
     machine has no link yet between the two devices of a copy, a new link is added."""
     measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
     for result in results:
-        if result.operation not in COPIES:
+        if result.operation != COPY:
             continue
         ends = (result.source, result.target)
         if ends not in measured:
             measured[ends] = _unlisted(machine, *ends)
-        path = result.path + (BOTH_WAYS if result.operation == COPIES[1] else "")
-        measured[ends] = replace(measured[ends], timings={**measured[ends].timings, path: result.timings})
+        measured[ends] = replace(measured[ends], timings={**measured[ends].timings, result.path: result.timings})
     return tuple(measured.values())
 
 

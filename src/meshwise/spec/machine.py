@@ -94,8 +94,7 @@ class Link:
     full_generation, full_width: the generation and the width that the parts support.
     peer: whether one device can read the memory of the other device without the host.
     crosses: what is between the ends: empty (at most a switch), `bridge` (the host's PCIe bridge) or `socket`.
-    timings: the measured times by path: `pinned`, `pageable`, `peer`, `staged`, `gloo` or `nccl`. ` both ways` is added
-        if both directions ran at once.
+    timings: the measured times by path: `pinned`, `pageable`, `peer`, `staged`, `gloo` or `nccl`.
     """
 
     source: str

@@ -221,19 +221,6 @@ def copy(source: int, target: int) -> Maker:
     return make
 
 
-def both_ways(one: int, other: int) -> Maker:
-    """Return a function that makes the `Case` for measuring copies in both directions with a given message size. Two
-    ranks send to each other at the same time, and the message size is the number of bytes in one direction."""
-
-    def make(member: Member, size: int) -> Case:
-        if member.rank not in (one, other):
-            return _idle(size)
-        peer = other if member.rank == one else one
-        return _exchanged(member, size, [peer], [peer], size)
-
-    return make
-
-
 def one_to_all(source: int, back: bool) -> Maker:
     """Return a function that makes the `Case` for a copy from rank `source` to all other ranks at the same time. The
     message size is the total number of bytes.

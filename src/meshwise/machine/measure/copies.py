@@ -1,6 +1,6 @@
 """Measure the copies that one process makes.
 
-They go from host to device and back, device to device, both ways at once, one to all, and all to one.
+They go from host to device and back, device to device, one to all, and all to one.
 
 Each path is timed by size, and then checked: the source is filled with data that depends on the path and the offset,
 copied once more, and every byte is compared where it arrived.
@@ -57,17 +57,12 @@ def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> lis
     def ways(legs: Sequence[Leg]) -> tuple[str, ...]:
         return ("peer", "staged") if all(peers(*leg) for leg in legs) else ("staged",)
 
-    def both(one: str, other: str, path: str) -> CopySpec:
-        return copy_spec("copy both ways", one, other, path, (one, other), (other, one))
-
     found = []
     for device in devices:
         ends = (("host", device), (device, "host"))
         found += [copy_spec("copy", *pair, path) for path in ("pinned", "pageable") for pair in ends]
-        found.append(both("host", device, "pinned"))
     pairs = list(permutations(devices, 2))
     found += [copy_spec("copy", *pair, path) for pair in pairs for path in ways([pair])]
-    found += [both(*pair, ways([pair])[0]) for pair in pairs if pair[0] < pair[1]]
     first, *others = devices
     if others:
         out = [(first, other) for other in others]

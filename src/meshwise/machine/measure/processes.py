@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import combinations, permutations
+from itertools import permutations
 
 import torch
 
@@ -139,8 +139,6 @@ def paths_between(names: Sequence[str], backend: str, what: Sequence[str]) -> li
     if "links" in what:
         for a, b in permutations(range(ranks), 2):
             paths.append(RanksSpec("copy", names[a], names[b], backend, 2, cases.copy(a, b), (a, b)))
-        for a, b in combinations(range(ranks), 2):
-            paths.append(RanksSpec("copy both ways", names[a], names[b], backend, 2, cases.both_ways(a, b)))
         if ranks > 2:
             paths.append(RanksSpec("one-to-all", names[0], "all", backend, ranks, cases.one_to_all(0, back=False)))
             paths.append(RanksSpec("all-to-one", "all", names[0], backend, ranks, cases.one_to_all(0, back=True)))

@@ -17,7 +17,7 @@ from meshwise.spec.timings import Timings, fitted
 class PathSpec:
     """A path or a collective to measure.
 
-    operation: `copy`, `copy both ways`, `one-to-all`, `all-to-one`, or a collective such as `all-reduce`.
+    operation: `copy`, `one-to-all`, `all-to-one`, or a collective such as `all-reduce`.
     source, target: the name of a device, `host`, or a name such as `node0` for a host. Empty for a collective.
     path: `pinned`, `pageable`, `peer`, `staged`, `gloo` or `nccl`.
     ranks: the number of devices that take part.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.machine.bench import COPIES, Bench
+from meshwise.machine.bench import COPY, Bench
 from meshwise.machine.measure.result import DeviceResult, PathResult
 from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.machine import Device
@@ -53,8 +53,8 @@ def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
 
 def _lines(bench: Bench, screen: Screen) -> list[Text]:
     width = screen.table_width
-    copies = [result for result in bench.results if result.operation in COPIES]
-    collectives = [result for result in bench.results if result.operation not in COPIES]
+    copies = [result for result in bench.results if result.operation == COPY]
+    collectives = [result for result in bench.results if result.operation != COPY]
     parts = [_devices(bench.machine.devices, width), _copies(copies, width)]
     return spaced([*parts, _collectives(collectives, width), screen.wrap(*_end(bench))], None)
 
@@ -82,35 +82,16 @@ def _best(device: Device, dtype: str) -> str:
 def _copies(results: Sequence[PathResult], width: int) -> list[Text]:
     if not results:
         return []
-    one_way = [result for result in results if result.operation == COPIES[0]]
-    if len(one_way) > MOST_ROWS and len({r.target for r in one_way}) > 2:
-        return _matrices(one_way, width)
-    both = {(r.source, r.target, r.path): r for r in results if r.operation == COPIES[1]}
-    both |= {(target, source, path): r for (source, target, path), r in both.items()}
+    if len(results) > MOST_ROWS and len({r.target for r in results}) > 2:
+        return _matrices(results, width)
     rows: list[list[Cell]] = []
-    for result in one_way:
-        back = both.get((result.source, result.target, result.path))
+    for result in results:
         timings = result.timings
         rate = Text("corrupt", WRONG) if result.wrong is not None else _rate(timings)
         cells = [f"{result.source} → {result.target}", result.path, rate, bytes_text(timings.sizes[-1])]
-        rest = [_latency(timings), "" if back is None else _both(back, result), *_slowest(timings)]
-        rows.append([*cells, *rest])
-    titles = ["copy", "path", "one way", "at", "latency", "both ways", "p95", "p99"]
+        rows.append([*cells, _latency(timings), *_slowest(timings)])
+    titles = ["copy", "path", "one way", "at", "latency", "p95", "p99"]
     return table_lines(titles, rows, width)
-
-
-def _both(back: PathResult, one_way: PathResult) -> str:
-    """Return the rate of a copy that runs in both directions at the same time, as a text. The rate is that in one
-    direction. The message size is the largest size of the one-way copy, for comparison. If it was not measured, another
-    size is used and named.
-
-    back: the result of the copy in both directions.
-    one_way: the result of the one-way copy.
-    """
-    size = one_way.timings.sizes[-1]
-    if size in back.timings.sizes:
-        return bandwidth_text(rate_at(back.timings, size))
-    return f"{_rate(back.timings)} at {bytes_text(back.timings.sizes[-1])}"
 
 
 def _slowest(timings: Timings) -> list[str]:
