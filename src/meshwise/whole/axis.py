@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives
 from meshwise.workers.verb_log import came_to
@@ -38,6 +39,7 @@ class DataAxis:
         self.group, self.size, self.rank = groups[own], len(own), collectives.get_rank()
         self.gradient_scale = self.size
         self._averaged = dict[int, weakref.ref[Tensor]]()
+        self._sharded = list[weakref.ref[Any]]()
         self.crossings: list[str] | None = None
         """While a call of a model is watched: which of its lines needed the rows of other ranks."""
 
@@ -47,12 +49,17 @@ class DataAxis:
     def __reduce__(self) -> str:
         raise TypeError("a split tensor is pickled whole")
 
-    def average(self, parameters: Iterable[Tensor]) -> None:
-        """Note that the gradients of these parameters are averaged over the ranks after a backward."""
-        self._averaged.update({id(p): weakref.ref(p) for p in parameters})
+    def average(self, model: nn.Module) -> None:
+        """Note that the gradients of the model's parameters are averaged over the ranks after a backward."""
+        self._averaged.update({id(p): weakref.ref(p) for p in model.parameters()})
+        self._sharded += [weakref.ref(module) for _, module in sharded_modules(model)]
 
     def averages(self, whole: Tensor) -> bool:
         known = self._averaged.get(id(whole))
+        if known is None and self._sharded and isinstance(whole, nn.Parameter):  # gathered for the first time
+            groups = [group for ref in self._sharded if (module := ref()) is not None for group in groups_of(module)]
+            self._averaged.update({id(p): weakref.ref(p) for group in groups for _, p in group.wholes()})
+            known = self._averaged.get(id(whole))
         return known is not None and known() is whole
 
     @contextmanager

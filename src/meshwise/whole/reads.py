@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -68,8 +68,8 @@ apart = _Apart()
 def watch_reads() -> None:
     """Let calls that run apart have their reads answered, from now on. Count what modules register."""
 
-    def registers(*_: Any) -> None:
-        registered[0] += 1
+    def registers(module: nn.Module, name: str, _: Any) -> None:
+        registered[0] += not hasattr(module, name) or name not in dict(module.named_parameters(recurse=False))
 
     register_module_module_registration_hook(registers)
     register_module_parameter_registration_hook(registers)

@@ -93,9 +93,8 @@ class WholeView:
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Divide the calls of these models. Their plan is applied already."""
         for model in models:
-            parameters = list(model.parameters())
-            self.axis.average(parameters)
-            self.backwards.add(parameters)
+            self.axis.average(model)
+            self.backwards.add(list(model.parameters()))
             divide(model, self.divided)
 
     def _say(self) -> None:
