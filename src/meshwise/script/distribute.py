@@ -210,7 +210,7 @@ def backward(
     `mw.backward(scaler.scale(loss))` can be printed."""
     came_to("mw.backward")
     engine = engines[-1] if engines else default_engine()
-    return cast(Tensor, (engine.whole or steps).backward(engine, loss, weight, reduction))
+    return (engine.whole or steps).backward(engine, loss, weight, reduction)  # type: ignore[no-any-return]
 
 
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
