@@ -298,7 +298,7 @@ def _write_back(divided: list[tuple[Tensor, Tensor, int]]) -> None:
     for whole, own, before in divided:
         with on_parts():
             written = version(own) != before
-        if written:
+        if written and 0 not in whole.stride():  # torch refuses to write into expanded memory
             with torch.no_grad():
                 whole.copy_(gather(own))
 
