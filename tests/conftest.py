@@ -79,6 +79,7 @@ BUDGET = {
     "timeline": 30,
     "tracking": 3,
     "transfer": 30,
+    "whole": 40,
     "workers": 80,  # of which a Slurm takes 60, where it is installed
     "": 35,  # the files of no room
 }

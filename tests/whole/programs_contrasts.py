@@ -178,3 +178,12 @@ def ppo(distribute: Distribute) -> Any:
                 stopped += 1
                 break
     return clipped, stopped, weights(model)
+
+
+def random_negatives_of_each_anchor(distribute: Distribute) -> Any:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        far = torch.cdist(z := model(x), z)
+        others = [torch.tensor([n for n in range(len(x)) if n != anchor]) for anchor in range(len(x))]
+        return torch.stack([far[torch.tensor([anchor]), rest].min() for anchor, rest in enumerate(others)]).mean()
+
+    return fit(distribute, loss)

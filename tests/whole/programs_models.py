@@ -262,3 +262,35 @@ def spectral_and_weight_norm(distribute: Distribute) -> Any:
     parts = nn.utils.parametrizations
     net = nn.Sequential(parts.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), parts.weight_norm(nn.Linear(8, 3)))
     return fit(distribute, lambda model, x, y: F.cross_entropy(model(x), y), net)
+
+
+def gan_with_batch_norm(distribute: Distribute) -> Any:
+    """Its last batch has two rows, and its noise is whole on every rank."""
+    maker = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
+    adam = torch.optim.SGD(maker.parameters(), 0.05)
+    loader = DataLoader(rows(10).tensors[0], batch_size=8)
+    maker, adam, loader = distribute(maker, adam, loader)
+    losses = [step((maker(torch.randn(5, 4)).mean(0) - real.mean(0)).square().sum(), adam) for real in loader]
+    return losses, weights(maker), {k: v.clone() for k, v in maker.state_dict().items()}
+
+
+class Asking(nn.Module):
+    """Branches by questions about all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x if mask.all() else x * mask.unsqueeze(1)
+        return self.body(x) if x.max() < 2.5 else self.body(x.tanh())
+
+
+def questions_about_all_rows(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, Asking())
+    losses = []
+    for _ in range(3):
+        for x, y in loader:
+            out = model(x, x[:, 0] > (-9.0 if len(losses) % 2 else -1.0))
+            losses.append(step(F.cross_entropy(out, y), optimizer))
+    return losses, weights(model)
