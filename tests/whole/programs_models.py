@@ -294,3 +294,13 @@ def questions_about_all_rows(distribute: Distribute) -> Any:
             out = model(x, x[:, 0] > (-9.0 if len(losses) % 2 else -1.0))
             losses.append(step(F.cross_entropy(out, y), optimizer))
     return losses, weights(model)
+
+
+def batch_norm_of_rows_and_noise(distribute: Distribute) -> Any:
+    """The noise has as many rows as a rank's part of the batch."""
+    model, optimizer, loader = usual(distribute, nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    losses = []
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y) + model(torch.randn(len(x) // 2, 6)).square().mean()
+        losses.append(step(loss, optimizer))
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}

@@ -217,6 +217,7 @@ class Call:
         written = [(m, name, vars(m).get(name)) for m, name in verdict.written]
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
+        of_loop = engine.part
         if engine.program.coupled_gradients:
             engine.part = BatchSlice(torch.empty(0), part.own, part.length)
         dynamo_reads = is_used() and not verdict.answers
@@ -231,7 +232,7 @@ class Call:
         except Otherwise as other:
             why = other.args[0]
         finally:
-            apart.reads = None
+            apart.reads, engine.part = None, of_loop
         if why is not None:
             for module, name, value in written:
                 setattr(module, name, value)
