@@ -78,29 +78,29 @@ class DataAxis:
         if self.crossings is not None:
             self.crossings.append(user_place())
 
+    def _exchanges(self) -> None:
+        self._crosses()
+        came_to(READ)
+
     def divides(self, whole: Tensor, dim: int) -> None:
         """Note that a whole tensor is about to be divided. If its rows differ, its maker knows which row is which."""
         if self.crossings is not None and not rows_alike(whole, dim):
             self._crosses()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self._crosses()
-        came_to(READ)
+        self._exchanges()
         return collectives.all_reduce(tensor, op, self.group, of="values")
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        self._crosses()
-        came_to(READ)
+        self._exchanges()
         return collectives.all_gather(tensor, self.group, of="rows")
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        self._crosses()
-        came_to(READ)
+        self._exchanges()
         return collectives.reduce_scatter(tensor, group=self.group)[0]
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        self._crosses()
-        came_to(READ)
+        self._exchanges()
         return collectives.all_to_all(tensor, self.group)
 
     def pass_on(self, tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ number went ahead, where the loss was made.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.compat.beside_dispatch import transforming
+from meshwise.compat.program_calls import put
 from meshwise.compat.reducer import in_backward, multiply_each
 from meshwise.compat.sharding import locals_of
 from meshwise.compat.torch_function import on_parts
@@ -53,9 +55,11 @@ class Backwards:
 
     def begin(self) -> Callable[[], None]:
         """Replace torch's functions wherever a module holds them. Return a function that puts them back."""
-        backward, grad = self.backward, self.grad
-        _replace({id(_backward): backward, id(_grad): grad})
-        return lambda: _replace({id(backward): _backward, id(grad): _grad})
+        ends = contextlib.ExitStack()
+        for name, theirs, ours in (("backward", _backward, self.backward), ("grad", _grad, self.grad)):
+            holders = [each for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is theirs]
+            ends.callback(put(holders, name, lambda _, ours=ours: ours))
+        return ends.close
 
     def backward(
         self,
@@ -124,7 +128,7 @@ class Backwards:
             reduction.backward(local * factor_of(loss).to(local.dtype) if loss.assumed else local)
             return loss.known.get()
         if loss.assumed:
-            kept = [(p, p.grad) for p in self._reached() if p.grad is not None]
+            kept = self._gradients()
             for p, _ in kept:
                 p.grad = None
         sent = root.sent()
@@ -135,12 +139,13 @@ class Backwards:
             self._divide(factor_of(loss), kept)
         return loss.known.get()
 
-    def _reached(self) -> list[nn.Parameter]:
-        return [p for ref in self._parameters if (p := ref()) is not None and p.grad is not None]
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        held = [p for ref in self._parameters if (p := ref()) is not None]
+        return [(p, p.grad) for p in held if p.grad is not None]
 
     def _divide(self, factor: Tensor, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give the gradients of this backward the factor that their loss lacked, and add those of earlier backwards."""
-        gradients = [p.grad for p in self._reached() if p.grad is not None]
+        gradients = [gradient for _, gradient in self._gradients()]
         on_cpu = factor.device.type == "cpu"  # elsewhere the host does not wait for the number
         if gradients and (not on_cpu or abs(float(factor) - 1) > 1e-12):
             with torch.no_grad():
@@ -189,11 +194,3 @@ def _one(tensors: Any, gradients: Any) -> Tensor:
         return each[0] if each[0].dim() == 0 or isinstance(each[0], Term) else each[0].sum()
     first, *others = [x if g is None else (x * g).sum() for x, g in zip(each, given, strict=True)]
     return functools.reduce(torch.add, others, first)
-
-
-def _replace(functions: dict[int, Any]) -> None:
-    for module in list(sys.modules.values()):
-        for name in ("backward", "grad"):
-            value = vars(module).get(name) if hasattr(module, "__dict__") else None
-            if id(value) in functions:
-                setattr(module, name, functions[id(value)])

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from meshwise.compat.modules import parameters_in
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.proof import ASKED, Verdict
 
@@ -69,7 +70,7 @@ def watch_reads() -> None:
     """Let calls that run apart have their reads answered, from now on. Count what modules register."""
 
     def registers(module: nn.Module, name: str, _: Any) -> None:
-        registered[0] += not hasattr(module, name) or name not in dict(module.named_parameters(recurse=False))
+        registered[0] += parameters_in(module).get(name) is None  # FSDP puts gathered ones in the place of shards
 
     register_module_module_registration_hook(registers)
     register_module_parameter_registration_hook(registers)
