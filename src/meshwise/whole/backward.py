@@ -58,7 +58,7 @@ class Backwards:
         ends = contextlib.ExitStack()
         for name, theirs, ours in (("backward", _backward, self.backward), ("grad", _grad, self.grad)):
             holders = [each for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is theirs]
-            ends.callback(put(holders, name, lambda _, ours=ours: ours))
+            ends.callback(put(holders, name, _always(ours)))
         return ends.close
 
     def backward(
@@ -176,6 +176,10 @@ def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
     if isinstance(x, SplitTensor) and 0 in x.parts:
         return own_gradient(gradient, x)
     return averaged(gradient, axis) if axis.averages(x) else gradient
+
+
+def _always(ours: Any) -> Callable[[Any], Any]:
+    return lambda _: ours
 
 
 def _local(loss: Tensor) -> Tensor:
