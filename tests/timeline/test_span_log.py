@@ -22,6 +22,8 @@ from meshwise.timeline.recorder import WIDTH, Recorder
 from meshwise.timeline.run_report import report_dict
 from meshwise.timeline.span_log import SpanLog
 from meshwise.timeline.spans import KINDS
+from meshwise.timeline.views.report_text import report_text
+from tests.timeline.views.reports import printed
 
 HUGE = 2**62
 
@@ -71,10 +73,11 @@ def write_log(
     close: bool = True,
     attempt: int = 0,
     program: str = "",
+    divided: str = "",
 ) -> Recorder:
     """A log of some steps, by the recorder and the thread that runs write in."""
     recorder = Recorder()
-    recorder.program = program
+    recorder.program, recorder.divided = program, divided
     head = {"rank": rank, "world": world, "device": "cpu", "host": "here"}
     head |= {"attempt": attempt} if attempt else {}
     log = SpanLog(span_log(folder, rank, attempt or 1), recorder, head)
@@ -124,6 +127,14 @@ def test_advice_inside_a_trainer_is_in_its_words(tmp_path: Path, program: str, w
     write_log(tmp_path, program=program)
     kind = read_timeline(tmp_path).facts["program"]
     assert kind == (program or "script") and word in advised(TRY["slower"], kind)
+
+
+def test_the_report_says_how_far_the_whole_view_divides_the_work(run: Path) -> None:
+    assert "divided" not in report_of(read_timeline(run)).about
+    write_log(run, divided="97% of the operators")
+    report = report_of(read_timeline(run))
+    assert report.about["divided"] == "97% of the operators"
+    assert "divided  97% of the operators" in printed(report_text(report))
 
 
 @given(share=st.floats(0, 1))

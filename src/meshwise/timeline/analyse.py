@@ -191,9 +191,10 @@ def _have_links(timeline: Timeline) -> bool:
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the known facts about what was run: arguments, plan, command, commit, last metric, best metric, lost
-    ranks."""
-    found = {name: str(facts.get(name) or "") for name in ("args", "plan", "command", "commit", "metric", "best")}
+    """Return the known facts about what was run: arguments, plan, how far its work is divided, command, commit, last
+    metric, best metric, lost ranks."""
+    names = ("args", "plan", "divided", "command", "commit", "metric", "best")
+    found = {name: str(facts.get(name) or "") for name in names}
     found["lost"] = " ".join(lost_texts(facts))
     return {name: text for name, text in found.items() if text}
 

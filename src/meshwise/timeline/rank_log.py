@@ -43,6 +43,8 @@ class RankLog:
     clock: int
     program: str = ""
     """`plain`: the program never calls meshwise. `trainer`, `lightning`: it uses that Trainer. Empty: none of them."""
+    divided: str = ""
+    """How far the whole view divided the work on a batch, in words. Empty if the log does not say."""
     session: int = 0
     attempt: int = 0
     """Number of the attempt of the run that wrote this log, from 1. It is 0 if the log does not say."""
@@ -182,6 +184,8 @@ def _take(log: RankLog, line: dict[str, Any]) -> None:
             if value is not None:
                 where = _whole(time), _whole(step), max(_whole(int(phase) + 1, 1000) - 1, -1)
                 log.counters.append((*where, printable(str(name)), float(value)))
+    elif "divided" in line:
+        log.divided = printable(str(line["divided"]))
     elif "clock" in line:
         log.round_trips += [(_whole(sent, back), _whole(theirs), _whole(back)) for sent, theirs, back in line["clock"]]
     elif "end" in line:

@@ -82,6 +82,8 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
         logs += found
         missing += [unread] if unread else []
     facts |= {"program": "job" if "request" in facts else next((log.program for log in logs if log.program), "script")}
+    for text in list({log.rank: log.divided for log in logs if log.divided}.values())[:1]:  # its newest session's
+        facts["divided"] = text
     entries = facts.get("sessions") or [{"began": min((log.unix for log in logs), default=0.0)}]
     began = [float(entry["began"]) for entry in entries]
     for log in logs:  # the newest session that had begun when this log did; clocks of hosts may differ by a second

@@ -63,6 +63,8 @@ class Recorder:
         self.dropped = 0
         self.program = ""
         """The kind of program for which advice is given, if known (see `advice.WORDS`)."""
+        self.divided = ""
+        """How far the whole view divides the work on a batch over the ranks, in words, if known."""
         self.samples = 0
         """Number of samples in the global batches that this rank has worked on."""
         self.pulse: Pulse | None = None

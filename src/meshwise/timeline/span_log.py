@@ -42,6 +42,7 @@ class SpanLog:
     ) -> None:
         self._path, self._recorder, self._sample_clock, self._failed = path, recorder, sample_clock, failed
         self._names = self._dtypes = 0
+        self._divided = ""
         self._samples = 0
         self._broken = False
         self._closed = threading.Event()
@@ -104,6 +105,9 @@ class SpanLog:
             if recorder.dropped:
                 line["dropped"] = recorder.dropped
             lines.append(line)
+        if recorder.divided != self._divided:
+            self._divided = recorder.divided
+            lines.append({"divided": self._divided})
         if recorder.samples != self._samples:
             self._samples = recorder.samples
             counters.append((recorder.clock(), recorder.step, -1, "samples", self._samples))
