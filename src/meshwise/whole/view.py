@@ -24,6 +24,7 @@ from meshwise.splits import rules
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
 from meshwise.splits.tensor import SplitTensor
+from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 from meshwise.whole import losses
 from meshwise.whole.axis import DataAxis
@@ -112,7 +113,8 @@ class WholeView:
         names = sorted(whole, key=whole.__getitem__, reverse=True)
         told = f"; {some(names)} on whole batches, {seconds_text(slow)} a step" if names else ""
         share = 1 - sum(whole.values()) / every
-        self.engine.notify(f"divided: {share:.0%} of the operators on batches run on each rank's rows{told}.")
+        current().divided = f"{share:.0%} of the operators on batches run on each rank's rows{told}."
+        self.engine.notify(f"divided: {current().divided}")
 
     def divided_rows(self, tree: Any, dim: int = 0) -> Any:
         """Return a batch that all ranks hold, divided over them."""
