@@ -46,7 +46,6 @@ from meshwise.timeline.spans import LANES
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from arrays import cases, seconds  # noqa: E402
-from copies import on_gpus  # noqa: E402
 from overhead import measure  # noqa: E402
 
 STEPS = 50
@@ -297,11 +296,6 @@ CONFIGURATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Twenty: bench/gpu_jobs.py under four plans."""
 
 
-def copying() -> dict[str, Any]:
-    """Copies beside torch's own, and `meshwise bench` of all GPUs."""
-    return {"copies": on_gpus(size=1 << 20 if SMALL else 1 << 30), "bench": preflight()}
-
-
 def watched(job: str) -> dict[str, Any]:
     """The timeline of a run on all GPUs: its account, what is hidden, what watching took, whether times make sense."""
     with tempfile.TemporaryDirectory() as out:
@@ -386,7 +380,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "forecast 1": lambda: forecast(0, 7),
     "forecast 2": lambda: forecast(7, 14),
     "forecast 3": lambda: forecast(14, 20),
-    "copies": copying,
+    "bench": lambda: {"bench": preflight()},
     "arrays": lambda: {"arrays": arrays()},
     "timeline": timeline,
 }

@@ -1,7 +1,7 @@
 """Random programs that keep views alive and write through them, each line done by NumPy and by a namespace.
 
 After each line all arrays that are alive are compared: a write shows in the views of what is written, and in nothing
-else. `run(draw, places)` is a pure function of what it draws; test_views.py runs some, bench/array_programs.py many.
+else. `run(draw, places)` is a pure function of what it draws; test_views.py runs some.
 """
 
 from __future__ import annotations

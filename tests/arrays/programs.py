@@ -2,7 +2,7 @@
 
 A program has 3 to 12 operations over arrays of 0 to 3 dims with 0 to 7 entries each, in placements drawn with them:
 divided along any dim in uneven and empty parts, replicated, on one place. `run(seed, places)` is a pure function of its
-arguments; test_programs.py runs some, bench/array_programs.py thousands.
+arguments; test_programs.py runs some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random programs compute on divided arrays what NumPy computes; thousands of them in bench/array_programs.py."""
+"""Random programs compute on divided arrays what NumPy computes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `silent_bugs_2026.csv` has the thread of each, what went wrong there, and which kind and cause a person would say who
 reads it; it was committed before the first was played (`|`: each of them is fair). A script is one of the programs
-below, with the lines replaced that its thread is about. `bench/silent_bugs.py --year 2026` plays both.
+below, with the lines replaced that its thread is about.
 """
 
 from __future__ import annotations

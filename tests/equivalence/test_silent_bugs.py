@@ -1,4 +1,4 @@
-"""Silent bugs that other frameworks had are found, with module and cause. `bench/silent_bugs.py` counts."""
+"""Silent bugs that other frameworks had are found, with module and cause."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Silent bugs of threads of 2025 and 2026 are found, and programs without them are equal.
-
-`bench/silent_bugs.py --year 2026` counts.
-"""
+"""Silent bugs of threads of 2025 and 2026 are found, and programs without them are equal."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The text of the gpt job: documents, their split, and the bigram entropy that a model must beat (bench/entropy.py)."""
+"""The text of the gpt job: documents, and their split."""
 
 from __future__ import annotations
 
-import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,6 @@ import torch
 
 from meshwise.jobs.text import IGNORED, SHORTEST, cut, make_documents, read_files
 from meshwise.spec.errors import DataError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from entropy import bigram_entropy
 
 
 def test_documents_are_whole_paragraphs_where_they_fit() -> None:
@@ -39,13 +34,6 @@ def test_a_batch_pads_with_targets_that_do_not_count() -> None:
     assert inputs.shape == targets.shape == (2, int(documents.lengths.max()))
     assert (inputs[:, 0] == 256).all() and torch.equal(inputs[1, 1:], targets[1, :-1])
     assert (targets[0] != IGNORED).sum() == documents.lengths[order[0]]
-
-
-def test_bigram_entropy_of_a_hand_computed_example() -> None:
-    # After "a": "b" twice and "c" once were seen, each of 256 bytes counts one more.
-    train, held_out = [b"ab", b"ab", b"ac"], [b"ab", b"ac"]
-    want = (-math.log(3 / 259) - math.log(2 / 259)) / 2
-    assert bigram_entropy(train, held_out) == pytest.approx(want, abs=1e-12)
 
 
 def test_a_folder_without_text_is_refused_in_a_sentence(tmp_path: Path) -> None:

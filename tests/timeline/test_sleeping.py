@@ -14,7 +14,7 @@ from tests.pool import Pool
 from tests.timeline.sleeping import EVEN, measured
 
 
-@pytest.mark.slow  # a bound on milliseconds: bench/late.py measures it on a quiet machine
+@pytest.mark.slow  # a bound on milliseconds
 def test_reported_times_are_what_was_slept(pool: Callable[[int], Pool], tmp_path: Path) -> None:
     timeline, report, slept = measured(pool(3).run, tmp_path, 30, {2: {"forward": 15.0}}, ranks=3)
     table = step_table_of(timeline)
@@ -40,7 +40,7 @@ def test_who_is_late_is_named_with_the_phase(pool: Callable[[int], Pool], tmp_pa
     assert (late.rank, late.phase) == (1, phase)
 
 
-@pytest.mark.slow  # a bound on milliseconds: bench/late.py measures it on a quiet machine
+@pytest.mark.slow  # a bound on milliseconds
 @pytest.mark.parametrize("phase", EVEN)
 def test_twenty_milliseconds_more_are_named(pool: Callable[[int], Pool], tmp_path: Path, phase: str) -> None:
     """In 95 % of the steps; a shared machine may hold any rank back for a moment, so the best of three runs counts."""

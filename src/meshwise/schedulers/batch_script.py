@@ -2,7 +2,7 @@
 
 It has comments and works by hand.
 
-What it does about the end of a job was tried on a Slurm 22.05 (bench/slurm.py):
+What it does about the end of a job was tried on a Slurm 22.05:
 - the signals of a time limit, a preemption or `scancel` come to the script too and would end its `wait`;
 - `scontrol requeue` brings back a job that somebody has just cancelled, and from a node that was cut off it takes a
   healthy later start from the others: so it is asked only by the start that Slurm still counts, and while it runs.
