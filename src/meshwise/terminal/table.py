@@ -1,4 +1,4 @@
-"""Format aligned columns as lines, with rich.
+"""Format aligned columns, and bars in them, as lines.
 
 So a view knows the height and the width of a table.
 
@@ -8,7 +8,8 @@ No number is ever cut, and no column is left out: if the screen is too narrow, e
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, repeat
 
 from rich.cells import cell_len
@@ -19,7 +20,19 @@ from rich.text import Text
 NO_LIMIT = 10_000
 LEAST_ROOM = 24
 """On a screen that is too narrow for a table, cells are wrapped to lines of at least this many characters."""
-Cell = str | Text
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A cell that is as wide as the table has room: from `least` to `most` characters. All bars of a table are equally
+    wide. `draw` draws it in a width."""
+
+    draw: Callable[[int], Text]
+    least: int
+    most: int
+
+
+Cell = str | Text | Bar
 
 
 def table_lines(
@@ -38,32 +51,63 @@ def table_lines(
     If the table is wider than `width`, each row becomes a block of lines. In a block, each cell follows the title of
     its column, on as many lines as it needs.
     """
+    return _aligned(titles, rows, width, left, gap) or _stacked(titles, rows, width, gap)
+
+
+def _aligned(
+    titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, left: Sequence[int], gap: int
+) -> list[Text]:
+    """Return a table in columns, or [] if it is wider than `width`."""
+    bar = next((cell for row in rows for cell in row if isinstance(cell, Bar)), None)
+    lines = _drawn(titles, rows, left, gap, bar.most if bar else 0)
+    if bar and (over := width_of(lines) - width) > 0:
+        lines = _drawn(titles, rows, left, gap, max(bar.least, bar.most - over))
+    return lines if width_of(lines) <= width else []
+
+
+def _drawn(
+    titles: Sequence[str], rows: Sequence[Sequence[Cell]], left: Sequence[int], gap: int, bar: int
+) -> list[Text]:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for at, title in enumerate(titles):
         table.add_column(Text(title), justify="left" if at in left else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    lines = rendered(table)
-    return lines if width_of(lines) <= width else _stacked(titles, rows, width, gap)
+        table.add_row(*(_text(cell, bar) for cell in row))
+    return rendered(table)
+
+
+def _text(cell: Cell, bar: int = 0) -> Text:
+    return Text(cell) if isinstance(cell, str) else cell if isinstance(cell, Text) else cell.draw(bar)
 
 
 def columns_lines(
-    columns: Mapping[str, Sequence[Cell]], width: int, *, left: Sequence[str] = (), less_needed: Sequence[str] = ()
+    columns: Mapping[str, Sequence[Cell]],
+    width: int,
+    *,
+    left: Sequence[str] = (),
+    less_needed: Sequence[str] = (),
+    gaps: Sequence[int] = (2,),
+    rest: str = "",
 ) -> list[Text]:
     """Return a table as lines. Columns without any text are left out.
 
     columns: the cells of each column, by the title of the column.
     left: the titles of the columns to align left.
     less_needed: the titles of columns that are dropped, in this order, until the table fits into `width`.
+    gaps: the numbers of spaces between two columns to try, before a column is dropped.
+    rest: what has the dropped columns. It begins a line that names them.
     """
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
     for without in range(len(less_needed) + 1):
-        used = {title: cells for title, cells in columns.items() if any(cells) and title not in less_needed[:without]}
+        used = {title: cells for title, cells in filled.items() if title not in less_needed[:without]}
         titles, rows = list(used), list(zip(*used.values(), strict=True))
         places = [at for at, title in enumerate(titles) if title in left]
-        lines = table_lines(titles, rows, left=places)
-        if width_of(lines) <= width:
-            return lines
-    return table_lines(titles, rows, width, left=places)
+        dropped = [title for title in filled if title not in used and not isinstance(filled[title][0], Bar)]
+        last = [Text(f"{rest} {' '.join(dropped)}", "dim")] if rest and dropped else []
+        for gap in gaps:
+            if lines := _aligned(titles, rows, width, places, gap):
+                return lines + last
+    return _stacked(titles, rows, width, gap) + last
 
 
 def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, gap: int) -> list[Text]:
@@ -81,7 +125,7 @@ def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, 
 
 
 def _wrapped(cell: Cell, width: int) -> list[Text]:
-    text = Text(cell) if isinstance(cell, str) else cell
+    text = _text(cell)
     lines = list(text.wrap(Console(file=io.StringIO()), width)) if text else []
     for line in lines:
         line.rstrip()

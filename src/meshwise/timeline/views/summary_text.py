@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from statistics import fmean, median
 
@@ -17,17 +18,15 @@ from rich.text import Text
 from meshwise.records.folder import BEST
 from meshwise.spec.units import bytes_text, count_text, percent_text, plural, seconds_text
 from meshwise.terminal.screen import Drawn, Screen
-from meshwise.terminal.table import table_lines, width_of
+from meshwise.terminal.table import Bar, Cell, columns_lines, width_of
 from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.spans import KINDS
 
 OTHER = "other"
 BLOCKS = " ▏▎▍▌▋▊▉█"
-MOST_RANK_COLUMNS = 8
-MOST_BAR, LEAST_BAR = 24, 8
-Picks = Mapping[str, Callable[[Sequence[float]], float]]
-"""Columns of a table, as {title: function}. The function computes the column's number from the values of all ranks."""
-SPREAD: Picks = {"min": min, "median": median, "max": max}
+MOST_RANK_COLUMNS, MOST_LONG_TITLES = 8, 4
+BAR, LEAST_BAR, MOST_BAR = " ", 8, 24
+SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {"min": min, "median": median, "max": max}
 
 
 def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
@@ -111,17 +110,24 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
 
     If there is room, further columns have the time of each rank, or the minimum, median and maximum over the ranks.
     """
-    rows = _rows(s)
+    rows, ranks = _rows(s), len(s.phases)
     rows["total"] = [sum(of_rank) for of_rank in zip(*rows.values(), strict=True)]
     unit, write = _in_one_unit(max(rows["total"]))
-    for picks, gap, least in _rank_columns(len(s.phases)):
-        bare = _time_lines(rows, unit, write, picks, 0, gap, screen.ascii_only)
-        room = screen.width - width_of(bare) - gap
-        if room >= least or not picks:
-            bar = min(MOST_BAR, room) if room >= LEAST_BAR else 0
-            table = _time_lines(rows, unit, write, picks, bar, gap, screen.ascii_only)
+    total, word = fmean(rows["total"]), "rank " if ranks <= MOST_LONG_TITLES else "r"
+    of_ranks = {f"{word}{rank}": itemgetter(rank) for rank in range(ranks) if ranks <= MOST_RANK_COLUMNS}
+    several, spread = (f", mean of {ranks} ranks", SPREAD) if ranks > 1 else ("", {})
+    for picks in (of_ranks if several else {}, spread, {}):
+        columns: dict[str, list[Cell]] = {"": [], unit: [], "share": [], BAR: []} | {title: [] for title in picks}
+        for kind, row in rows.items():
+            mean, style = fmean(row), "dim" if kind == "total" else ""
+            draw = partial(_bar_text, 0.0 if kind == "total" else mean / total, ascii_only=screen.ascii_only)
+            texts = [kind, write(mean), percent_text(mean / total), *(write(pick(row)) for pick in picks.values())]
+            cells = [Text(text, style) for text in texts]
+            for title, cell in zip(columns, [*cells[:3], Bar(draw, LEAST_BAR, MOST_BAR), *cells[3:]], strict=True):
+                columns[title].append(cell)
+        table = columns_lines(columns, screen.width, left=("", BAR), less_needed=(BAR,), gaps=(2, 1))
+        if width_of(table) <= screen.width and len(table) == 1 + len(rows) and (picks or not spread):
             break
-    several = f", mean of {len(s.phases)} ranks" if len(s.phases) > 1 else ""
     lines = [Text(f"Where the time went{several}", style="bold"), *table]
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
@@ -131,47 +137,10 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
     return lines
 
 
-def _rank_columns(ranks: int) -> Iterator[tuple[Picks, int, int]]:
-    """Yield the layouts to try for the table of phases, the best first. The first layout that fits is used.
-
-    Each layout is (columns to the right of the bar, number of spaces between two columns, least width of the bar). A
-    negative least width means that the bar may be left out.
-    """
-    if 1 < ranks <= MOST_RANK_COLUMNS:
-        for word, gap, least in (("rank ", 2, LEAST_BAR), ("r", 1, LEAST_BAR), ("r", 1, -1)):
-            yield {f"{word}{rank}": itemgetter(rank) for rank in range(ranks)}, gap, least
-    if ranks > 1:
-        yield SPREAD, 2, -2
-    yield {}, 2, 0
-
-
-def _time_lines(
-    rows: Mapping[str, list[float]],
-    unit: str,
-    write: Callable[[float], str],
-    picks: Picks,
-    bar: int,
-    gap: int,
-    ascii_only: bool,
-) -> list[Text]:
-    total = fmean(rows["total"])
-    cells = []
-    for kind, row in rows.items():
-        share = fmean(row) / total
-        shown = 0.0 if kind == "total" else share
-        picked = [pick(row) for pick in picks.values()]
-        drawn = [_bar_text(shown, bar, ascii_only)] * bool(bar)
-        texts = [kind, write(fmean(row)), percent_text(share), *drawn, *map(write, picked)]
-        cells.append([Text(text, "dim" if kind == "total" else "") for text in texts])
-    heads = ["", unit, "share", *([" " * bar] if bar else []), *picks]
-    return table_lines(heads, cells, left=(0, 3) if bar else (0,), gap=gap)
-
-
-def _bar_text(share: float, width: int, ascii_only: bool) -> str:
-    if ascii_only:
-        return "#" * round(share * width)
+def _bar_text(share: float, width: int, ascii_only: bool) -> Text:
     eighths = round(share * width * 8)
-    return (BLOCKS[-1] * (eighths // 8) + BLOCKS[eighths % 8]).strip()
+    blocks = BLOCKS[-1] * (eighths // 8) + BLOCKS[eighths % 8]
+    return Text(f"{'#' * round(share * width) if ascii_only else blocks.strip():{width}}")
 
 
 def _in_one_unit(most: float) -> tuple[str, Callable[[float], str]]:
