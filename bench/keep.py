@@ -32,12 +32,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def keep(name: str, result: dict[str, Any]) -> None:
-    """Write a result to bench/results/NAME.json, with the machine it was measured on."""
+def keep(name: str, result: dict[str, Any], whole: dict[str, Any] | None = None) -> None:
+    """Write a result to bench/results/NAME.json, with the machine it was measured on. whole: what a script goes on from
+    where it was stopped, beside it in a file that git does not hold."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine()} | result, indent=2) + "\n")
+    if whole is not None:
+        (RESULTS / f"{name}.whole.json").write_text(json.dumps(whole, indent=1) + "\n")
     print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def kept(name: str) -> dict[str, Any]:
+    """What a script goes on from; empty where it begins."""
+    path = RESULTS / f"{name}.whole.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def ratio_interval(ours: list[float], theirs: list[float], draws: int = 2000) -> tuple[float, float, float]:

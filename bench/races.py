@@ -8,10 +8,10 @@ without having read it, at least 15; and nothing is told of 50 clean programs, i
 fault, so that it was on. Everything runs on the fake CUDA (tests/cuda): a fault shows there as wrong numbers too, under
 one of its schedules, and torch's own sanitizer is asked beside ours.
 
-To plant a fault: a table in a file bench/races/*.toml, with a program that is right without it, prints what it computes
-and goes wrong with it, and the text of the lines one of which is to be named; `hidden = true` by who has not read the
-checker. Programs: bench/races/programs, each a function without arguments, whose docstring may say `ranks: 2`. What the
-last result has is kept, so that the script goes on where it was stopped.
+To plant a fault: a table in a file tests/programs/races/*.toml, with a program that is right without it, prints what it
+computes and goes wrong with it, and the text of the lines one of which is to be named; `hidden = true` by who has not
+read the checker. Programs: `programs` beside it, each a function without arguments, whose docstring may say `ranks: 2`.
+What the last result has is kept, so that the script goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keep import RESULTS, keep
+from keep import keep, kept
 
-HERE = Path(__file__).parent / "races"
 ROOT = Path(__file__).parents[1]
+HERE = ROOT / "tests" / "programs" / "races"
 SCHEDULES = (("default-late", 0), ("side-late", 0), ("random", 0), ("random", 1))
 PATIENCE = 400
 ENDS_BADLY = ("error", "hang")
@@ -99,7 +99,7 @@ class Place:
         self.ranks = programs(folder / "races" / "programs")
         self.edited: Path | None = None
         if fault is not None:
-            self.edited = folder / fault.file.replace("bench/races/", "races/")
+            self.edited = folder / fault.file.replace("tests/programs/races/", "races/")
             text = self.edited.read_text()
             if text.count(fault.old) != 1:
                 raise SystemExit(f"{fault.name}: {fault.file} has {text.count(fault.old)} times what is to be replaced")
@@ -240,6 +240,13 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def short(result: dict[str, Any]) -> dict[str, Any]:
+    """The claims, and what does not fulfil them."""
+    silent = [name for name, each in result["faults"].items() if not each["checker names the line"]]
+    alarmed = [name for name, each in result["clean"].items() if each["alarms"]]
+    return {"summary": summary(result), "not told by the checker": silent, "alarmed": alarmed}
+
+
 def main() -> None:
     """Try what the last result lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -248,9 +255,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="begin anew; with --only: those")
     asked = parser.parse_args()
     fake = asked.fake.resolve()
-    path, result = RESULTS / "races.json", dict[str, Any]({"faults": {}, "clean": {}})
-    if path.exists() and not (asked.again and not asked.only):
-        result |= {key: value for key, value in json.loads(path.read_text()).items() if key in result}
+    begin_anew = asked.again and not asked.only
+    result: dict[str, Any] = {"faults": {}, "clean": {}} | ({} if begin_anew else kept("races"))
     right: dict[str, Ran] = {}
     for fault in faults():
         if asked.only in fault.name and (asked.again or fault.name not in result["faults"]):
@@ -259,12 +265,12 @@ def main() -> None:
             print(
                 f"{fault.name}: {found['numbers'] or 'right numbers'}; {', '.join(told) or 'nothing told'}", flush=True
             )
-            keep("races", {"summary": summary(result), **result})
+            keep("races", short(result), result)
     for program in programs(HERE / "programs"):
         if asked.only in program and (asked.again or program not in result["clean"]):
             result["clean"][program] = found = try_clean(program, fake)
             print(f"{program}: {found['end']}; {found['alarms'] or 'no alarm'}; on: {found['on']}", flush=True)
-            keep("races", {"summary": summary(result), **result})
+            keep("races", short(result), result)
     print(json.dumps(summary(result), indent=2))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwise.process.session import end_sessions
-from tests.programs import assert_alike, columns, quoted, run
+from tests.run_programs import assert_alike, columns, quoted, run
 
 THEIRS, OURS, ROWS = columns("from-accelerate.md", "| accelerate | meshwise | what changes |")
 

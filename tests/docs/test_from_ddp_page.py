@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.process.session import end_sessions
-from tests.programs import assert_alike, columns, quoted, run
+from tests.run_programs import assert_alike, columns, quoted, run
 
 THEIRS, OURS, ROWS = columns("from-ddp.md", "| DDP | meshwise | what changes |")
 

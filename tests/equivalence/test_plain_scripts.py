@@ -4,7 +4,7 @@ Tests api/check_plain.py, compat/loader_calls.py, autograd/loss_scale.py, equiva
 equivalence/plain/counts.py, equivalence/plain/findings.py, equivalence/plain/judge.py, equivalence/plain/neutral.py,
 equivalence/plain/on_cpu.py, equivalence/plain/reads.py, equivalence/plain/record.py, equivalence/plain/schedule.py and
 equivalence/plain/watch.py.
-The list that somebody planted who had not read them is bench/others.
+The list that somebody planted who had not read them is tests/programs/others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.spec.errors import UsageError
 
-OTHERS = Path(__file__).parents[2] / "bench" / "others"
+OTHERS = Path(__file__).parents[1] / "programs" / "others"
 CASES = tomllib.loads((OTHERS / "CASES.toml").read_text(encoding="utf-8"))["case"]
 GRADIENTS = {"weight": torch.tensor([1.0, 2.0]), "bias": torch.tensor([0.5])}
 LINES = ("train.py:20", "train.py:21", "train.py:23")

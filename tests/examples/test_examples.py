@@ -19,8 +19,8 @@ import torch
 from meshwise.process.session import end_sessions
 from meshwise.schedulers.site import read_site
 from meshwise.workers.environment import PLAN_FILE, RUN_FOLDER
-from tests import programs
-from tests.programs import numbers
+from tests import run_programs
+from tests.run_programs import numbers
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -153,10 +153,10 @@ def test_a_short_example_ends_with_the_same_weights_on_two_devices(
         dtype, within = torch.float32, torch.finfo(torch.bfloat16).eps
     program = (EXAMPLES / name).read_text()
     assert program.count("\n") <= 60
-    one = programs.run(program, tmp_path, dtype)
+    one = run_programs.run(program, tmp_path, dtype)
     end_sessions()
-    for two in pool(2).run(programs.run, program, tmp_path, dtype):
-        programs.assert_alike(two, one, within)
+    for two in pool(2).run(run_programs.run, program, tmp_path, dtype):
+        run_programs.assert_alike(two, one, within)
 
 
 @pytest.mark.slow
