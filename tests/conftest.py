@@ -58,7 +58,6 @@ BUDGET = {
     "examples": 30,
     "faults": 30,
     "guards": 15,
-    "injection": 3,
     "job": 8,
     "jobs": 10,
     "machine": 30,

@@ -38,7 +38,6 @@ FLOORS = {
     "splits": 5,
     "parallel": 6,
     "data": 7,
-    "injection": 7,
     "recording": 8,
     "engine": 9,
     "slips": 10,

@@ -35,10 +35,10 @@ from meshwise.engine.phases import Phases
 from meshwise.engine.program import Program
 from meshwise.engine.seeds import StepDraws
 from meshwise.engine.watcher import Watcher
-from meshwise.injection import faults
 from meshwise.parallel.holding import is_absent
 from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.parallel.precision import cast_batch, computing
+from meshwise.recording import faults
 from meshwise.recording.recording import Recording
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan

@@ -49,7 +49,7 @@ AS_WRITTEN = [
     f"meshwise.{name}"
     for name in (
         *("engine", "guards", "slips", "autograd", "script", "job", "process", "data", "recording", "tracking"),
-        *("injection", "transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
+        *("transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
     )
 ]
 """Modules that torch.compile must not trace, in case a program compiles a function that contains a whole step."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwise import injection
+from meshwise import recording
 from meshwise.job.options import RESTARTS, RunOptions
 from meshwise.launcher.alone import Alone
 from meshwise.launcher.own_folder import ASKED
@@ -298,5 +298,5 @@ def in_attempt(
     if kept:
         os.environ[KEPT] = kept[read_world(os.environ).local_rank]
     if faults:
-        injection.faults.arm(faults, read_world(os.environ).rank, folder)
+        recording.faults.arm(faults, read_world(os.environ).rank, folder)
     return call(folder)

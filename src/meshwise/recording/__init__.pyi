@@ -1,1 +1,2 @@
+from meshwise.recording import faults as faults
 from meshwise.recording import plain_program as plain_program

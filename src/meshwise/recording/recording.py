@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 
 from meshwise.compat.reducer import default_store
-from meshwise.injection import faults
 from meshwise.machine.memory import memory_counters
-from meshwise.recording import joined_run
+from meshwise.recording import faults, joined_run
 from meshwise.records import folder as names
 from meshwise.records.files import stay_in
 from meshwise.spec.devices import has_streams

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshwise.engine.phases import Phases
-from meshwise.injection import faults
-from meshwise.injection.armed import InjectedFault
+from meshwise.recording import faults
+from meshwise.recording.faults import InjectedFault
 from meshwise.records.files import read_lines
 from meshwise.spec.faults import PHASES, parse_fault
 from meshwise.timeline.recorder import Recorder
@@ -101,7 +101,7 @@ def test_a_flipped_bit_changes_one_value_which_stays_finite(dtype: torch.dtype, 
 
 def test_what_slows_a_phase_goes_on(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("meshwise.injection.armed.time.sleep", slept.append)
+    monkeypatch.setattr("meshwise.recording.faults.time.sleep", slept.append)
     rank = recorder("slow 20ms:rank=1,step=2")
     for step in (1, 2, 3):
         rank.begin_step(step)
