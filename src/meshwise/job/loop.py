@@ -41,8 +41,8 @@ from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.loading import load
 from meshwise.recovery.resume_changes import honour
-from meshwise.recovery.saving import Saver
-from meshwise.recovery.state import tree_of, unpack
+from meshwise.recovery.saving import BACKGROUND, Saver
+from meshwise.recovery.state import RunState, tree_of, unpack
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import SaveError, UsageError
 from meshwise.splits.rules import said
@@ -130,7 +130,11 @@ def _prepare(
     state.made_with = now
     log.begin(state.step)
     best = BestEpoch(job, folder, resumed=options.resume is not None)
-    check, clock = ReplicaCheck(plan, CHECK_EVERY), SaveClock(options.saves)
+    check, saver = ReplicaCheck(plan, CHECK_EVERY), None
+    if folder is not None:
+        saved = None if resumed is None else resumed.saved
+        saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
+    clock = SaveClock(options.saves, saver, partial(_tree, state))
     left_out = LeftOut(state, folder, log.tell, scaled=plan.dtypes.scaled)
     run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, left_out)
     refuse_closures(options.on_nan, state.optimizer)
@@ -139,9 +143,7 @@ def _prepare(
     elif options.on_nan == BACK:
         run.skipped = left_out
     run.began = {"epoch": state.epoch, "step": state.step}
-    if folder is not None:
-        saved = None if resumed is None else resumed.saved
-        run.saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
+    run.saver = saver
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     if options.redundancy and KEPT not in os.environ:
@@ -243,7 +245,7 @@ def _train_epoch(run: JobRun) -> bool:
         elif time.monotonic() >= log.live_due and log.live_is_due():
             _send_progress(run, "progress", pace, in_epoch, steps)
         if state.step >= run.clock.look and run.clock.is_due(state.step):
-            _save(run)
+            _save(run, background=run.options.saves.in_background)
         if state.step >= run.replicas.look and run.replicas.is_due(state.step):
             run.replicas.compare(state)
     log.sync()
@@ -280,19 +282,24 @@ def _send_progress(run: JobRun, kind: str, pace: Pace, in_epoch: int, steps: int
     run.log.send(kind, **facts, loss=run.log.last_loss, **pace.facts(current().samples, behind))
 
 
-def _save(run: JobRun, *, wait: bool = False) -> None:
+def _tree(state: RunState, whole: bool) -> dict[str, Any]:
+    return tree_of(state, whole=whole)
+
+
+def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
     """Save the state. Each rank writes its part while training continues. Collective.
 
     If replicas differ, or a loss or parameter is not finite, an error is raised and nothing is saved.
     """
-    state = run.state
+    state, began = run.state, time.monotonic()
     run.log.sync()  # what a restart goes on after is in the records too
     run.replicas.compare(state)
     if run.skipped is run.left_out:
         run.left_out.refuse_spoiled(state.step)
     if run.saver is not None:
         facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
-        run.saver.save(lambda whole: tree_of(state, whole=whole), facts | {"plan": str(run.plan)}, wait=wait)
+        facts |= {"plan": str(run.plan), BACKGROUND: background}
+        run.saver.save(partial(_tree, state), facts, wait=wait, began=began)
 
 
 def _save_weights(run: JobRun, path: Path) -> None:
@@ -307,7 +314,8 @@ def _finish(run: JobRun) -> None:
     saver = run.saver
     if saver is not None:
         saver.settle()
-        if run.state.step not in (saver.saved, run.began["step"] if run.options.resume is not None else -1):
+        newest = -1 if run.options.saves.in_background else saver.saved  # saved once more, in place of those
+        if run.state.step not in (newest, run.began["step"] if run.options.resume is not None else -1):
             _save(run, wait=True)
     if run.folder is not None and not run.stopped:
         _save_weights(run, run.folder / names.WEIGHTS)

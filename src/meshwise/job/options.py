@@ -67,7 +67,7 @@ class RunOptions(NodeOptions):
     log_every: Annotated[int | None, OfJobs(f"steps between log lines; default: {LOG_EVERY}")] = None
     save_every: Annotated[
         int | str | None,
-        Option("save the state every 500 steps, or 10min; default: at the end, and when stopped", metavar="N|TIME"),
+        Option("save the state every 500 steps, or 10min; default: in the background, every minute", metavar="N|TIME"),
     ] = None
     keep: Annotated[int | None, Option(f"states that are kept; default: {KEEP}")] = None
     save_limit: Annotated[str | None, Option("bytes of all states that are kept: 50GiB", metavar="SIZE")] = None

@@ -1,50 +1,100 @@
 """Decide when to save, at one step for all ranks.
 
-Saves are due after a number of steps, or after a time.
+Saves are due after a number of steps, or after a time. By default, states are saved in the background, as often as
+costs at most about 1 % of the time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import shutil
 import time
 from collections.abc import Callable
+from typing import Any
 
+from meshwise.recovery.saving import Saver
 from meshwise.spec.saves import Saves
+from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.transfer import collectives
+
+LEAST = 60.0  # seconds between two states in the background
+STALLS, WRITINGS = 100, 10  # how many times longer than a save holds the training, and than it is written, that is
+MOST_SPACE = 0.1  # of the free disk space, that the states of the background may take
 
 
 class SaveClock:
-    """Decides after which steps the state is saved: every n steps, or when a given time has passed since the last save.
+    """Decides after which steps the state is saved: every n steps, when a given time has passed since the last save,
+    or in the background, which is the default.
 
     The time is measured by the clock of rank 0. Asking rank 0 is a collective call, so it is made rarely: after each
     answer, the ranks estimate how many steps remain until the next save, and ask again after half of them.
     """
 
-    def __init__(self, saves: Saves, clock: Callable[[], float] = time.monotonic) -> None:
-        self._saves, self._clock = saves, clock
+    def __init__(
+        self,
+        saves: Saves,
+        saver: Saver | None = None,
+        make: Callable[[bool], Any] = lambda whole: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """saver: saves the states. With None, no state is saved in the background.
+        make: returns the state to save, as in `Saver.save`. Its size is looked at before the first save.
+        """
+        self._saves, self._saver, self._make, self._clock = saves, saver, make, clock
         self._since: tuple[float, int] | None = None
-        self.look: float = math.inf if saves.seconds is None and saves.steps is None else 0
+        self._told = LEAST
+        self.look: float = math.inf if saves.in_background and saver is None else 0
         """The next step at which `is_due` has to be called."""
 
     def is_due(self, step: int) -> bool:
         """Return True if the state should be saved after this step. Every rank must call this after each step, because
         some calls are collective.
         """
-        if self._saves.seconds is None:
-            every = self._saves.steps or 0
-            self.look = step - step % every + every if every else math.inf
-            return every > 0 and step % every == 0
-        if self._since is None:
-            self._since, self.look = (self._clock(), step), step + 1
-        return step >= self.look and self._ask(step, *self._since)
+        if self._saves.steps is not None:
+            self.look = step - step % self._saves.steps + self._saves.steps
+            return step % self._saves.steps == 0
+        if self._since is None and step >= self.look:
+            off = self._saves.in_background and self._saver is not None and not self._begins(self._saver)
+            self._since, self.look = (self._clock(), step), math.inf if off else step + 1
+        return self._since is not None and step >= self.look and self._ask(step, *self._since)
 
     def _ask(self, step: int, began: float, first: int) -> bool:
         """Ask the clock of rank 0 whether a save is due. Collective."""
-        assert self._saves.seconds is not None
-        passed: float = collectives.broadcast_object(self._clock() - began, collectives.everyone())
-        pace, due = max(passed / (step - first), 1e-9), passed >= self._saves.seconds
+        passed, wait = collectives.broadcast_object((self._clock() - began, self._wait()), collectives.everyone())
+        pace, due = max(passed / (step - first), 1e-9), passed >= wait
         if due:
             self._since = self._clock(), step
-        left = self._saves.seconds - (0 if due else passed)
+        left = wait - (0 if due else passed)
         self.look = step + max(1, int(left / pace / 2))
         return due
+
+    def _wait(self) -> float:
+        """Return how many seconds to wait between two saves. If saves in the background take so long that this has
+        doubled, tell the user."""
+        if self._saves.seconds is not None or self._saver is None:
+            return self._saves.seconds or math.inf
+        wait = max(LEAST, STALLS * self._saver.stall_seconds, WRITINGS * self._saver.write_seconds)
+        if wait >= 2 * self._told:
+            self._told = wait
+            self._saver.tell(f"the state is saved every {seconds_text(wait)} from now on, because a save takes long.")
+        return wait
+
+    def _begins(self, saver: Saver) -> bool:
+        """Tell the user that states are saved in the background. If the disk has too little space for this, say so
+        instead, and return False. Collective."""
+        size, count, free = saver.size_of(self._make), self._saves.keep + 1, math.inf
+        with contextlib.suppress(OSError):  # a save tells
+            free = shutil.disk_usage(saver.folder).free
+        free = collectives.broadcast_object(free, collectives.everyone())
+        if count * size > MOST_SPACE * free:
+            saver.tell(
+                f"no state is saved in the background: {count} states of {bytes_text(size)} take more than "
+                f"a tenth of the {bytes_text(free)} that are free. --save-every 10min saves it all the same."
+            )
+            return False
+        saver.tell(
+            f"the state ({bytes_text(size)}) is saved in the background every {seconds_text(LEAST)}, so a fault costs "
+            "at most the work since then. --save-every sets how often."
+        )
+        return True

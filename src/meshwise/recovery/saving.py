@@ -31,7 +31,7 @@ from meshwise.recovery.tensor_files import as_bytes, laid_out
 from meshwise.recovery.values import encoded
 from meshwise.recovery.writing import LAST, Board, Deal, OwnBoard, StoreBoard, Writing
 from meshwise.spec.devices import has_streams
-from meshwise.spec.errors import SaveError
+from meshwise.spec.errors import CheckpointError, SaveError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
@@ -47,6 +47,8 @@ OVER = (
     "a later attempt of this run began while this attempt was frozen or cut off from the network. This attempt ends "
     "now. Nothing that it has written since then is used."
 )
+BACKGROUND = "background"
+"""The fact in a manifest that says that the state was saved by default, in the middle of the training."""
 PATIENCE = 10.0  # seconds from its beginning that a save may take before the next one is left out
 
 
@@ -68,7 +70,7 @@ class Saver:
         resumed: the checkpoint from which the run was resumed.
         number: the number of the attempt, if the caller has reserved it in `folder` by `claim` (records/claims.py).
         """
-        self._folder, self._world, self._say = folder, world, say
+        self.folder, self._world, self._say = folder, world, say
         self._saves, self._resumed, self._claimed = saves, resumed, number
         self._gate, self._asked = rank_context().gate, 0.0
         self._gate.saves = True
@@ -83,8 +85,19 @@ class Saver:
         """The newest step of this session that is known to be saved completely."""
         self.wrong = ""
         """The reason why the last save failed, or "" if it did not fail."""
+        self.stall_seconds = self.write_seconds = 0.0
+        """How many seconds the last save has held the training, and was written in the background."""
 
-    def save(self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False) -> bool:
+    def size_of(self, make: Callable[[bool], Any]) -> int:
+        """Return how many bytes the tensors of a state take, over all ranks. make: as in `save`. Collective."""
+        self._begin()
+        shapes = {name: held(tensor) for name, tensor in self._encoded(make(False))[1].items()}
+        ranks = collectives.gather_objects(shapes, collectives.everyone())
+        return sum(each.size for each in {name: each for rank in ranks for name, each in rank.items()}.values())
+
+    def save(
+        self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False, began: float | None = None
+    ) -> bool:
         """Save a state. Returns once everything is copied to host memory. Collective.
 
         Returns False, and prints a note, if the save was skipped because an earlier save is still being written. Raises
@@ -92,23 +105,25 @@ class Saver:
 
         make: a function that returns the tree of values that this rank holds. Called with True, it returns the tree
         that rank 0 writes for all ranks.
-        facts: facts for the manifest, among them `step`.
+        facts: facts for the manifest, among them `step`. If BACKGROUND is true, the state is removed as soon as a state
+            without it is saved.
         wait: True waits for an earlier save, however long it takes. Otherwise this save is skipped if the earlier save
             takes more than PATIENCE seconds.
+        began: when the caller began to prepare this save (time.monotonic). By default, now.
         """
         with current().span("checkpoint"):
-            self._asked = time.monotonic()
+            self._asked = time.monotonic() if began is None else began
             key, number, shared = self._begin()
             self._settle(None if wait else PATIENCE)
             values, tensors = self._encoded(make(False)) if shared else (None, {})
             shapes = {name: held(tensor) for name, tensor in tensors.items()}
             digests = (hash(tuple(shapes.items())), _digest(values))  # the first is compared with this rank's own
-            over = self._world.rank == 0 and newest(files.claims_folder(self._folder)) > number
+            over = self._world.rank == 0 and newest(files.claims_folder(self.folder)) > number
             ranks = collectives.gather_objects((self._writing is not None, digests, over), collectives.everyone())
             if ranks[0][2]:
                 raise SaveError(OVER)
             if any(busy for busy, _, _ in ranks):
-                self._tell(f"step {facts['step']} is not saved: the state before it is still being written.")
+                self.tell(f"step {facts['step']} is not saved: the state before it is still being written.")
                 return False
             if shared:
                 values = self._agreed(values, shapes, [each for _, each, _ in ranks])
@@ -120,6 +135,7 @@ class Saver:
             self._start(
                 key, {"attempt": number, "world": self._world.size, "time": time.time(), **facts}, values, tensors
             )
+            self.stall_seconds = time.monotonic() - self._asked
         return True
 
     def _begin(self) -> tuple[str, int, bool]:
@@ -134,13 +150,13 @@ class Saver:
             key = secrets.token_hex(8)
             if self._world.rank == 0:
                 with contextlib.suppress(OSError):  # a write that fails reports its own error
-                    make_folder(self._folder)
-                    files.remove_leftovers(self._folder, self._numbered())
+                    make_folder(self.folder)
+                    files.remove_leftovers(self.folder, self._numbered())
             number = self._numbered()
             key, number = collectives.broadcast_object((key, number), collectives.everyone())
-            self._begun = key, number, seen_by_all(self._folder, self._world, key)
+            self._begun = key, number, seen_by_all(self.folder, self._world, key)
             if not self._begun[2]:
-                self._tell(f"not every machine sees {self._folder}: rank 0 gathers and writes the whole state.")
+                self.tell(f"not every machine sees {self.folder}: rank 0 gathers and writes the whole state.")
         return self._begun
 
     def _numbered(self) -> int:
@@ -151,15 +167,15 @@ class Saver:
         """
         if self._claimed is not None:
             return self._claimed
-        claimed = newest(files.claims_folder(self._folder)) > 0
+        claimed = newest(files.claims_folder(self.folder)) > 0
         return attempt() if claimed else max([attempt(), *(c.attempt + 1 for c in self._known())])
 
     def _room(self, number: int) -> Path | None:
-        return room_of(files.claims_folder(self._folder), number)
+        return room_of(files.claims_folder(self.folder), number)
 
     def _known(self) -> list[Checkpoint]:
         try:
-            return files.checkpoints_in(self._folder)
+            return files.checkpoints_in(self.folder)
         except OSError:
             return []
 
@@ -199,7 +215,7 @@ class Saver:
             torch.get_device_module(self._world.device).current_stream().synchronize()
         self._number += 1
         content = [(beginning, as_bytes(buffer))] if copies else []
-        folder = self._folder / (files.name_of(facts["step"], facts["attempt"]) + files.PART)
+        folder = self.folder / (files.name_of(facts["step"], facts["attempt"]) + files.PART)
         self._writing = Writing(
             rank,
             self._world.size,
@@ -221,21 +237,25 @@ class Saver:
         Runs in the background thread.
         """
         writing.run()
+        self.write_seconds = time.monotonic() - writing.began
         if not writing.said:
             self._gate.longest_save = max(self._gate.longest_save, time.monotonic() - self._asked)
         again = bool(self.wrong)  # of several that fail in a row the first is told
         if again and not writing.said:
-            self._tell(f"saving works again: step {writing.facts['step']} is saved.")
+            self.tell(f"saving works again: step {writing.facts['step']} is saved.")
         if writing.said and again:
             return
         if writing.said:
-            self._tell(
+            self.tell(
                 f"step {writing.facts['step']} could not be saved: {writing.said}. Earlier checkpoints are unharmed. "
                 "The next save will be tried as usual; a note says when it succeeds."
             )
-        elif writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self._folder))):
-            left = files.abandoned_by([c for c in self._known() if c.attempt < writing.facts["attempt"]], self._resumed)
-            files.prune(self._folder, keep=self._saves.keep, limit=self._saves.limit, abandoned=left, room=writing.room)
+        elif writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self.folder))):
+            found = self._known()
+            left = files.abandoned_by([c for c in found if c.attempt < writing.facts["attempt"]], self._resumed)
+            old = [] if writing.facts.get(BACKGROUND) or not self._saves.in_background else in_background(found[:-1])
+            keep = min(self._saves.keep, len(found) - len(old))
+            files.prune(self.folder, keep=keep, limit=self._saves.limit, abandoned=[*old, *left], room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
         """Wait for the save that is being written. If it has ended, record its result in `saved` and `wrong`.
@@ -268,9 +288,17 @@ class Saver:
             self._writing.closing.set()
             self._thread.join(LAST)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Tell the user a line of text, once for all ranks."""
         if self._world.rank == 0:
             self._say(text)
+
+
+def in_background(found: Sequence[Checkpoint]) -> list[Path]:
+    """Return those checkpoints that were saved by default, in the middle of the training."""
+    with contextlib.suppress(CheckpointError):
+        return [saved.path for saved in found if files.read_manifest(saved).facts.get(BACKGROUND)]
+    return []
 
 
 def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, list[Copied]]:

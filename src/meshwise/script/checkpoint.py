@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.finite_state import GO_ON_BEFORE, not_finite_here, not_finite_in, not_finite_names, not_saved
 from meshwise.recovery.loading import has_checkpoint, load
 from meshwise.recovery.resume_changes import loop_made_with
-from meshwise.recovery.saving import Saver
+from meshwise.recovery.saving import BACKGROUND, Saver
 from meshwise.script.distributed_loader import DistributedLoader
 from meshwise.script.extra_values import unread_numbers
 from meshwise.script.saved_loop import Loaders, LoopParts, loaders_of, random_of, restore, says_beside, tree_of
@@ -72,7 +73,8 @@ def checkpoint(
         state_dict, or one such object. A restored state updates the dict in place, so read its entries in the loop
         (`state["best"]`).
     every: how often to save: a number of steps, or a time such as "10min". The default is after each epoch of the
-        loader. `meshwise run --save-every` overrides this argument. A run that is asked to stop saves its state, too.
+        loader, and in the background about every minute. `meshwise run --save-every` overrides this argument. A run
+        that is asked to stop saves its state, too.
     keep: how many saved states to keep, by default 2. `meshwise run --keep` overrides this argument.
 
     Raises CheckpointError if the state was saved for another model, or if no saved state is complete. Raises UsageError
@@ -133,6 +135,7 @@ class LoopState:
             held.close()
             raise
         self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed, number=held.number)
+        self._clock = SaveClock(self._saves, self._saver, self._tree)
         self._counted = self._engine.phases.done if self._loader is not None else self._engine.program.backwards
         self._engine.given.loop_states.append(self)
         if (channel := rank_context().channel) is not None:
@@ -167,18 +170,18 @@ class LoopState:
         self._step, self._clean, self._drawn = self._step + 1, True, random_of(self._engine)
         self._counted = self._engine.program.backwards
         if self._clock.is_due(self._step):
-            self.save()
+            self.save(background=self._saves.in_background)
 
-    def save(self) -> None:
+    def save(self, *, background: bool = False) -> None:
         """Save the state now, between two steps. Collective. Raise LossError, and save nothing, if the state is not
         finite."""
         if self._saver is None:
             return
-        self._due = False
+        self._due, began = False, time.monotonic()
         self._refuse_not_finite(self._saver)
         epoch, index = (0, 0) if self._loader is None else self._loader.place
         facts = {"step": self._step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
-        if self._saver.save(self._tree, facts):
+        if self._saver.save(self._tree, facts | {BACKGROUND: background}, began=began):
             self._last = self._step
             self._engine.notify(says_beside(self._parts))
 
@@ -212,9 +215,9 @@ class LoopState:
         if loader is not self._loader:
             self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
             return
-        self._due |= self._count() and not self._by_epochs and self._clock.is_due(self._step)
+        self._due |= self._count() and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
-            self.save()
+            self.save(background=self._saves.in_background)
 
     def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
         """Record that `loader` has no further batch in this epoch. early: whether the program has left the loop before
@@ -224,7 +227,7 @@ class LoopState:
         if early:  # the next batch was not asked for
             by_steps = self._saves.steps is not None  # of a time the ranks would have to agree, and one may have failed
             self._due |= self._count() and by_steps and self._clock.is_due(self._step)
-        self._between, self._due = True, self._due or self._by_epochs
+        self._between, self._due = True, self._due or self._saves.in_background
 
     def _count(self) -> bool:
         """Add the optimizer steps made since the last call to the number of steps. Return whether there were any.
@@ -328,7 +331,3 @@ class LoopState:
                 f"the state after the last epoch, of step {self._step}, is not saved, because the program ended "
                 "its process group before. Remove destroy_process_group(): meshwise ends the group."
             )
-
-    @property
-    def _by_epochs(self) -> bool:
-        return self._saves.steps is None and self._saves.seconds is None

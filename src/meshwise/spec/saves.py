@@ -19,8 +19,8 @@ KEEP = 2
 class Saves:
     """When a run saves its state, and how many checkpoints it keeps.
 
-    steps, seconds: after how many steps or seconds the state is saved. If both are None, it is saved only at the end
-        and when the run is stopped.
+    steps, seconds: after how many steps or seconds the state is saved. If both are None, it is saved in the background,
+        as often as costs little time. It is also saved at the end, and when the run is stopped.
     keep: the number of checkpoints that are kept.
     limit: the number of bytes that all checkpoints together may take.
     """
@@ -29,6 +29,11 @@ class Saves:
     seconds: float | None = None
     keep: int = KEEP
     limit: int | None = None
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the user has not said when to save."""
+        return self.steps is None and self.seconds is None
 
 
 def read_saves(every: int | str | None = None, keep: int | None = None, limit: str | None = None) -> Saves:
