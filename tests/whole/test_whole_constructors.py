@@ -1,4 +1,4 @@
-"""Constructors that bypass torch's dispatch, and pickles of models, hold what one device has: whole/bypasses.py."""
+"""Constructors that bypass torch's dispatch, and pickles of models, hold what one device has: splits/constructors.py."""
 
 from __future__ import annotations
 

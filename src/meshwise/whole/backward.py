@@ -23,15 +23,13 @@ from meshwise.compat.reducer import in_backward, multiply_each
 from meshwise.compat.sharding import locals_of
 from meshwise.compat.torch_function import on_parts
 from meshwise.engine.engine import Engine
-from meshwise.process.session import sized
 from meshwise.spec.errors import UsageError
 from meshwise.splits.crossing import averaged
 from meshwise.splits.tensor import SplitTensor
-from meshwise.whole.alike import Alike
+from meshwise.splits.term import Term, factor_of, plain, settled
 from meshwise.whole.axis import DataAxis
-from meshwise.whole.bypasses import hooks_behind_the_reduction, say_sized
+from meshwise.whole.hooks import hooks_behind_the_reduction
 from meshwise.whole.losses import own_gradient
-from meshwise.whole.term import Term, factor_of, plain, settled
 from meshwise.workers.verb_log import came_to
 
 _backward, _grad = torch.autograd.backward, torch.autograd.grad
@@ -47,7 +45,6 @@ class Backwards:
         self._options: dict[str, Any] | None = None  # of the backward that runs now
         self._in_grad = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
-        self._alike = None if axis is None else Alike(engine)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let a plan's reduction reach these parameters."""
@@ -92,10 +89,6 @@ class Backwards:
     def _run(self, loss: Tensor) -> None:
         came_to("backward")
         engine = self._engine
-        if self._alike is not None:
-            self._alike.backward_begins()
-        if sized:
-            say_sized(engine)
         program = engine.program
         for hear in engine.events.backward_begins:
             hear(loss, engine.part, None, None, "")

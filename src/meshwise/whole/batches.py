@@ -16,8 +16,8 @@ from meshwise.data.order import BatchSlice
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import scatter
 from meshwise.splits.tensor import split
+from meshwise.splits.term import heard
 from meshwise.whole.axis import DataAxis
-from meshwise.whole.term import heard
 
 
 def reads_own_rows(loader: DataLoader[Any]) -> bool:

@@ -26,6 +26,7 @@ from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.compiling import is_used, without_compiling
 from meshwise.compat.modules import buffers_in, parameters_in
 from meshwise.compat.reducer import in_backward, version, versions
+from meshwise.compat.sharding import sharded_modules
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.data.order import BatchSlice
@@ -33,15 +34,17 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.seeds import seed_generators, set_states, states
 from meshwise.spec.errors import UsageError
 from meshwise.splits.axis import SplitPart
+from meshwise.splits.copies import check_copies
 from meshwise.splits.crossing import enter, gather, scatter
 from meshwise.splits.tensor import SplitTensor, split
+from meshwise.splits.term import Term, resolved
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 from meshwise.whole.axis import DataAxis
-from meshwise.whole.bypasses import check_copies, is_of_program
+from meshwise.whole.hooks import is_of_program
+from meshwise.whole.new_code import listen, new_code, runs_again
 from meshwise.whole.proof import Verdict, holds_values, outputs, prove
 from meshwise.whole.reads import Otherwise, Reads, apart, registered
-from meshwise.whole.term import Term, resolved
 
 AGAIN = 64
 """A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at each 64th after that."""
@@ -57,6 +60,7 @@ class Divided:
         self.engine, self.axis, self.exact, self.draws = engine, axis, engine.draws is not None, 0
         self.verdicts: dict[str, Verdict] = {}
         """The newest verdict on each class of modules."""
+        listen()
 
     @contextlib.contextmanager
     def drawing(self, alike: bool) -> Iterator[None]:
@@ -87,6 +91,8 @@ class Call:
         """Look which modules there are. A program may add some at any time."""
         self._registered = registered[0]
         self._modules = list(self.module.modules())
+        every = collectives.world_size(collectives.everyone())
+        self._alone = every == self.divided.axis.size and not any(sharded_modules(self.module))
         self._parameters = [held for m in self._modules if (held := parameters_in(m))]
         self._hooks: list[Any] = [getattr(m, name) for m in self._modules for name in HOOKS]
 
@@ -195,7 +201,8 @@ class Call:
         if verdict.answers:
             found += filter(None, [self._proven(args, kwargs).why])
         drawing = self.divided.drawing(alike=True) if verdict.draws else contextlib.nullcontext()
-        with drawing, self.divided.axis.watched(None if verdict.answers else found):
+        written, heard = _attributes(verdict), self._hearing()
+        with drawing, self.divided.axis.watched(None if verdict.answers else found), heard as new:
             made = self._run_through(args, kwargs)
         if found:
             verdict.dims, verdict.why = None, found[0]
@@ -204,6 +211,8 @@ class Call:
                 f"{verdict.calls} needs all rows. Earlier calls, which ran on each rank's rows, may have needed them. "
                 "Let the model mix rows from its first call on, or use one device."
             )
+        if new and (why := self._proven_anew(args, kwargs, verdict, written, new)[0]):
+            verdict.dims, verdict.why = None, why
         return made
 
     def _run_through(self, args: Any, kwargs: Any) -> Any:
@@ -214,7 +223,7 @@ class Call:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
         begun, nodes, outside, why = next_node() if grad else 0, -1, [False], cast(Any, None)
         before = self._versions()
-        written = [(m, name, vars(m).get(name)) for m, name in verdict.written]
+        written = _attributes(verdict)
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
         of_loop = engine.part
@@ -223,19 +232,23 @@ class Call:
         dynamo_reads = is_used() and not verdict.answers
         apart.reads = None if dynamo_reads else Reads(verdict, self.divided.axis)
         try:
-            with self.divided.drawing(alike=False) if verdict.draws else contextlib.nullcontext():
+            drawing = self.divided.drawing(alike=False) if verdict.draws else contextlib.nullcontext()
+            with drawing, self._hearing() as new:
                 made = self.inner(*own_args, **own_kwargs)
-            nodes = next_node() - begun
-            if grad and nodes not in verdict.nodes:
-                why = "another number of operators" if verdict.nodes else None
+            nodes, again = next_node() - begun, False
+            if new:
+                apart.reads = None
+                why, again = self._proven_anew(args, kwargs, verdict, written, new)
+                nodes = -1 if why else nodes
+            if grad and why is None and nodes not in verdict.nodes:
+                why = "another number of operators" if verdict.nodes and not again else None
                 verdict.nodes |= set() if why else {nodes}
         except Otherwise as other:
             why = other.args[0]
         finally:
             apart.reads, engine.part = None, of_loop
         if why is not None:
-            for module, name, value in written:
-                setattr(module, name, value)
+            _set(written)
             self._check_unwritten(before, why)
             if isinstance(why, str):
                 return self._otherwise(args, kwargs, verdict, why, nodes)
@@ -247,6 +260,29 @@ class Call:
                 if not outside[0]:
                     tensor.of_call = True  # type: ignore[attr-defined]
         return made
+
+    def _hearing(self) -> contextlib.AbstractContextManager[Any]:
+        """Notice new code in a call. One rank may run it alone, so not where proofs exchange between ranks."""
+        listens = self._alone and not self.divided.engine.program.coupled_gradients and not is_used()
+        return new_code() if listens else contextlib.nullcontext()
+
+    def _proven_anew(self, args: Any, kwargs: Any, verdict: Verdict, written: Any, new: Any) -> tuple[str | None, bool]:
+        """Return why a call that ran new code cannot run apart, and whether its proof has run all of this code."""
+        after, device = _attributes(verdict), self.divided.engine.world.device
+        answers = iter([answer for op, answer in verdict.answers if op])
+        _set(written)
+        found, again = runs_again(
+            new, lambda: prove(self.module, self.inner, args, kwargs, device, lambda own, _: next(answers, own))
+        )
+        _set(after)
+        why = found.why or ("it returns other tensors" if found.dims != verdict.dims else None)
+        if why is None and found.draws and not verdict.draws:
+            why = "draws the numbers of one device" if self.divided.exact else None
+            verdict.draws = True
+            seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))  # it drew from the loop's stream
+        if why:  # a rank that is alone here is reported by its verb log
+            self.divided.axis.all_reduce(torch.zeros(1, device=device))
+        return why, again
 
     def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
         """Run a call anew that gets other answers of all rows than the proven one: it is proven with these."""
@@ -275,6 +311,15 @@ class Call:
             verdict.dims, verdict.why = None, found[0] if found else why
         verdict.nodes.add(nodes)
         return made
+
+
+def _attributes(verdict: Verdict) -> list[tuple[nn.Module, str, Any]]:
+    return [(module, name, vars(module).get(name)) for module, name in verdict.written]
+
+
+def _set(attributes: list[tuple[nn.Module, str, Any]]) -> None:
+    for module, name, value in attributes:
+        setattr(module, name, value)
 
 
 @functools.lru_cache(64)

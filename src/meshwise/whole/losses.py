@@ -21,12 +21,12 @@ from meshwise.compat.tree import map_kind
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import OURS, user_place
 from meshwise.splits import rules
+from meshwise.splits.copies import check_copies, gives_view, note_copies
 from meshwise.splits.crossing import enter, gather
 from meshwise.splits.losses import EACH_PLACE, NAMES, counted
 from meshwise.splits.rule import moved, numbers, with_parts_of
 from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, level, parts_of, split_again, whole_shape
-from meshwise.whole.bypasses import check_copies, gives_view, note_copies
-from meshwise.whole.term import Known, Term, backward, heard, resolved, settled, term
+from meshwise.splits.term import Known, Term, backward, heard, resolved, settled, term
 
 KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid
 logsigmoid clone"""

@@ -31,8 +31,8 @@ from meshwise.engine.seeds import set_states, states
 from meshwise.spec.user_code import OURS
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.tensor import SplitTensor, split
+from meshwise.splits.term import READS, Term, heard
 from meshwise.whole.axis import Crossing, ProofAxis
-from meshwise.whole.term import READS, Term, heard
 
 PROOF = ProofAxis()
 DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}

@@ -14,14 +14,18 @@ from meshwise.compat.tree import map_tensors
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.guards.finite_losses import FiniteLosses
+from meshwise.guards.own_collectives import OwnCollectives
 from meshwise.guards.replicas import LastLook
 from meshwise.guards.same_data import SameData
+from meshwise.guards.same_program import SameProgram
 from meshwise.process import once
+from meshwise.process.session import sized
 from meshwise.spec.units import seconds_text
 from meshwise.spec.words import some
 from meshwise.spec.world import World
 from meshwise.splits import rules
 from meshwise.splits.axis import SplitPart
+from meshwise.splits.constructors import watch_constructors
 from meshwise.splits.crossing import scatter
 from meshwise.splits.tensor import SplitTensor
 from meshwise.timeline.recorder import current
@@ -30,7 +34,6 @@ from meshwise.whole import losses
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.backward import Backwards
 from meshwise.whole.batches import reads_own_rows, whole_batch
-from meshwise.whole.bypasses import watch_collectives, watch_constructors
 from meshwise.whole.call import Divided, divide
 from meshwise.whole.reads import ask_all_of_masks, watch_reads
 
@@ -86,10 +89,11 @@ class WholeView:
         watch_reads()
         ask_all_of_masks()
         watch_constructors()
-        watch_collectives(engine)
         every = collectives.everyone()  # the ranks of one model too
         engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
         _begin(engine, self.backwards, (SameData, FiniteLosses, LastLook))
+        engine.events.listen(OwnCollectives(engine, sized), only=("backward_begins",))
+        engine.events.listen(SameProgram(engine), only=("backward_begins",))
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Divide the calls of these models. Their plan is applied already."""

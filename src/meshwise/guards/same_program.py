@@ -27,8 +27,8 @@ from meshwise.spec.user_code import user_place
 from meshwise.splits.elementwise import PLAIN
 from meshwise.splits.rules import READS
 from meshwise.splits.tensor import SplitTensor
+from meshwise.splits.term import Term, heard
 from meshwise.transfer import collectives
-from meshwise.whole.term import Term, heard
 
 MOST, EACH, CLOSE, NO_END = 4096, 64, 1e-6, -1e9
 QUIET = {*PLAIN.split(), *READS, "size", "numel", "nelement", "__len__", "detach", "clone", "backward", "__setstate__"}
@@ -36,7 +36,7 @@ KINDS = ("torch", "numpy", "random")
 Facts = dict[tuple[str, str], list[list[float]]]
 
 
-class Alike:
+class SameProgram:
     """Compares what the ranks of an engine's program compute."""
 
     def __init__(self, engine: Engine) -> None:
@@ -56,7 +56,7 @@ class Alike:
             self._count += 1
             self._facts.setdefault((user_place(), name), []).append(numbers)
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, *_: Any) -> None:
         """Compare what was heard since the last backward. Collective at some backwards."""
         self._backwards += 1
         if heard and not rehearsing():
