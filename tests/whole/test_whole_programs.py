@@ -1,6 +1,6 @@
 """Untouched training programs of one device leave on several what they leave on one.
 
-They run through whole/axis.py, whole/backward.py, whole/batches.py, whole/call.py, whole/losses.py, whole/proof.py,
+They run through whole/axis.py, whole/backward.py, whole/batches.py, whole/call.py, whole/dispatch.py, whole/proof.py,
 whole/reads.py, splits/term.py and whole/view.py."""
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from meshwise.compat.torch_function import on_parts
 from meshwise.engine.engine import Engine
 from meshwise.spec.errors import UsageError
 from meshwise.splits.crossing import averaged
+from meshwise.splits.sums import own_gradient
 from meshwise.splits.tensor import SplitTensor
 from meshwise.splits.term import Term, factor_of, plain, settled
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.hooks import hooks_behind_the_reduction
-from meshwise.whole.losses import own_gradient
 from meshwise.workers.verb_log import came_to
 
 _backward, _grad = torch.autograd.backward, torch.autograd.grad

@@ -30,7 +30,7 @@ from meshwise.splits.crossing import scatter
 from meshwise.splits.tensor import SplitTensor
 from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
-from meshwise.whole import losses
+from meshwise.whole import dispatch
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.backward import Backwards
 from meshwise.whole.batches import reads_own_rows, whole_batch
@@ -85,7 +85,7 @@ class WholeView:
         self.engine, self.axis = engine, DataAxis()
         self.divided = Divided(engine, self.axis)
         self.backwards = Backwards(engine, self.axis, self._say)
-        losses.begin()
+        dispatch.begin()
         watch_reads()
         ask_all_of_masks()
         watch_constructors()
@@ -112,7 +112,7 @@ class WholeView:
                 self.engine.notify(f"{name} drops out by draws of each rank; --exact-random has those of one device.")
         whole = {name: count for name, count in rules.gathered.items() if name not in rules.READS}
         inside = sum(max(each.nodes, default=0) * each.calls for each in verdicts.values() if each.dims is not None)
-        every = max(losses.COUNT[0] + inside, 1)
+        every = max(dispatch.COUNT[0] + inside, 1)
         slow = sum(rules.seconds[name] for name in whole) / self.engine.program.backwards
         names = sorted(whole, key=whole.__getitem__, reverse=True)
         told = f"; {some(names)} on whole batches, {seconds_text(slow)} a step" if names else ""

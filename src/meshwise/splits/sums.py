@@ -1,13 +1,11 @@
-"""Make terms of sums, means and losses over a batch's rows.
+"""Make terms of sums, means and losses over split rows.
 
-The operators of this file come before the rules of splits/rules.py, where they apply.
+The operators of this file come before the rules of rules.py, where they apply.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,88 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.beside_dispatch import beside_transforms, change_arguments, transforming
-from meshwise.compat.torch_function import Args, Func, Kwargs, called, changed, check_parts_by_default, on_parts
+from meshwise.compat.torch_function import Args, Func, Kwargs, called, on_parts
 from meshwise.compat.tree import map_kind
-from meshwise.spec.errors import UsageError
-from meshwise.spec.user_code import OURS, user_place
 from meshwise.splits import rules
-from meshwise.splits.copies import check_copies, gives_view, note_copies
 from meshwise.splits.crossing import enter, gather
 from meshwise.splits.losses import EACH_PLACE, NAMES, counted
 from meshwise.splits.rule import moved, numbers, with_parts_of
-from meshwise.splits.tensor import SplitTensor, at_level, dispatch_with, level, parts_of, split_again, whole_shape
-from meshwise.splits.term import Known, Term, backward, heard, resolved, settled, term
-
-KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid
-logsigmoid clone"""
-"""Operators whose result comes from the same call of a model as their input."""
-_KEEP = {*KEEP.split()}
-COUNT = [0]
-"""How many operators ran on split tensors."""
-
-
-def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    name = called(func)
-    if transforming:
-        return func(*_wholes(tuple(args)), **_wholes(dict(kwargs)))
-    if level() < 0:
-        if heard:
-            heard[0](name, args, kwargs)
-        COUNT[0] += 1
-        if kwargs.get("out") is not None:  # torch passes on its own out=None
-            return _written_out(func, args, dict(kwargs))
-        first = args[0] if args else kwargs.get("input")
-        if isinstance(first, SplitTensor) and 0 in first.parts:
-            check_copies(first)
-            if gives_view(name, args):
-                made = rules.dispatch(func, args, kwargs)
-                note_copies(first, made)
-                return made
-            made = RULES[name](func, args, kwargs) if name in RULES else NotImplemented
-            if made is not NotImplemented:
-                return made
-            if name in _KEEP and "of_call" in first.__dict__:
-                made = rules.dispatch(func, args, kwargs)
-                made.of_call = True
-                return made
-    if any(isinstance(each, (Term, list, tuple)) for each in (*args, *kwargs.values())):
-        args, kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs)))
-    return rules.dispatch(func, args, kwargs)
-
-
-def _wholes(tree: Any) -> Any:
-    """Return a tree with whole plain tensors, for code that does not ask a tensor's class."""
-
-    def whole(leaf: Tensor) -> Tensor:
-        with beside_transforms():
-            return resolved(leaf) if isinstance(leaf, Term) else gather(leaf) if isinstance(leaf, SplitTensor) else leaf
-
-    return map_kind(Tensor, whole, tree)
-
-
-def _written_out(func: Func, args: Args, kwargs: dict[str, Any]) -> Any:
-    """Run an operator with `out=`, and write the result there, whether it is divided or not."""
-    out = kwargs.pop("out")
-    made = func(*args, **kwargs)
-    for target, value in [(out, made)] if isinstance(out, Tensor) else zip(out or (), made, strict=True):
-        if target.shape != value.shape:
-            shapes = f"{tuple(target.shape)}, the result {tuple(value.shape)}"
-            raise UsageError(f"{user_place()}: {called(func)}(out=…): the tensor given has the shape {shapes}.")
-        target.copy_(value)
-    return made if out is None else out
-
-
-def _refuse_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(OURS) and frame.f_back is not None:
-        frame = frame.f_back
-    if f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:  # such as torch.compile, which looks what shares memory
-        return NotImplemented
-    raise UsageError(
-        f"{user_place()}: x.{called(func)}() would give the memory of this rank's rows alone. Code that reads memory "
-        "needs the whole batch: whole = torch.tensor(x)."
-    )
+from meshwise.splits.tensor import SplitTensor, at_level, parts_of, split_again, whole_shape
+from meshwise.splits.term import Known, Term, backward, resolved, settled, term
 
 
 def _parts(x: SplitTensor) -> AbstractContextManager[None]:
@@ -184,15 +108,4 @@ RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
     **dict.fromkeys(EACH_PLACE.split(), _each_place),
     "backward": backward,
     ".grad": _gradient,
-    "data_ptr": _refuse_memory,
-    "untyped_storage": _refuse_memory,
 }
-
-
-def begin() -> None:
-    """Let operators on the rows of batches make terms, from now on."""
-    rules.prepare()
-    dispatch_with(_dispatch)
-    change_arguments(_wholes)
-    check_parts_by_default()
-    changed.add("BackwardHookFunction")  # the program's hooks of gradients see those of the whole batch
