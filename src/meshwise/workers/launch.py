@@ -40,7 +40,6 @@ from meshwise.workers.heartbeat import steps_of
 from meshwise.workers.listeners import Listeners
 from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
-from meshwise.workers.rescue import RESCUES, Rescue
 from meshwise.workers.scratch import scratch_folder
 from meshwise.workers.watched import State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
@@ -118,8 +117,6 @@ class _Launcher:
         self._halting: dict[int, int] | None = None
         self._last: int | None = None
         self._halted_at, self._asked, self._saves = 0.0, 0.0, False
-        self._rescue = Rescue(lambda rank: self._channel.send(rank, "rescue"))
-        self._hung: Failure | None = None
 
     def start(self, task: Path, slots: Sequence[WorkerSlot]) -> None:
         listener = self.nodes.listener if self.nodes else listening("127.0.0.1")
@@ -202,7 +199,7 @@ class _Launcher:
         hang = self._hangs.look(pids, self._far.heard(), self._forks.process)
         self._far.tell(partial(self._hangs.here, pids))
         if hang and hang.over:
-            self._hung = self._hung or Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step)
+            self._fail(Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step))
         elif hang:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
             self._far.say(hang.text)
@@ -210,8 +207,6 @@ class _Launcher:
                 self._channel.send(rank, ASKED)  # on an accelerator it answers
         for text in self._far.news():
             self.listeners.message(self.first_rank, {"kind": "note", "text": text})
-        if self._hung and self._rescue.is_over(self._hung, self._in(State.RUNNING)):
-            self._fail(self._hung)
 
     def _in(self, *states: State) -> list[int]:
         return [w.rank for w in self.workers if w.state in states]
@@ -263,8 +258,6 @@ class _Launcher:
             self._saves = True
         elif kind == "halting" and self._halting is not None:
             self._halting[rank] = int(message["begun"])
-        elif kind in RESCUES:
-            self._rescue.hear(rank, kind)
         elif kind == "writes":
             if text := self._written.add(rank, **{name: value for name, value in message.items() if name != "kind"}):
                 self.listeners.message(rank, {"kind": "note", "text": text})
@@ -293,8 +286,7 @@ class _Launcher:
         waited = max(w.seconds for w in self.workers if w.failure)
         if self.nodes and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
-        limit, running = failure.patience(failures), self._in(State.RUNNING)
-        return self._rescue.is_over(failure.culprit(failures, self.size), running) and (waited > limit or not running)
+        return waited > failure.patience(failures) or not self._in(State.RUNNING)
 
     def _look_at_once(self) -> None:
         if self.halt.at_once:
