@@ -105,7 +105,7 @@ class Row:
 
 
 BOTH = ("kill:rank=R,step=15", "kill:rank=O,step=15")
-NO_STATE = ("--redundancy=0", "--save-every=1000")
+NO_STATE = ("--save-every=1000",)
 GONE = "removed or moved. The run continues … epoch 2/2, step 20 … : the run folder was removed or moved."
 SERVER = "which starts the ranks"
 OWN_LOOPS = ("data", "shard", "zero1", "data × shard", "tensor")  # the plans of scripts

@@ -279,7 +279,7 @@ def forecast_of(job: str, settings: tuple[str, ...]) -> dict[str, Any]:
         sets = [word for each in settings for word in ("--set", each)]
         plan, out = str(Path(folder) / "plan.toml"), str(Path(folder) / "runs")
         words("plan", job, *sets, "--devices", "1", "--save", plan)
-        words("run", job, "--plan", plan, "--devices", "1xcuda", "--out", out, "--redundancy", "0")
+        words("run", job, "--plan", plan, "--devices", "1xcuda", "--out", out, "--save-every", "1h")
         (run,) = Path(out).iterdir()
         told = json.loads(words("report", str(run), "--json"))["predicted"]
     most = max(told["memory"], key=lambda row: row["predicted"], default=None)

@@ -88,7 +88,7 @@ def test_a_run_whose_folder_is_gone_trains_on_and_ends_with_1(moved: bool, tmp_p
 def test_a_checkpoint_that_rots_is_noticed_and_the_one_before_it_is_taken(
     rots: str, says: str, undisturbed: Path, tmp_path: Path
 ) -> None:
-    run, folder = harmed(HARMS + rots, tmp_path, *SHARDED, "--redundancy", "0", *BOTH_KILLED)
+    run, folder = harmed(HARMS + rots, tmp_path, *SHARDED, *BOTH_KILLED)
     assert run.process.returncode == 0 and "did not happen" not in run.output, run.output
     assert f"the checkpoint of step 8 is not used: {says}" in run.output, run.output
     assert names.read_run(folder)["sessions"][1]["from_step"] == 4

@@ -14,7 +14,7 @@ from meshwise.spec.user_code import OURS
 
 DEFAULT, SIDE, OTHER = Lane("cuda:1", 0), Lane("cuda:1", 70), Lane("cuda:0", 0)
 TRAIN, EVAL, EARLY = (Stack((Line(str(Path.cwd() / "train.py"), line, "main"),)) for line in (88, 90, 3))
-COPIES = Stack((Line(f"{OURS}recovery/side_copies.py", 50, "SideCopies.copy"), *EVAL.lines))
+COPIES = Stack((Line(f"{OURS}transfer/staging.py", 50, "staged"), *EVAL.lines))
 
 
 def told(*program: Any) -> Finding:
@@ -36,12 +36,12 @@ def on(lane: Lane, where: Stack, writes: bool) -> Any:
 def test_a_missing_wait_is_told_with_both_lines() -> None:
     finding = told(on(DEFAULT, TRAIN, True), on(SIDE, COPIES, False))
     assert finding.text.splitlines() == [
-        "meshwise/recovery/side_copies.py:50: stream 1 of cuda:1 reads what the default stream wrote at train.py:88, "
+        "meshwise/transfer/staging.py:50: stream 1 of cuda:1 reads what the default stream wrote at train.py:88, "
         "without waiting for it.",
         "    Call stream.wait_stream(other) before it, where stream is stream 1 of cuda:1 and other is the default "
         "stream.",
         "    weights: float32 [4, 4], by add",
-        "    reads at meshwise/recovery/side_copies.py:50 SideCopies.copy < train.py:90 main",
+        "    reads at meshwise/transfer/staging.py:50 staged < train.py:90 main",
         "    wrote at train.py:88 main (copy_)",
     ]
 

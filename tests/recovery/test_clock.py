@@ -90,6 +90,6 @@ def test_where_the_disk_is_short_no_state_is_saved_in_the_background(
         assert not clock.is_due(step)
     assert clock.look == math.inf
     assert said == [
-        "no state is saved in the background: 3 states of 4.0 MiB take more than a tenth of the 100.0 MiB that are free. "
-        "--save-every 10min saves it all the same."
+        "no state is saved in the background: 3 states of 4.0 MiB take more than a tenth of the 100.0 MiB that are "
+        "free. --save-every 10min saves it all the same."
     ]

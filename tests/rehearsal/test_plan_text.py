@@ -13,7 +13,7 @@ from meshwise.rehearsal.likely import Guess
 from meshwise.rehearsal.search import Refused, Search
 from meshwise.rehearsal.views.plan_dict import plans_dict
 from meshwise.rehearsal.views.plan_text import plans_text, worth_showing
-from meshwise.spec.machine import Host, Machine
+from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from tests.rehearsal.test_search import estimate
 
@@ -43,18 +43,6 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_change_it():
 def test_the_one_that_was_asked_about_is_judged_alone():
     text = str(plans_text(plans(estimate(Plan(data=2), 0.1, 96), one=True)))
     assert "data=2 is too close to call: 86 B to 106 B of 100 B." in text
-
-
-def test_what_redundancy_keeps_is_told_with_what_the_host_has():
-    one = estimate(Plan(shard=2), 0.1, 50)
-    one = replace(one, memory=replace(one.memory, kept=3 << 20))
-    text = str(plans_text(plans(one)))
-    assert "--redundancy 1 keeps 3.0 MiB of each rank's state in the host's memory, 6.0 MiB for 2 ranks." in text
-    small = Machine("2xH100", (), hosts=(Host(memory=4 << 20),))
-    text = str(plans_text(replace(plans(one), machine=small)))
-    assert "6.0 MiB for 2 ranks: the host has only 4.0 MiB." in text
-    assert plans_dict(plans(one))["plans"][0]["memory"]["kept"] == 3 << 20
-    assert "--redundancy" not in str(plans_text(plans(estimate(Plan(), 0.1, 50))))
 
 
 def test_what_another_plan_of_the_same_axes_beats_is_not_shown():

@@ -1,16 +1,13 @@
 """Ask CUDA what torch's public names do not tell.
 
-That is: forks, the driver's count, pinning, a held stream.
+That is: forks, the driver's count, a held stream.
 
 `torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES again, through NVML, even after the driver has read it. The count
 that the driver keeps is private, and so is whether a forked process may ask it. PyTorch's own tests use
 `torch.cuda._sleep`. Read in torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
 """
 
-import contextlib
-
 import torch
-from torch import Tensor
 
 CYCLES_A_SECOND = 2_000_000_000  # of the fastest devices; on a slower one the stream is held a little longer
 
@@ -46,18 +43,3 @@ def hold_stream(seconds: float) -> bool:
         return False
     torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
     return True
-
-
-def pin(memory: Tensor) -> bool:
-    """Pin existing host memory, so that copies to and from a GPU can be asynchronous. Return whether that worked. It
-    fails for memory that is mapped from a file on a disk."""
-    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-        return True
-    with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which would be the user's
-        torch.empty(1, device="cuda").neg_()
-    return False
-
-
-def unpin(memory: Tensor) -> None:
-    """Unpin memory that `pin` has pinned. Call this before the memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

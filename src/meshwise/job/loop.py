@@ -7,8 +7,6 @@ Its steps: read the microbatches of a step, compute gradients, update; evaluate 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,7 +22,6 @@ from meshwise.guards.loss_looks import losses_apart
 from meshwise.job.best import BestEpoch
 from meshwise.job.evaluate import evaluate
 from meshwise.job.job import EpochEnd, Job
-from meshwise.job.last_step import LastStep
 from meshwise.job.left_out import LeftOut
 from meshwise.job.not_finite import SkippedSteps, refuse_closures
 from meshwise.job.options import BACK, CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
@@ -44,13 +41,12 @@ from meshwise.recovery.resume_changes import honour
 from meshwise.recovery.saving import BACKGROUND, Saver
 from meshwise.recovery.state import RunState, tree_of, unpack
 from meshwise.recovery.weights import save_weights
-from meshwise.spec.errors import SaveError, UsageError
+from meshwise.spec.errors import SaveError
 from meshwise.splits.rules import said
 from meshwise.timeline.recorder import current
 from meshwise.tracking.metrics_log import MetricsLog, Send
 from meshwise.tracking.tracking import log_into
 from meshwise.transfer.collectives import barrier
-from meshwise.workers.environment import KEPT
 from meshwise.workers.heartbeat import watched_loop
 from meshwise.workers.join import RankContext, join
 
@@ -82,9 +78,6 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
     except BaseException as error:
         given, apart = (job.batch_size, engine.world), losses_apart(engine)
         less = partial(smaller_plan, plan, run.state.model, *given, apart=apart) if run else lambda: None
-        if run is not None and run.last is not None and isinstance(error, Exception) and not session.gate.halted:
-            with contextlib.suppress(Exception):  # the error that is there already is the one to tell
-                run.last.leave()
         explain(error, session.world, None if run is None else run.state.step, recording.recorder, less)
         raise
     finally:
@@ -146,14 +139,6 @@ def _prepare(
     run.saver = saver
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
-    if options.redundancy and KEPT not in os.environ:
-        raise UsageError(
-            "--redundancy 1 works only where meshwise run starts the workers on one machine, because the launcher "
-            "keeps the second copy in its memory. Remove --redundancy, and save often enough with --save-every."
-        )
-    if folder is not None and session.channel is not None and KEPT in os.environ and log.keep_pending():
-        run.last = LastStep(state, plan, session.world, folder, options.redundancy, engine.notify)
-        run.last.answer(session.channel)
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
 
@@ -214,8 +199,6 @@ def _train_epoch(run: JobRun) -> bool:
     # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
     loop = LoopRead(step=state.step + 1)
     batches = read_batches(run.engine, "an epoch", _train_batches(run), job.batch_size, loop=loop)
-    if run.last is not None:
-        run.last.keep()
     if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:
         _evaluate(run, state.epoch + 1)  # an earlier attempt has ended before
         if run.best.is_over(state):
@@ -223,16 +206,13 @@ def _train_epoch(run: JobRun) -> bool:
     for parts, (first, stop) in zip(batches, bounds, strict=False):
         run.left_out.last.append((state.epoch, first, stop))
         done = state.step
-        note = None if log.note_losses is None else partial(log.note_losses, state.epoch, state.step + 1)
-        losses = train_step(run.engine, job, state, parts, run.skipped, note)
+        losses = train_step(run.engine, job, state, parts, run.skipped)
         state.index, loop.step = stop, state.step + 1
         if state.step == done:  # the batch is left out
             steps -= 1
             continue
         in_epoch += 1
         log.pending.append((state.epoch, state.step, losses))
-        if run.last is not None:
-            run.last.keep()
         due = in_steps and _evaluation_is_due(run, "steps")
         if due or in_epoch % log_every == 0 or in_epoch == steps:
             log.sync()

@@ -74,9 +74,6 @@ class RunOptions(NodeOptions):
     memory_limit: Annotated[
         str | None, OfJobs("bytes that a rank may use, to try a smaller device: 8GiB", metavar="SIZE")
     ] = None
-    redundancy: Annotated[
-        int | None, OfJobs("1: after each step its state also lies in memory that outlives a worker; 0: never")
-    ] = None
     on_nan: Annotated[
         str,
         OfJobs("a loss or gradient that is not finite: stop, skip the step, back: leave the batch out", metavar="WHAT"),
@@ -147,8 +144,6 @@ class RunOptions(NodeOptions):
         super().__post_init__()
         _ = self.saves, self.memory_cap
         _ = self.seconds_limit  # raises for what is no duration
-        if self.redundancy not in (None, 0, 1):
-            raise UsageError(f"--redundancy must be 1 (a second copy in memory) or 0, but it is {self.redundancy}.")
         check_known("--on-nan", self.on_nan, ON_NAN)
         settle(self, "log_every")
         check_trackers(self.log)

@@ -27,7 +27,6 @@ from meshwise.guards.registry import attach
 from meshwise.guards.same_data import check_data
 from meshwise.job.best import BestEpoch
 from meshwise.job.job import Job
-from meshwise.job.last_step import LastStep
 from meshwise.job.left_out import LeftOut
 from meshwise.job.not_finite import SkippedSteps
 from meshwise.job.options import RunOptions
@@ -153,8 +152,6 @@ class JobRun:
     stopped: bool = False
     saver: Saver | None = None
     skipped: SkippedSteps | LeftOut | None = None
-    last: LastStep | None = None
-    """Keeps the state after the last step. None if there is no launcher that holds memory for the state."""
     evaluated: tuple[int, bool] = (-1, False)
     """The step of the last evaluation, and whether this evaluation was better than all before it."""
     began: dict[str, int] = field(default_factory=dict)

@@ -216,16 +216,14 @@ def train_step(
     state: RunState,
     parts: Sequence[Microbatch],
     skipped: SkippedSteps | LeftOut | None = None,
-    known: Callable[[Losses], None] | None = None,
 ) -> Losses:
     """Make one optimizer step on this rank's microbatches. Return the losses and loss weights of the microbatches, as
     tensors on the device.
 
     skipped: skips the update if a value is not finite, and says whether a skipped update counts as a step.
-    known: a function that is called with the losses before the update.
 
     An optimizer such as LBFGS computes the loss several times, each time with the same random draws. The losses of the
-    first time are returned, and `skipped` and `known` are not used.
+    first time are returned, and `skipped` is not used.
     """
     recorder = current()
     recorder.samples += parts[0][1].total
@@ -236,8 +234,6 @@ def train_step(
     if skipped is not None:
         skipped.step_begins()
     losses = _compute(engine, job, state, parts)
-    if known is not None:
-        known(losses)
     with recorder.span("optimizer"):
         if skipped is None or not skipped.skips(state.step + 1, losses):
             _update(engine, job, state)
@@ -251,8 +247,6 @@ def train_step(
 def _update(engine: Engine, job: Job, state: RunState) -> None:
     if job.clip_norm is not None or engine.program.pipeline is not None:
         _clip(engine, job, state)
-    state.before_change()
-    state.whole = False
     state.scaler.step(state.optimizer)
     state.scaler.update()
     _end_step(state)
@@ -269,8 +263,6 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
         return total / weight
 
     with current().span("optimizer"):
-        state.before_change()
-        state.whole = False
         state.optimizer.step(closure)  # type: ignore[arg-type]
         _end_step(state)
     return found[0]
@@ -315,4 +307,3 @@ def _end_step(state: RunState) -> None:
     if state.scheduler is not None:
         state.scheduler.step()
     state.step += 1
-    state.whole = True

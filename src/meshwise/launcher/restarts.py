@@ -20,7 +20,6 @@ from meshwise.records import folder as names
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.claims import write_of
 from meshwise.records.files import is_lost, read_lines
-from meshwise.records.left_parts import commit_parts, newest_whole, read_parts
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
 from meshwise.spec.faults import Fault
@@ -28,8 +27,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import on_devices
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.units import plural
-from meshwise.workers.failure import Failure, recorded
-from meshwise.workers.kept_memory import KeptMemory
+from meshwise.workers.failure import recorded
 
 NOT_SAVED = "The run is not started again, because the program saves no state. Call mw.checkpoint in the program."
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
@@ -74,8 +72,6 @@ class Restarts:
     began_at: int = 0
     failed: float | None = None
     """When the previous attempt failed (time.monotonic). None once the workers have made a step again."""
-    kept: KeptMemory | None = None
-    """Memory that outlives the workers, in which they keep their last state."""
     plan: str = ""
     """The plan with which the run continues, as TOML. An empty string if it is the first plan."""
     smaller: str = ""
@@ -134,14 +130,6 @@ class Restarts:
             left = f"That was attempt {self.attempt} of {self.most + 1}. To continue: meshwise run --resume"
             return ended(error, f"{left} {shlex.quote(str(self.folder))}", AGAIN)
         return None
-
-    def keep_left(self, error: WorkerFailed) -> str:
-        """Save the state that is left in memory after the workers of the current attempt have ended. If saving fails,
-        return a sentence for the user that says why. Otherwise, return "".
-
-        error: the error that ended the workers.
-        """
-        return "" if self.kept is None else keep_left(self.folder, self.kept, self.number, error.failure)
 
     def happened_now(self) -> list[Fault]:
         """Return the injected faults of this attempt that have happened."""
@@ -311,19 +299,3 @@ def ended(error: WorkerFailed, why: str, code: int) -> WorkerFailed:
     """Return `error` with exit code `code` and a longer message. why: the reason why the run ends, added to the
     message."""
     return WorkerFailed(f"{error}\n{why}", rank=error.rank, exit_code=code, failure=error.failure)
-
-
-def keep_left(folder: Path, kept: KeptMemory, attempt: int, failure: Failure | None) -> str:
-    """Save the newest complete state that the ranks of an attempt left in memory. Returns a sentence on the error if
-    that fails, else an empty string. Nothing is saved if the failure is unknown, or if the state may hold wrong
-    values."""
-    if failure is None or failure.has_spoiled or (failure.kind == "raised" and failure.plain):
-        return ""  # a value is wrong, and would be so there too
-    left = [part for rank in range(kept.ranks) for part in read_parts(kept.path(rank), rank)]
-    found = newest_whole(left, attempt)
-    try:
-        if found:
-            commit_parts(folder / names.CHECKPOINTS, found)
-    except OSError as error:
-        return f"The state after step {found[0].step} could not be saved ({error.strerror}). "
-    return ""

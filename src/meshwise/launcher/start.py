@@ -38,7 +38,7 @@ from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
 from meshwise.workers import deadline
-from meshwise.workers.environment import ATTEMPT, KEPT, read_world
+from meshwise.workers.environment import ATTEMPT, read_world
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.launchers.find import place_in
 
@@ -282,21 +282,12 @@ def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     call: Callable[..., Any] = program.call
     if restarts.attempt > 1 and program.again is not None:
         call = partial(program.again, plan=restarts.plan, resumes=restarts.resumes)
-    kept = [str(restarts.kept.path(rank)) for rank in range(len(started.slots))] if restarts.kept else []
-    return in_attempt, (restarts.number, restarts.due(), call, started.folder, kept)
+    return in_attempt, (restarts.number, restarts.due(), call, started.folder)
 
 
-def in_attempt(
-    number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path, kept: Sequence[str] = ()
-) -> Any:
-    """Run `call(folder)` in a worker, as attempt `number` of the run, with the injected faults of this attempt.
-
-    kept: one path for each rank of this machine. The rank keeps its state in this file in memory, which remains when
-        the process ends.
-    """
+def in_attempt(number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path) -> Any:
+    """Run `call(folder)` in a worker, as attempt `number` of the run, with the injected faults of this attempt."""
     os.environ[ATTEMPT] = str(number)
-    if kept:
-        os.environ[KEPT] = kept[read_world(os.environ).local_rank]
     if faults:
         recording.faults.arm(faults, read_world(os.environ).rank, folder)
     return call(folder)

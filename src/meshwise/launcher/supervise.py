@@ -40,7 +40,6 @@ from meshwise.workers.channel import Message
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import StepGate
 from meshwise.workers.halt import Halt
-from meshwise.workers.kept_memory import KeptMemory
 from meshwise.workers.launch import launch
 from meshwise.workers.listeners import Listeners
 
@@ -194,8 +193,7 @@ def supervise(
     forks: the fork server that makes the workers. It is closed at the end.
     """
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
-    with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit), KeptMemory(len(slots)) as kept:
-        restarts.kept = kept if machines.nodes is None else None
+    with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
         viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, machines=machines)
 
@@ -254,7 +252,7 @@ def _answer(
     devices: DevicesLeft,
 ) -> None:
     """Record how an attempt failed. Then begin the next attempt, or raise the error that ends the run."""
-    number, last, goes_on, lost = restarts.number, None, "", restarts.keep_left(error)
+    number, last, goes_on = restarts.number, None, ""
     rank = -1 if error.failure is None else error.failure.rank - machines.first_rank
     devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
     left = devices.left(restarts.attempt + 1)
@@ -269,7 +267,7 @@ def _answer(
         restarts.run_command(str(error), again=last is None)
     if last is not None:
         raise last
-    view.print(fitted(f"{error}\n{lost}{goes_on}", sys.stdout))
+    view.print(fitted(f"{error}\n{goes_on}", sys.stdout))
     halt.begin_anew()
     devices.use(machines.size)
     if folder:

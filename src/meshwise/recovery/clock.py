@@ -61,6 +61,8 @@ class SaveClock:
 
     def _ask(self, step: int, began: float, first: int) -> bool:
         """Ask the clock of rank 0 whether a save is due. Collective."""
+        passed: float
+        wait: float
         passed, wait = collectives.broadcast_object((self._clock() - began, self._wait()), collectives.everyone())
         pace, due = max(passed / (step - first), 1e-9), passed >= wait
         if due:

@@ -6,7 +6,6 @@ the data order are derived from (seed, epoch, step, index), so that no generator
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +45,6 @@ class RunState:
     """The program's settings, such as the optimizer's, and the number of samples, as plain values."""
     holds_all: bool = False
     """Whether the optimizer is known to hold all parameters of the model."""
-    whole: bool = True
-    """Whether this is the state after a complete step. False while a step changes it."""
-    before_change: Callable[[], None] = lambda: None
-    """A function that a step calls just before it changes the state and sets `whole` to False."""
 
 
 def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:

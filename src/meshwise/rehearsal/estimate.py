@@ -35,7 +35,6 @@ class MemoryEstimate:
     reserved: the memory that the allocator reserves for the tensors.
     host: the peak of the bytes in tensors in host memory.
     capacity: the memory of the device. None if unknown.
-    kept: the host memory that `--redundancy 1` needs for copies of one rank's state. 0 for a script.
     """
 
     rank: int
@@ -45,7 +44,6 @@ class MemoryEstimate:
     reserved: int
     host: int
     capacity: int | None
-    kept: int = 0
 
     @property
     def filled(self) -> float:

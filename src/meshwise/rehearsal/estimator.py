@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.job.job import Job
-from meshwise.records.left_parts import PLACES
 from meshwise.rehearsal.allocator import device_total, reserved_on
 from meshwise.rehearsal.breakdown import breakdown, slowest_rank
 from meshwise.rehearsal.constants import FIGURES
@@ -23,7 +22,7 @@ from meshwise.rehearsal.prices import Prices, missing, speed_of
 from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Extent, Trace
-from meshwise.rehearsal.work import Allocate, Operation, Work
+from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.garbage import no_collections
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
@@ -97,9 +96,6 @@ def rehearser(
         notes = (*steps[0].notes, *_cells(steps[0]), *prices.notes)
         whole = (each for each in traces if not each.launches_alone)
         memory = max((memory_of(each, prices, cap) for each in whole), key=lambda memory: memory.filled)
-        if not isinstance(program, Script):
-            held = next(each.step.held for each in traces if each.step.rank == memory.rank)
-            memory = replace(memory, kept=kept_bytes(held, plan))
         estimate = Estimate(plan, memory, notes=notes, samples=program.batch_size, dtype=steps[0].dtype)
         if unknown := missing(steps, prices):
             return Rehearsed(replace(estimate, unknown=unknown[0]), traces, prices, None, again)
@@ -151,21 +147,6 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
         rates[alike[replica]] = min(rates.get(alike[replica], rate), rate)
     least = min(rates.values())
     return tuple(float(f"{rates[kind] / least:.2g}") for kind in alike)
-
-
-def kept_bytes(held: Sequence[Allocate], plan: Plan) -> int:
-    """Return the bytes of host memory that a rank needs with `--redundancy 1`, which keeps copies of the state on the
-    hosts.
-
-    Replicas with equal state divide the copying among them. PLACES copies exist at a time, because a new copy is
-    written while an old copy is still kept.
-
-    held: the memory that the rank holds on its device.
-    """
-    groups = (("parameters", "buffers"), ("optimizer",))
-    parts, state = (sum(each.size for each in held if each.category in names) for names in groups)
-    alone = plan.state_divided and not plan.parameters_divided
-    return PLACES * round((parts + (0 if alone else state)) / plan.data + (state if alone else 0))
 
 
 def works_of(traced: Trace, prices: Prices) -> list[Work]:

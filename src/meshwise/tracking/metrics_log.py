@@ -24,7 +24,6 @@ from meshwise.records.files import Record, read_lines
 from meshwise.spec.errors import LossError
 from meshwise.spec.words import ranks_text
 from meshwise.spec.world import World
-from meshwise.tracking.loss_ledger import LossLedger, noted
 from meshwise.tracking.trackers import Tracker
 from meshwise.tracking.tracking import Point, Tracking
 from meshwise.transfer import collectives
@@ -56,8 +55,6 @@ class MetricsLog:
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self.pending: list[tuple[int, int, Losses]] = []
         """Epoch, step and losses of each step since the last `sync`. The losses are still on their device."""
-        self.note_losses: Callable[[int, int, Losses], None] | None = None
-        """Keeps the losses of a step in a file before the update, so that they are not lost with this rank."""
         self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
         """When the next message to the live view is due, on the clock `time.monotonic`."""
@@ -79,38 +76,10 @@ class MetricsLog:
             names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
         self.tracking.open(step)
         if self._folder is not None and self._world.rank == 0:
-            self._write_noted(self._folder, step)
             lines = read_lines(self._folder / names.METRICS)
             self.evaluated = max([line["step"] for line in lines if "test" in line and "step" in line], default=-1)
         if self._world.size > 1:  # waits for rank 0: opening takes seconds, which would count as the first step's
             self.evaluated = collectives.broadcast_object(self.evaluated)
-
-    def keep_pending(self) -> bool:
-        """Prepare to keep the last step for the next attempt: write the loss of each step to a file at once, from now
-        on.
-
-        Returns False if there is no run folder, or if the file cannot be written. The caller then keeps no state of the
-        last step. On an accelerator, returns True but writes no loss, because reading a loss would wait for the device.
-        """
-        if self._folder is None:
-            return False
-        try:
-            ledger = LossLedger(self._folder, self._world.rank)
-        except OSError:
-            return False
-        if self._world.kind == "cpu":  # the step of an accelerator is not waited for
-            self.note_losses = ledger.note
-        return True
-
-    def _write_noted(self, folder: Path, step: int) -> None:
-        """Write losses of an earlier attempt to metrics.jsonl: those that its ranks wrote to their own files before the
-        attempt ended, but had not yet gathered. Losses of steps after `step` are left out, because these steps are
-        repeated."""
-        lines = read_lines(folder / names.METRICS)
-        first = max([line["step"] for line in lines if "loss" in line and "step" in line], default=0) + 1
-        found = list(noted(folder, self._world.size, first, step))
-        if found:
-            self._write([(epoch, number) for epoch, number, _ in found], [of_ranks for _, _, of_ranks in found])
 
     def sync(self) -> None:
         """Gather the losses since the last call from all ranks, check that they are finite, and write them. Collective.

@@ -40,8 +40,6 @@ SAVES = "MESHWISE_SAVES"
 CORES = "MESHWISE_CORES"
 LISTENER = "MESHWISE_LISTENER"
 """Environment variable: the file descriptor of the socket on which rank 0 serves the process group's store."""
-KEPT = "MESHWISE_KEPT"
-"""Environment variable: the path of the memory that keeps this rank's last state after its process has ended."""
 ATTEMPT = "MESHWISE_ATTEMPT"
 """Environment variable: the number of the run's attempt, from 1. Each start of the workers is an attempt."""
 

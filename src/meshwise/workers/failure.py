@@ -72,12 +72,7 @@ class Failure:
     def of_machine(self) -> bool:
         """Whether the failure was caused by the machine and not by the user's program. The run may then be
         restarted."""
-        return self.kind in ("killed", "loader", "left", "hung", "lost", "server", "link") or self.has_spoiled
-
-    @property
-    def has_spoiled(self) -> bool:
-        """Whether the state in memory has wrong values, so that the run must not continue with it."""
-        return self.kind in ("corrupt", "spoiled")
+        return self.kind in ("killed", "loader", "left", "hung", "lost", "server", "link", "corrupt", "spoiled")
 
 
 def is_gloo_abort(line: str) -> bool:

@@ -120,19 +120,6 @@ def training_sentence(plans: Any) -> str:
     return f"{told}{'' if plans.price is None else f', {hours * plans.price:,.2f} at {plans.price:g} an hour'}."
 
 
-def kept_sentence(plans: Any) -> str:
-    """Return a sentence on how much host memory the best plan needs with `--redundancy 1`, which keeps copies of the
-    state on the hosts. Return an empty string if it needs little."""
-    first, machine = plans.found.estimates[0], plans.machine
-    ranks = min(first.plan.devices, len(machine.devices) // max(1, len(machine.hosts)) or first.plan.devices)
-    each, whole, room = first.memory.kept, first.memory.kept * ranks, machine.hosts[0].memory
-    if each <= HOST_WORTH_SAYING:
-        return ""
-    told = f"--redundancy 1 keeps {bytes_text(each)} of each rank's state in the host's memory"
-    told += f", {bytes_text(whole)} for {plural(ranks, 'rank')}" if ranks > 1 else ""
-    return f"{told}{f': the host has only {bytes_text(room)}' if room is not None and whole > room else ''}."
-
-
 def _interval(estimate: Estimate) -> str:
     seconds = estimate.seconds
     return "" if seconds is None else f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)}"
@@ -209,7 +196,9 @@ def sentences(plans: Any) -> list[str]:
         found.append(f"The time of a step is not known: {first.unknown}.")
     if not plans.one:
         found += _why_first(first, others)
-    return found + [said for said in (kept_sentence(plans), training_sentence(plans)) if said]
+    if training := training_sentence(plans):
+        found.append(training)
+    return found
 
 
 def _split(estimate: Estimate) -> str:

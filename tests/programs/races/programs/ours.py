@@ -88,27 +88,6 @@ def read_ahead() -> None:
             show(weight)
 
 
-def side_copies() -> None:
-    """The state of a run, copied beside the training."""
-    from meshwise.recovery.side_copies import SideCopies
-
-    side, weights = SideCopies(torch.device("cuda:0")), [numbers(1 << 18), numbers(1 << 16)]
-    memory = torch.zeros(2, (1 << 18) + (1 << 16))
-    side.pin(memory)
-    for step in range(5):
-        side.hold_back()
-        for weight in weights:
-            weight.mul_(1.5).add_(step)
-        half = memory[step % 2]
-        into = [half[: 1 << 18], half[1 << 18 :]]
-        side.copy(into, weights, lambda: None)
-        if step % 2:
-            side.finish()
-            print(float(memory.double().sum()))
-    side.finish()
-    show(*weights, memory)
-
-
 def offloaded_activations() -> None:
     """What the backward needs waits in the host's memory."""
     from meshwise.parallel.offload import offload_activations

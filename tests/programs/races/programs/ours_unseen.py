@@ -53,23 +53,6 @@ def verified_copy() -> None:
         print(float(host.double().sum()))
 
 
-def side_copies_elsewhere() -> None:
-    """The state of a run on the second device, copied beside the training, while the first one is the current one."""
-    from meshwise.recovery.side_copies import SideCopies
-
-    side, memory = SideCopies(torch.device("cuda:1")), torch.zeros(2 * SIZE)
-    weights = [torch.ones(SIZE, device="cuda:1") for _ in range(2)]
-    side.pin(memory)
-    for step in range(4):
-        side.hold_back()
-        for weight in weights:
-            weight.mul_(1.5).add_(step)
-        side.copy(list(memory.split(SIZE)), weights, lambda: None)
-        side.finish()
-        print(float(memory.double().sum()))
-    show(*weights)
-
-
 def staged_from_a_side_stream() -> None:
     """Through the host, of what a side stream made, whose memory goes back to that stream at once."""
     from meshwise.transfer.staging import staged
