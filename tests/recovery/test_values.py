@@ -1,7 +1,4 @@
-"""The state as plain values and named tensors goes through JSON unchanged, and holds no code.
-
-Of records/merging.py too.
-"""
+"""The state as plain values and named tensors goes through JSON unchanged, and holds no code."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.records.merging import merged
-from meshwise.recovery.values import decoded, encoded
+from meshwise.recovery.values import decoded, encoded, merged
 from meshwise.spec.errors import UsageError
 
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.tuples(st.integers(), st.text(max_size=2)))

@@ -24,11 +24,10 @@ from meshwise.records.boxes import volume
 from meshwise.records.checkpoints import Checkpoint
 from meshwise.records.claims import newest, room_of
 from meshwise.records.files import make_folder
-from meshwise.records.merging import merged
 from meshwise.recovery.collect import collected
 from meshwise.recovery.layout import Held, WriteItem, deal, held, plainly_held, view_of, within
 from meshwise.recovery.tensor_files import as_bytes, laid_out
-from meshwise.recovery.values import encoded
+from meshwise.recovery.values import encoded, merged
 from meshwise.recovery.writing import LAST, Board, Deal, OwnBoard, StoreBoard, Writing
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import CheckpointError, SaveError

@@ -102,3 +102,30 @@ def decoded(values: Any, give: Callable[[str], Any]) -> Any:
         return {key: decoded(item, give) for key, item in values.items()}
     inside = values[word]
     return give(inside) if word == "$tensor" else _MAKE[word](decoded(inside, give))
+
+
+def merged(values: list[Any]) -> Any:
+    """Merge several ranks' copies of one tree. Each entry of a dict is taken from the first rank that has it."""
+    values = [value for value in values if value != {}] or values
+    first = values[0]
+    if all(value == first for value in values[1:]):
+        return first
+    if isinstance(first, dict) and "$dict" in first:
+        pairs = [dict(zip(map(str, (k for k, _ in v["$dict"])), v["$dict"], strict=True)) for v in _dicts(values)]
+        keys = {name: pair[0] for each in reversed(pairs) for name, pair in each.items()}
+        every = {name: merged([each[name][1] for each in pairs if name in each]) for name in keys}
+        numbered = all(isinstance(key, int) for key in keys.values())
+        order = sorted(keys, key=lambda name: keys[name]) if numbered else keys
+        return {"$dict": [[keys[name], every[name]] for name in order]}
+    if isinstance(first, dict):
+        dicts = _dicts(values)
+        return {k: merged([each[k] for each in dicts if k in each]) for k in dict.fromkeys(k for d in dicts for k in d)}
+    if isinstance(first, list):
+        lists = [value for value in values if isinstance(value, list) and len(value) == len(first)]
+        return [merged(list(items)) for items in zip(*lists, strict=True)]
+    return first
+
+
+def _dicts(values: list[Any]) -> list[dict[str, Any]]:
+    word = "$dict" in values[0]
+    return [value for value in values if isinstance(value, dict) and ("$dict" in value) == word]
