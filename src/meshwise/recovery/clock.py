@@ -11,8 +11,12 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from meshwise.machine.memory import free_bytes
 from meshwise.recovery.saving import Saver
 from meshwise.spec.saves import Saves
 from meshwise.spec.units import bytes_text, seconds_text
@@ -20,7 +24,7 @@ from meshwise.transfer import collectives
 
 LEAST = 60.0  # seconds between two states in the background
 STALLS, WRITINGS = 100, 10  # how many times longer than a save holds the training, and than it is written, that is
-MOST_SPACE = 0.1  # of the free disk space, that the states of the background may take
+MOST_DISK, MOST_MEMORY = 0.1, 0.25  # of what is free, that states in the background may take
 
 
 class SaveClock:
@@ -36,14 +40,16 @@ class SaveClock:
         saves: Saves,
         saver: Saver | None = None,
         make: Callable[[bool], Any] = lambda whole: None,
+        option: str = "--save-every",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """saver: saves the states. With None, no state is saved in the background.
         make: returns the state to save, as in `Saver.save`. Its size is looked at before the first save.
+        option: how the user sets when to save.
         """
         self._saves, self._saver, self._make, self._clock = saves, saver, make, clock
         self._since: tuple[float, int] | None = None
-        self._told = LEAST
+        self._told, self._option = LEAST, option
         self.look: float = math.inf if saves.in_background and saver is None else 0
         """The next step at which `is_due` has to be called."""
 
@@ -79,24 +85,33 @@ class SaveClock:
         wait = max(LEAST, STALLS * self._saver.stall_seconds, WRITINGS * self._saver.write_seconds)
         if wait >= 2 * self._told:
             self._told = wait
-            self._saver.tell(f"the state is saved every {seconds_text(wait)} from now on, because a save takes long.")
+            held, written = map(seconds_text, (self._saver.stall_seconds, self._saver.write_seconds))
+            why = f"the last save held the training for {held}, and took {written} in the background"
+            self._saver.tell(f"the state is saved every {seconds_text(wait)} from now on: {why}.")
         return wait
 
     def _begins(self, saver: Saver) -> bool:
-        """Tell the user that states are saved in the background. If the disk has too little space for this, say so
-        instead, and return False. Collective."""
-        size, count, free = saver.size_of(self._make), self._saves.keep + 1, math.inf
-        with contextlib.suppress(OSError):  # a save tells
-            free = shutil.disk_usage(saver.folder).free
-        free = collectives.broadcast_object(free, collectives.everyone())
-        if count * size > MOST_SPACE * free:
+        """Tell the user that states are saved in the background. If there is too little space for this, say so instead,
+        and return False. Collective."""
+        size = saver.size_of(self._make)
+        short: str = collectives.broadcast_object(self._short_of(size, saver.folder), collectives.everyone())
+        if short:
+            saver.tell(f"no state is saved in the background: {short}. Set {self._option} to save it all the same.")
+        else:
             saver.tell(
-                f"no state is saved in the background: {count} states of {bytes_text(size)} take more than "
-                f"a tenth of the {bytes_text(free)} that are free. --save-every 10min saves it all the same."
+                f"the state ({bytes_text(size)}) is saved in the background every {seconds_text(LEAST)}, so a fault "
+                f"costs at most the work since then. {self._option} sets how often."
             )
-            return False
-        saver.tell(
-            f"the state ({bytes_text(size)}) is saved in the background every {seconds_text(LEAST)}, so a fault costs "
-            "at most the work since then. --save-every sets how often."
-        )
-        return True
+        return not short
+
+    def _short_of(self, size: int, folder: Path) -> str:
+        """Return what this host has too little of to save states of so many bytes in the background, or ""."""
+        count, memory = self._saves.keep + 1, free_bytes(torch.device("cpu"))
+        with contextlib.suppress(OSError):  # a save tells
+            disk = shutil.disk_usage(folder).free
+            if count * size > MOST_DISK * disk:
+                states = f"{count} states of {bytes_text(size)}"
+                return f"{states} take more than a tenth of the {bytes_text(disk)} that are free on the disk"
+        if size > MOST_MEMORY * memory:
+            return f"a copy of {bytes_text(size)} takes more than a quarter of the {bytes_text(memory)} of free memory"
+        return ""

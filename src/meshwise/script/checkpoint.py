@@ -135,7 +135,7 @@ class LoopState:
             held.close()
             raise
         self._saver = Saver(self._folder, world, tell, saves=self._saves, resumed=resumed, number=held.number)
-        self._clock = SaveClock(self._saves, self._saver, self._tree)
+        self._clock = SaveClock(self._saves, self._saver, self._tree, "every= of mw.checkpoint")
         self._counted = self._engine.phases.done if self._loader is not None else self._engine.program.backwards
         self._engine.given.loop_states.append(self)
         if (channel := rank_context().channel) is not None:
