@@ -14,8 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from meshwise.machine.file.fields import read_table
-from meshwise.machine.file.tables import FIGURES
+from meshwise.machine.file.tables import FIGURES, read_table
 from meshwise.spec.quantity import read_quantity
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
@@ -104,18 +103,6 @@ class CatalogPart:
         return next((link for link in links if link is not None and link.kind == kind), None)
 
 
-@dataclass(frozen=True)
-class Reached:
-    """Measured shares of a link's nominal bandwidth, e.g. 0.8 for the path `pair`.
-
-    generation: the generation of the link, or None for any.
-    """
-
-    kind: str
-    generation: int | None
-    shares: Mapping[str, float]
-
-
 def parts() -> tuple[CatalogPart, ...]:
     """Return all device models in the catalog, such as `H100-SXM`, in the order of the catalog."""
     return tuple(_parts().values())
@@ -126,6 +113,7 @@ def part(name: str) -> CatalogPart | None:
     return _parts().get(name)
 
 
+@cache
 def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | None:
     """Return the device model in the catalog for a name that a driver reports, such as `NVIDIA H100 80GB HBM3`. Returns
     None unless exactly one model fits.
@@ -185,9 +173,9 @@ def reached(kind: str, generation: int | None, path: str) -> float | None:
     If this generation was not measured, the nearest measured generation is used. Of two equally near generations, the
     older generation is used.
     """
-    found = [r for r in _reached() if r.kind == kind and path in r.shares]
-    best = min(found, key=lambda r: (_apart(r.generation, generation), r.generation or 0), default=None)
-    return None if best is None else best.shares[path]
+    found = {r.get("generation"): r[path] for r in _text()["reached"] if r["kind"] == kind and path in r}
+    best = min(found, key=lambda measured: (_apart(measured, generation), measured or 0), default=None)
+    return found.get(best)
 
 
 def achievable(device_part: CatalogPart, dtype: str) -> float | None:
@@ -230,28 +218,17 @@ def _generations(kind: str) -> Mapping[int, float]:
 
 
 @cache
-def _reached() -> tuple[Reached, ...]:
-    return tuple(_reached_of(**entry) for entry in _text()["reached"])
-
-
-def _reached_of(kind: str, source: str, part: str, generation: int | None = None, **shares: float) -> Reached:
-    return Reached(kind, generation, shares)
-
-
-@cache
 def _parts() -> Mapping[str, CatalogPart]:
     return {name: _part(name, entry) for name, entry in _text()["part"].items()}
 
 
 def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
     where = f"catalog.toml, {name}"
-    figures = [
-        key for key in ("memory", "memory_bandwidth", "multiprocessors", "link", "bridge", "host") if key in entry
-    ]
+    plain = ("memory", "memory_bandwidth", "multiprocessors", "link", "bridge", "host", "peer")
+    figures = [key for key in plain if key in entry]
     figures += [f"{table}.{key}" for table in ("peak", "achievable") for key in entry.get(table, ())]
-    if "peer" in entry:
-        figures.append("peer")
     origins = {figure: _origin(entry, figure) for figure in figures}
+    links = {key: _link(entry, key, origins, where) for key in ("link", "bridge", "host")}
     return CatalogPart(
         name,
         entry.get("family", name),
@@ -259,20 +236,16 @@ def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
         kind="cpu" if entry["architecture"] == "cpu" else "cuda",
         aliases=tuple(entry.get("aliases", ())),
         driver=tuple(entry.get("driver", ())),
-        **read_table({name: entry[name] for name in FIGURES if name in entry}, FIGURES, where),
-        multiprocessors=entry.get("multiprocessors"),
-        link=_link(entry, "link", origins, where),
-        bridge=_link(entry, "bridge", origins, where),
-        host_link=_link(entry, "host", origins, where),
-        peer=entry.get("peer"),
-        note=entry.get("note", ""),
+        host_link=links.pop("host"),
         origins=origins,
+        **links,
+        **{key: entry[key] for key in ("multiprocessors", "peer", "note") if key in entry},
+        **read_table({key: entry[key] for key in FIGURES if key in entry}, FIGURES, where),
     )
 
 
 def _origin(entry: Mapping[str, Any], figure: str) -> str:
-    """Return where a figure in the catalog comes from, e.g. a datasheet. figure: the name of the figure, such as
-    `peak.fp8`. If the catalog has no source for this figure, the source of its table (`peak`) is returned."""
+    """Return the source of a figure such as `peak.fp8`, or else that of its table (`peak`)."""
     sources = entry["sources"]
     key = sources.get(figure) or sources[figure.split(".")[0]]
     origin: str = _text()["sources"][key]

@@ -11,13 +11,13 @@ Tested in tests/machine/test_machine_file.py.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from meshwise.machine.catalog import CatalogPart, part, parts
-from meshwise.machine.file.fields import MANY, TEXT, Table, list_of, read_table
-from meshwise.machine.file.tables import COLLECTIVE, DEVICE, FIGURES, FILE, HOST, LINK
+from meshwise.machine.file.tables import DEVICE, ENDS, FIGURES, FILE, HOST, LINK, Known, Table, collective, read_table
 from meshwise.machine.words import class_links, device_of
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import DEVICE as ANY_DEVICE
@@ -27,7 +27,6 @@ from meshwise.spec.machine import MOST_DEVICES, NODE, Device, Host, Link, Machin
 FROM_FILE = "the machine file"
 """The source that is recorded for a figure in a machine file if the file does not name the figure's source."""
 _PART_NAME = '"H100-SXM", or the name that the driver gives'
-_LINK_ENDS = '["host -> cuda:0", "cuda:0 <-> cuda:1"]'
 
 
 def machine_from_toml(text: str, where: str) -> Machine:
@@ -38,11 +37,8 @@ def machine_from_toml(text: str, where: str) -> Machine:
     file = read_table(_toml(text, where), FILE, where)
     if "device" not in file:
         raise UsageError(f'{where} describes no device. Write [[device]] with part = "H100-SXM" and count = 8.')
-    own_parts = {
-        name: read_table(table, FIGURES, f"{where}, [part.{name[:60]}]") for name, table in file.get("part", {}).items()
-    }
-    devices = _devices(file["device"], own_parts, where)
-    hosts = _hosts(file.get("host", ()), where)
+    devices = _devices(file, where)
+    hosts = _hosts(file, where)
     needed = max((device.host for device in devices), default=0) + 1
     if "host" not in file:
         hosts = (Host(),) * needed
@@ -51,17 +47,18 @@ def machine_from_toml(text: str, where: str) -> Machine:
             f"{where}: a device is on host {needed - 1}, but there are only {len(hosts)}. Add a [[host]] for it."
         )
     if "link" in file:
-        links = _links(file["link"], devices, len(hosts), where)
+        links = _links(file, {*(device.name for device in devices), *(f"node{at}" for at in range(len(hosts)))}, where)
     else:
         known = [found for device in devices if (found := part(device.part)) is not None]
         several = len({device.host for device in devices}) < len(devices)
         links = class_links(known, several) if len(known) == len(devices) else ()
+    collectives = enumerate(file.get("collective", ()), 1)
     return Machine(
         file.get("name", _name(devices, hosts)),
         devices,
         links,
         hosts,
-        tuple(COLLECTIVE.read(table, place) for table, place in _each(file.get("collective", ()), "collective", where)),
+        tuple(collective(table, f"{where}, [[collective]] {at}") for at, table in collectives),
         file.get("versions", {}),
         file.get("warnings", ()),
         file.get("measured", ""),
@@ -80,9 +77,13 @@ def _toml(text: str, where: str) -> dict[str, Any]:
         raise UsageError(f"{where} is not a valid TOML file: {error}.") from None
 
 
-def _each(tables: Sequence[Table], key: str, where: str) -> list[tuple[Table, str]]:
-    """Return each table with a text on its place in the file, such as `m.toml, [[device]] 2`, for error messages."""
-    return [(table, f"{where}, [[{key}]] {at}") for at, table in enumerate(tables, 1)]
+def _each(
+    file: Table, key: str, known: Known, where: str, required: Mapping[str, str] | None = None
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Read each table of a list. Yields it with a text on its place in the file, such as `m.toml, [[device]] 2`."""
+    for at, table in enumerate(file.get(key, ()), 1):
+        place = f"{where}, [[{key}]] {at}"
+        yield read_table(table, known, place, required), place
 
 
 def _name(devices: Sequence[Device], hosts: Sequence[Host]) -> str:
@@ -92,47 +93,54 @@ def _name(devices: Sequence[Device], hosts: Sequence[Host]) -> str:
     return f"{len(hosts)}x{each}" if len(hosts) > 1 and len(names) == 1 else each
 
 
-def _times(table: Table, key: str, place: str) -> int:
-    """Return how many equal items a table describes. This is the count at `key`, or 1 if the table has no such key."""
-    return MANY.read(table[key], f"{place}: {key}") or 1 if key in table else 1
-
-
-def _no_more(count: int, things: str, place: str) -> None:
-    if count > MOST_DEVICES:
-        raise UsageError(f"{place}: {count:,} {things} are too many. The limit is {MOST_DEVICES:,}.")
-
-
 # ---- Hosts and devices -----------------------------------------------------------------------------------------------
 
 
-def _hosts(tables: Sequence[Table], where: str) -> tuple[Host, ...]:
+def _hosts(file: Table, where: str) -> tuple[Host, ...]:
     found: list[Host] = []
-    for table, place in _each(tables, "host", where):
-        host = Host(**read_table(table, HOST, place, also=("count",)))
-        found += [host] * _times(table, "count", place)
-        _no_more(len(found), "hosts", place)
+    for values, _ in _each(file, "host", HOST, where):
+        count = values.pop("count", None) or 1
+        found += [Host(**values)] * count
     return tuple(found)
 
 
-def _devices(tables: Sequence[Table], own_parts: Mapping[str, Table], where: str) -> tuple[Device, ...]:
+def _devices(file: Table, where: str) -> tuple[Device, ...]:
+    own_parts = {
+        name: read_table(table, FIGURES, f"{where}, [part.{name[:60]}]") for name, table in file.get("part", {}).items()
+    }
     found: dict[tuple[int, str], Device] = {}
     next_index: dict[tuple[int, str], int] = {}
-    for table, place in _each(tables, "device", where):
-        values = read_table(table, DEVICE, place, also=("count", "hosts"), required={"part": _PART_NAME})
-        count, hosts = _times(table, "count", place), _times(table, "hosts", place)
-        _no_more(len(found) + count * hosts, "devices", place)
+    for values, place in _each(file, "device", DEVICE, where, {"part": _PART_NAME}):
+        count, hosts = (values.pop(key, None) or 1 for key in ("count", "hosts"))
+        many = len(found) + count * hosts
+        if many > MOST_DEVICES:
+            raise UsageError(f"{place}: {many:,} devices are too many. The limit is {MOST_DEVICES:,}.")
         device = _device(values, own_parts, place)
         if not device.name:
             kind = (part(device.part) or CatalogPart).kind
             device = replace(device, name=f"{kind}:{next_index.get((device.host, kind), 0)}")
-        alike = _counted(device, values, count, place)
-        for host in range(device.host, device.host + hosts):
-            for one in alike:
-                if (host, one.name) in found:
-                    raise UsageError(f"{place}: host {host} has two devices named {one.name}. Use different names.")
-                found[host, one.name] = replace(one, host=host)
-                next_index[host, one.kind] = (_index(one.name) or 0) + 1
+        first = _index(device.name)
+        if count > 1 and first is None:
+            raise UsageError(
+                f"{place}: count is above 1, so name = '{device.name[:60]}' must end in a number (cuda:0)."
+            )
+        each = {key: _for_each(values, key, count, place) for key in ("numa", "pci") if key in values}
+        for host, at in product(range(device.host, device.host + hosts), range(count)):
+            name = device.name if count == 1 else f"{device.kind}:{(first or 0) + at}"
+            if (host, name) in found:
+                raise UsageError(f"{place}: host {host} has two devices named {name}. Use different names.")
+            own = {key: of_each[at] for key, of_each in each.items()}
+            found[host, name] = replace(device, name=name, host=host, **own)
+            next_index[host, device.kind] = (_index(name) or 0) + 1
     return tuple(found.values())
+
+
+def _for_each(values: Table, key: str, count: int, place: str) -> list[Any]:
+    """Return the value of a key for each device of a table, which has one value for all, or a list."""
+    many: list[Any] = values[key] if isinstance(values[key], list) else [values[key]] * count
+    if len(many) != count:
+        raise UsageError(f"{place}: {key} has {len(many)} values for {count} devices. Write one value, or {count}.")
+    return many
 
 
 def _index(name: str) -> int | None:
@@ -141,9 +149,8 @@ def _index(name: str) -> int | None:
     return int(number) if number.isascii() and number.isdigit() and len(number) < 9 else None
 
 
-def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: str) -> Device:
-    """Make a device from its table in the machine file. A figure that this table lacks is taken from the table
-    [part.NAME] of the same file. If it is missing there, too, it is taken from the catalog."""
+def _device(values: Table, own_parts: Mapping[str, Table], place: str) -> Device:
+    """Make a device: its own figures, else those of [part.NAME], else the catalog's."""
     name = values["part"]
     known = part(name)
     if known is None and name not in own_parts and not set(FIGURES) & set(values):
@@ -158,9 +165,8 @@ def _device(values: Mapping[str, Any], own_parts: Mapping[str, Table], place: st
     return replace(own, name=values.get("name", ""), host=values.get("host") or 0, **facts)
 
 
-def _with_figures(device: Device, values: Mapping[str, Any]) -> Device:
-    """Replace figures of a device, such as its memory, by the figures in a table of the machine file. If the table does
-    not name the sources of its figures, "the machine file" is recorded as their source."""
+def _with_figures(device: Device, values: Table) -> Device:
+    """Replace figures of a device by those in a table, with their source."""
     written = {name: values[name] for name in FIGURES if name in values}
     if "origins" not in written:
         kept = {name: origin for name, origin in device.origins.items() if name.split(".")[0] not in written}
@@ -169,59 +175,31 @@ def _with_figures(device: Device, values: Mapping[str, Any]) -> Device:
     return replace(device, **written)
 
 
-def _counted(device: Device, values: Mapping[str, Any], count: int, place: str) -> list[Device]:
-    """Return `count` devices named `cuda:0`, `cuda:1` and so on. `numa` and `pci` in `values` are either one value for
-    all devices or a list."""
-    index = _index(device.name)
-    if count > 1 and index is None:
-        raise UsageError(f"{place}: count is above 1, so name = '{device.name[:60]}' must end in a number (cuda:0).")
-    each = {}
-    for key in ("numa", "pci"):
-        value = values.get(key, getattr(device, key))
-        each[key] = value if isinstance(value, list) else [value] * count
-        if len(each[key]) != count:
-            raise UsageError(
-                f"{place}: {key} has {len(each[key])} values for {count} devices. Write one value, or {count}."
-            )
-    names = [device.name] if index is None or count == 1 else [f"{device.kind}:{index + at}" for at in range(count)]
-    return [
-        replace(device, name=name, numa=numa, pci=pci)
-        for name, numa, pci in zip(names, each["numa"], each["pci"], strict=True)
-    ]
-
-
 # ---- Links -----------------------------------------------------------------------------------------------------------
 
 
-def _links(tables: Sequence[Table], devices: Sequence[Device], hosts: int, where: str) -> tuple[Link, ...]:
-    """Read the links of a machine file from its tables `[[link]]`, in the order of the file. The key `ends` of a table
-    lists pairs of devices, such as "cuda:0 <-> cuda:1". Each pair in the list becomes a link with the facts of the
-    table. Raises UsageError if an end is unknown, or if a link is given twice."""
-    known = {ANY_HOST, ANY_DEVICE, NODE, *(device.name for device in devices), *(f"node{at}" for at in range(hosts))}
-    texts = list_of(TEXT, f"texts: {_LINK_ENDS}")
+def _links(file: Table, names: set[str], where: str) -> tuple[Link, ...]:
+    """Read the links: each pair in `ends` becomes a link with the facts of the table."""
     found: dict[tuple[str, str], Link] = {}
-    for table, place in _each(tables, "link", where):
-        facts = {"kind": "", **read_table(table, LINK, place, also=("ends",), required={"ends": _LINK_ENDS})}
-        for source, target in _ends(texts.read(table["ends"], f"{place}: ends"), known, place):
-            if (source, target) in found:
-                raise UsageError(f"{place}: the link {source} -> {target} is given twice. Write each link once.")
-            found[source, target] = Link(source, target, **facts)
+    for values, place in _each(file, "link", LINK, where, {"ends": ENDS}):
+        for pair in (pair for text in values.pop("ends") for pair in _ends(text, names, place)):
+            if pair in found:
+                raise UsageError(f"{place}: the link {' -> '.join(pair)} is given twice. Write each link once.")
+            found[pair] = Link(*pair, **{"kind": "", **values})
     return tuple(found.values())
 
 
-def _ends(texts: Iterable[str], known: set[str], place: str) -> list[tuple[str, str]]:
+def _ends(text: str, names: set[str], place: str) -> list[tuple[str, str]]:
     """Parse `cuda:0 -> cuda:1` as one pair (source, target), and `cuda:0 <-> cuda:1` as two pairs."""
-    found = []
-    for text in texts:
-        arrow = "<->" if "<->" in text else "->"
-        source, found_arrow, target = (part.strip() for part in text.partition(arrow))
-        if not found_arrow:
-            raise UsageError(f"{place}: '{text[:60]}' does not name two ends of a link. Write ends = {_LINK_ENDS}.")
-        for end in (source, target):
-            if end not in known:
-                raise UsageError(
-                    f"{place}: '{end[:60]}' is not a device of this machine.{nearest(end, known)} Use the name of "
-                    "a device in the file, host, device (any device), node (any host) or node0."
-                )
-        found += [(source, target)] if arrow == "->" or source == target else [(source, target), (target, source)]
-    return found
+    arrow = "<->" if "<->" in text else "->"
+    source, found_arrow, target = (part.strip() for part in text.partition(arrow))
+    if not found_arrow:
+        raise UsageError(f"{place}: '{text[:60]}' does not name two ends of a link. Write ends = {ENDS}.")
+    known = {ANY_HOST, ANY_DEVICE, NODE, *names}
+    for end in (source, target):
+        if end not in known:
+            raise UsageError(
+                f"{place}: '{end[:60]}' is not a device of this machine.{nearest(end, known)} Use the name of "
+                "a device in the file, host, device (any device), node (any host) or node0."
+            )
+    return list(dict.fromkeys([(source, target), (target, source)] if arrow == "<->" else [(source, target)]))

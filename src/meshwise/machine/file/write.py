@@ -12,23 +12,31 @@ Tested in tests/machine/test_machine_file.py.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
-from meshwise.machine.file.fields import write_table
-from meshwise.machine.file.tables import DEVICE, FIGURES, FILE, HOST, LINK, write_timings
+from meshwise.machine.file.tables import COLUMNS, DEVICE, FIGURES, FIT, HOST, LINK, MATMUL, UNKNOWN
 from meshwise.spec.errors import UsageError
-from meshwise.spec.machine import Device, Host, Machine
+from meshwise.spec.machine import Device, Host, Machine, Matmul
+from meshwise.spec.quantity import write_quantity
+from meshwise.spec.timings import Timings
 
 HEADER = """\
 # A machine, as meshwise measured or described it. May be edited: every figure has its unit, a figure that is left out
 # is the catalog's, "unknown" is a figure that nobody knows. `meshwise bench --save` writes such files.
 """
 INSTALL = "pip install meshwise[machine]"
+UNITS = {
+    **dict.fromkeys(("memory", "memory_present"), "bytes"),
+    **dict.fromkeys(("memory_bandwidth", "memory_rate", "bandwidth"), "bytes/s"),
+    **dict.fromkeys(("latency", "launch"), "seconds"),
+    "peak": "FLOP/s",
+}
+"""The figures that are written with a unit."""
 _LIST = re.compile(r"\[\n((?: +[^\n\[\]{}]+,\n)+)\s*\]")
 """Matches a list of numbers or texts as tomli-w writes it, with one item per line."""
-_WIDTH = 100
 
 
 def toml_writer() -> Any:
@@ -44,50 +52,58 @@ def toml_writer() -> Any:
 def machine_to_toml(machine: Machine) -> str:
     """Write the machine as TOML. Figures are written exactly, so reading the text gives the same machine."""
     first = {device.part: device for device in reversed(machine.devices)}
-    hosts = max((device.host for device in machine.devices), default=0) + 1
-    file = write_table(machine, {name: FILE[name] for name in ("name", "measured", "warnings", "versions")})
-    if machine.hosts != (Host(),) * hosts:
-        file["host"] = [write_table(host, HOST) for host in machine.hosts]
+    file = _table(machine, ("name", "measured", "warnings", "versions"))
+    if machine.hosts != (Host(),) * (max((device.host for device in machine.devices), default=0) + 1):
+        file["host"] = [_table(host, HOST) for host in machine.hosts]
     file["part"] = {name: _figures(first[name]) for name in dict.fromkeys(device.part for device in machine.devices)}
     file["device"] = [_device(device, first[device.part]) for device in machine.devices]
     file["link"] = [
-        {"ends": [f"{link.source} -> {link.target}" for link in alike], **write_table(facts, LINK)}
+        {"ends": [f"{link.source} -> {link.target}" for link in alike], **_table(facts, LINK)}
         for facts, alike in groupby(machine.links, key=lambda link: replace(link, source="", target=""))
     ]
     if machine.collectives:
         file["collective"] = [
-            {"kind": c.kind, "ranks": c.ranks, "backend": c.backend, **write_timings(c.timings)}
-            for c in machine.collectives
+            {"kind": c.kind, "ranks": c.ranks, "backend": c.backend, **_timings(c.timings)} for c in machine.collectives
         ]
     text = toml_writer().dumps(file).encode("utf-8", "replace").decode("utf-8")  # a name may have lone surrogates
-    return HEADER + _LIST.sub(_wrapped, text)
+    return HEADER + _LIST.sub(lambda found: f"[{' '.join(map(str.strip, found[1].splitlines()))[:-1]}]", text)
 
 
-def _wrapped(found: re.Match[str]) -> str:
-    """Write the items of a list on as few lines as possible.
+def _table(thing: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Convert fields to a table. Those that are empty or have their default value are left out."""
+    default = {field.name: field.default for field in fields(thing)}
+    values = {name: getattr(thing, name) for name in names if name in default}
+    return {name: _value(name, value) for name, value in values.items() if value not in (default[name], (), {})}
 
-    found: a match of `_LIST`.
-    """
-    rows = [""]
-    for item in found[1].rstrip("\n").split("\n"):
-        if rows[-1] and len(rows[-1]) + len(item) > _WIDTH:
-            rows.append("")
-        rows[-1] += f" {item.strip()}" if rows[-1] else item.strip()
-    return f"[{rows[0][:-1]}]" if len(rows) == 1 else "\n    ".join(["[", *rows]) + "\n]"
+
+def _value(name: str, value: Any) -> Any:
+    match value:
+        case None:
+            return UNKNOWN
+        case Timings():
+            return _timings(value)
+        case Matmul():
+            return _table(value, MATMUL)
+        case tuple():
+            return [_value(name, one) for one in value]
+        case Mapping():
+            return {key: _value(name, one) for key, one in value.items()}
+    return write_quantity(value, UNITS[name]) if name in UNITS else value
+
+
+def _timings(timings: Timings) -> dict[str, Any]:
+    """Convert measured times, and the latency and bandwidth that were fitted to them, to a table of the file."""
+    finite = [name for name in FIT if getattr(timings, name) != float("inf")]
+    return {"bytes": timings.sizes, **_table(timings, COLUMNS), "fit": _table(timings, finite)}
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """Return the nominal figures of a device as a table for the machine file. Unknown figures are written as unknown.
-    If they were left out, they would be read from the catalog when the file is read."""
-    return {name: field.write(getattr(device, name)) for name, field in FIGURES.items()}
+    """Return the nominal figures; what is left out would be read from the catalog."""
+    return {name: _value(name, getattr(device, name)) for name in FIGURES}
 
 
 def _device(device: Device, first: Device) -> dict[str, Any]:
-    """Return the table that describes a device in the machine file. Figures such as memory are left out if they are
-    equal to the figures of `first`, because these are written once for all devices of the model.
-
-    first: the first device of the same model.
-    """
-    own = {name: field for name, field in DEVICE.items() if name not in FIGURES}
+    """Return the table of a device; figures that are those of `first` stand under its part."""
+    own = _table(device, [name for name in DEVICE if name not in FIGURES])
     same = all(getattr(device, name) == getattr(first, name) for name in FIGURES)
-    return {**write_table(device, own), **({} if same else _figures(device))}
+    return own if same else {**own, **_figures(device)}
