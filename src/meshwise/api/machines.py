@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwise.machine.discovery.discover import discover
-from meshwise.machine.discovery.torch_facts import with_torch_facts
+from meshwise.machine.discovery.torch_facts import read_torch
 from meshwise.machine.file.read import machine_from_toml
-from meshwise.machine.views.devices_text import devices_text
+from meshwise.machine.views.devices import devices_text
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
@@ -32,8 +32,7 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
     invalid machine file.
     """
     if words is None:
-        found = discover()
-        return with_torch_facts(found) if torch else found
+        return discover(torch=read_torch() if torch else None)
     if not isinstance(words, str | Path):
         raise UsageError(f"find_machine({words!r}): pass words such as '8xH100', or the path of a machine file.")
     path = Path(words)

@@ -15,83 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.machine.allowance import bound_cores
-from meshwise.machine.catalog import nominal, part_of_driver_name
+from meshwise.machine.catalog import nominal
 from meshwise.machine.discovery.found import Accelerator, Found
 from meshwise.machine.discovery.host_facts import host_facts, node_sockets
 from meshwise.machine.discovery.nvml import read_nvidia
 from meshwise.machine.discovery.sysfs import node_cores
-from meshwise.machine.discovery.topology import Named, and_more, device_links, host_links, link_warnings
+from meshwise.machine.discovery.topology import and_more, device_links, host_links, link_warnings
+from meshwise.machine.discovery.torch_facts import as_torch_sees
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def visible(found: Found, environ: Mapping[str, str]) -> Found:
-    """Select the accelerators that environment variables such as CUDA_VISIBLE_DEVICES leave visible to this process.
-    They are returned in the order of the variable.
-
-    As in CUDA, an entry of the variable that names no device ends the list (CUDA programming guide, environment
-    variables). CUDA numbers the fastest device first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID. This function always
-    numbers devices by PCI address. If the NVIDIA devices have different names, torch may number them differently, and a
-    warning says so.
-    """
-    devices = found.accelerators
-    order = list(range(len(devices)))
-    notes = []
-    if devices and VISIBLE in environ:
-        order = _chosen(environ[VISIBLE], devices)
-        if len(order) < len(devices):
-            notes.append(
-                f"{VISIBLE}={environ[VISIBLE]}: this process can use only {len(order)} of {len(devices)} devices."
-            )
-    if len({device.name for device in devices}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        notes.append(
-            "The devices differ. CUDA numbers the fastest device first, but without torch, this list is in the order "
-            "of PCI addresses. Set CUDA_DEVICE_ORDER=PCI_BUS_ID to make both the same."
-        )
-    return kept(replace(found, warnings=(*found.warnings, *notes)), order)
-
-
-def kept(found: Found, order: list[int]) -> Found:
-    """Keep only the accelerators at the indices `order`, in that order."""
-    places = {old: new for new, old in enumerate(order)}
-    return replace(
-        found,
-        accelerators=tuple(found.accelerators[at] for at in order),
-        between={
-            (places[one], places[other]): between
-            for (one, other), between in found.between.items()
-            if one in places and other in places
-        },
-    )
-
-
-def _chosen(text: str, devices: tuple[Accelerator, ...]) -> list[int]:
-    chosen: list[int] = []
-    for word in text.split(","):
-        word = word.strip()
-        if word.isdecimal() and int(word) < len(devices):
-            chosen.append(int(word))
-        elif word.startswith(("GPU-", "MIG-")) and (at := _by_uuid(word, devices)) is not None:
-            chosen.append(at)
-        else:
-            break
-    return list(dict.fromkeys(chosen))
-
-
-def _by_uuid(word: str, devices: tuple[Accelerator, ...]) -> int | None:
-    """Return the index in `devices` of the only device whose UUID begins with `word`. Return None if several devices
-    match, or none. CUDA finds devices in the same way.
-
-    word: the beginning of a UUID. For a MIG slice in the form `MIG-GPU-.../1/0`, the device that contains the slice is
-        found. The form `MIG-...` does not contain the UUID of a device, so it is not found.
-    """
-    start = word.removeprefix("MIG-").split("/")[0]
-    matching = [at for at, device in enumerate(devices) if device.uuid.startswith(start)]
-    return matching[0] if len(matching) == 1 else None
-
-
-DRIVER = "as the driver reports it"
+WITHOUT_TORCH = (
+    "Without torch, this list has all devices, in the order of PCI addresses. CUDA_VISIBLE_DEVICES and the order of "
+    "CUDA, fastest device first, are not looked at. Leave out --no-torch to see what programs see."
+)
 
 
 def discover(
@@ -99,6 +35,7 @@ def discover(
     sys: Path = Path("/sys"),
     proc: Path = Path("/proc"),
     *,
+    torch: Found | None = None,
     affinity: Sequence[int] | None = None,
     limits: Mapping[str, float] | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -109,44 +46,38 @@ def discover(
 
     nvml: the library to ask. The default is the installed one.
     sys, proc: the folders to read instead of /sys and /proc.
+    torch: what torch reports. By default, devices are numbered by PCI address, as the driver does.
     affinity, limits: the cores and the limits of this process. The default is to ask the system.
-    environ: the environment variables, among them CUDA_VISIBLE_DEVICES.
+    environ: the environment variables. Without torch, CUDA_VISIBLE_DEVICES is not applied, and a warning says so.
     """
     host = host_facts(sys, proc, affinity, limits)
     sockets = node_sockets(sys, proc)
-    found = visible(read_nvidia(sys, proc, nvml, sockets), environ)
+    found = read_nvidia(sys, nvml, sockets)
+    if torch is not None:
+        found = as_torch_sees(found, torch)
     if not found.accelerators:
         return _cpu_machine(host, found)
-    named = [
-        Named(f"cuda:{index}", device, part_of_driver_name(device.name, device.memory))
-        for index, device in enumerate(found.accelerators)
-    ]
+    named = [replace(each, label=each.label or f"cuda:{at}") for at, each in enumerate(found.accelerators)]
     cores = bound_cores() if affinity is None else affinity
     own = {sockets.get(node) for node, members in node_cores(sys).items() if members.intersection(cores)}
-
-    def far(device: Accelerator) -> bool:
-        return bool(own) and None not in own and sockets.get(device.numa) not in {None, *own}
-
+    known = own and None not in own
+    far = {node for node, socket in sockets.items() if known and socket not in {None, *own}}
     links = [*host_links(named, far), *device_links(named, found.between)]
-    devices = tuple(map(described, named))
+    devices = tuple(map(_described, named))
+    hidden = "CUDA_VISIBLE_DEVICES" in environ or len({device.name for device in named}) > 1
     warnings = (
         *found.warnings,
-        *_part_warnings(named),
+        *map(_unknown_part, dict.fromkeys(device.name for device in named if device.part is None)),
+        *([WITHOUT_TORCH] if torch is None and hidden else []),
         *link_warnings(links, named),
-        *_host_warnings(sys, host),
-        *_far_warnings(links),
+        *_host_warnings(sys, host, links),
     )
-    return Machine(
-        machine_name([device.part for device in devices]),
-        devices,
-        tuple(links),
-        (host,),
-        versions=found.versions,
-        warnings=warnings,
-    )
+    parts = [device.part for device in devices]
+    name = " + ".join(f"{parts.count(part)}x{part}" for part in dict.fromkeys(parts))
+    return Machine(name, devices, tuple(links), (host,), versions=found.versions, warnings=warnings)
 
 
-def unknown_part(name: str) -> str:
+def _unknown_part(name: str) -> str:
     """Return the warning for a part that the catalog does not have."""
     return (
         f"{name} is not in the catalog: its peak and the bandwidth of its memory and links are unknown. "
@@ -157,51 +88,29 @@ def unknown_part(name: str) -> str:
 def _cpu_machine(host: Host, found: Found) -> Machine:
     """Return a machine with one CPU device. Its figures are unknown, as the catalog has no processors."""
     device = Device("cpu:0", host.processor or "unknown processor", memory=host.memory)
-    warnings = (*found.warnings, unknown_part(device.part))
+    warnings = (*found.warnings, _unknown_part(device.part))
     return Machine("1xcpu", (device,), (), (host,), versions=found.versions, warnings=warnings)
 
 
-def described(one: Named, teller: str = DRIVER) -> Device:
-    """Convert a discovered accelerator to a `Device`. If the catalog knows the device model, the `Device` also gets the
-    model's nominal figures, such as its peak FLOP/s.
-
-    teller: who reported the amount of memory, such as "torch". A reported amount replaces the nominal amount, and
-        `teller` is recorded as its source.
-    """
-    found = one.device
-    made = Device(one.name, found.name, numa=found.numa, pci=found.pci)
-    made = made if one.part is None else replace(made, **nominal(one.part))
+def _described(found: Accelerator) -> Device:
+    """Convert an accelerator to a `Device`, with the nominal figures of its model."""
+    made = Device(found.label, found.name, numa=found.numa, pci=found.pci)
+    made = made if found.part is None else replace(made, **nominal(found.part))
     if found.memory is None:
         return made
-    return replace(made, memory=found.memory, origins={**made.origins, "memory": teller})
+    return replace(made, memory=found.memory, origins={**made.origins, "memory": found.told_by})
 
 
-def machine_name(names: Sequence[str]) -> str:
-    """Name a machine after its parts: `8xH100-SXM`, or `2xRTX-4090 + 1xNVIDIA T4` if the parts differ."""
-    return " + ".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
-
-
-def _part_warnings(found: Sequence[Named]) -> list[str]:
-    unknown = dict.fromkeys(one.device.name for one in found if one.part is None)
-    warnings = [unknown_part(name) for name in unknown]
-    if any(one.device.sliced for one in found):
-        warnings.append("MIG is on, so programs get slices of these devices. To list the slices, leave out --no-torch.")
-    return warnings
-
-
-def _host_warnings(sys: Path, host: Host) -> list[str]:
-    """Warn of a limit on locked memory if the host has InfiniBand. NCCL's guide asks for `--ulimit memlock=-1`."""
+def _host_warnings(sys: Path, host: Host, links: Sequence[Link]) -> list[str]:
+    warnings = []
     ports = sys / "class/infiniband"
     if "locked memory" in host.limits and ports.is_dir() and any(ports.iterdir()):
-        return ["Locked memory is limited, but InfiniBand needs it. Use ulimit -l unlimited or --ulimit memlock=-1."]
-    return []
-
-
-def _far_warnings(links: Sequence[Link]) -> list[str]:
-    far = [link.target for link in links if link.source == HOST and link.crosses == "socket"]
-    if not far:
-        return []
-    return [
-        f"{far[0]}{and_more(far, 'device')}: this process may not use the cores of the socket that the device is on, "
-        "so copies from the host are slower. Give the process cores of that socket."
-    ]
+        warnings.append(
+            "Locked memory is limited, but InfiniBand needs it. Use ulimit -l unlimited or --ulimit memlock=-1."
+        )
+    if far := [link.target for link in links if link.source == HOST and link.crosses == "socket"]:
+        warnings.append(
+            f"{far[0]}{and_more(far, 'device')}: this process may not use the cores of the socket that the device is "
+            "on, so copies from the host are slower. Give the process cores of that socket."
+        )
+    return warnings

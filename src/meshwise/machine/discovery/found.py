@@ -8,38 +8,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshwise.machine.catalog import CatalogPart, part_of_driver_name
+
 Sockets = Mapping[int | None, int | None]
 """The processor socket of each NUMA node, or None if unknown."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator as its driver reports it. Values that are unknown are None.
+    """One accelerator as its driver or torch reports it. Values that are unknown are None.
 
+    name: the driver's name of the model.
     pci: the PCI address as sysfs writes it.
-    memory: in bytes.
+    memory: in bytes. `told_by` says who reports it.
     now: the current generation and lane count of the PCIe link, e.g. (4, 16).
-    system: the highest generation and lane count that the card can reach in its slot.
     own: the highest generation and lane count that the card supports.
-    sliced: whether MIG divides the accelerator.
+    label: its name in the result, such as `cuda:0`. Empty if torch was not asked, until it is numbered.
+    listed: whether the driver lists it. Otherwise torch alone sees it.
     """
 
     name: str
     pci: str
-    uuid: str = ""
     memory: int | None = None
     numa: int | None = None
     now: tuple[int | None, int | None] = (None, None)
-    system: tuple[int | None, int | None] = (None, None)
     own: tuple[int | None, int | None] = (None, None)
-    sliced: bool = False
+    told_by: str = "as the driver reports it"
+    label: str = ""
+    listed: bool = True
+
+    @property
+    def part(self) -> CatalogPart | None:
+        """The device model in the catalog, or None if the catalog does not have it."""
+        return part_of_driver_name(self.name, self.memory)
 
 
 @dataclass(frozen=True)
 class Between:
     """The connection between two accelerators.
 
-    links: the number of NVLinks. 0 means that there is only PCIe, None that the number is unknown.
+    links: the number of NVLinks. 0 means that there is only PCIe, None that nothing is known.
     peer: whether the first accelerator can access the memory of the second.
     crosses: what the path crosses besides switches: `bridge`, `socket` or "".
     """
@@ -52,7 +60,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Found:
-    """The accelerators, in the driver's order.
+    """The accelerators, in the order of who reports them.
 
     between: the connection of each pair of accelerators, by their indices.
     """

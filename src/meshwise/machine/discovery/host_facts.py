@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import re
+import resource
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from meshwise.spec.machine import Host, Machine
 from meshwise.spec.units import bytes_text, plural
 from meshwise.workers.control_groups import read_text
 
+SHM = Path("/dev/shm")
 SHARED_MEMORY = 2**30
 """The bytes of /dev/shm that NCCL and data loaders need at least. NCCL's guide asks for `--shm-size=1g`."""
 OPEN_FILES_EACH = 512
@@ -65,14 +67,11 @@ def core_packages(proc: Path) -> Mapping[int, int | None]:
     """Return the processor socket of each core according to /proc/cpuinfo. The socket is None if the file does not say
     it, as on Arm."""
     found: dict[int, int | None] = {}
-    core = -1
-    for line in read_text(proc / "cpuinfo").splitlines():
-        name, _, value = (part.strip() for part in line.partition(":"))
-        if name == "processor" and value.isdecimal():
-            core = int(value)
-            found[core] = None
-        elif name == "physical id" and value.isdecimal():
-            found[core] = int(value)
+    for name, number in re.findall(r"^(processor|physical id)\s*:\s*(\d+)$", read_text(proc / "cpuinfo"), re.MULTILINE):
+        if name == "processor":
+            found[core := int(number)] = None
+        elif found:
+            found[core] = int(number)
     return found
 
 
@@ -85,23 +84,12 @@ def node_sockets(sys: Path, proc: Path) -> Sockets:
 def own_limits() -> Mapping[str, float]:
     """Return the limits of this process: `shared memory` and `locked memory` in bytes, and the number of `open files`.
     A limit that is not set is left out."""
-    found: dict[str, float] = {}
-    try:
-        shared = os.statvfs("/dev/shm")
+    numbers = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK}
+    soft = {name: resource.getrlimit(number)[0] for name, number in numbers.items()}
+    found = {name: limit for name, limit in soft.items() if limit != resource.RLIM_INFINITY}
+    if SHM.is_dir():
+        shared = os.statvfs(SHM)
         found["shared memory"] = shared.f_frsize * shared.f_blocks
-    except (OSError, AttributeError):  # no such folder, or Windows
-        pass
-    try:
-        import resource
-    except ImportError:
-        return found
-    for name, number in (
-        ("open files", resource.RLIMIT_NOFILE),
-        ("locked memory", getattr(resource, "RLIMIT_MEMLOCK", None)),
-    ):
-        soft = resource.RLIM_INFINITY if number is None else resource.getrlimit(number)[0]
-        if soft != resource.RLIM_INFINITY:
-            found[name] = soft
     return found
 
 

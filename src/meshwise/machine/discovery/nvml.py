@@ -9,7 +9,7 @@ Tested in tests/machine/test_discover.py and test_discover_odd.py.
 
 from __future__ import annotations
 
-import re
+import importlib
 from collections.abc import Mapping
 from itertools import permutations
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 
 from meshwise.machine.discovery.found import Accelerator, Between, Found, Sockets
 from meshwise.machine.discovery.sysfs import displays, pci_facts
-from meshwise.workers.control_groups import read_text
 
 INSTALL = "pip install nvidia-ml-py"
 VENDOR, NAMELESS = "0x10de", "NVIDIA device"
@@ -30,60 +29,31 @@ HOST_BRIDGE, OTHER_NODE = 30, 50
 """Values of nvmlGpuTopologyLevel_t: from 30 on, copies cross a host bridge, and from 50 on, they cross NUMA nodes."""
 
 
-def read_nvidia(sys: Path, proc: Path, nvml: Any, sockets: Sockets) -> Found:
+def read_nvidia(sys: Path, nvml: Any, sockets: Sockets) -> Found:
     """Find all NVIDIA devices of this host, and how they are connected. Never raises an exception.
 
-    If devices are present but NVML does not work, the driver's files in /proc are read instead. A warning then says
-    why, for example that nvidia-ml-py is not installed.
+    If devices are present but NVML does not work, only their PCIe links are known, from /sys. A warning then says why,
+    for example that nvidia-ml-py is not installed.
 
     nvml: the Python module through which NVML is called. None means pynvml, if it is installed.
     sockets: the socket of each NUMA node. NVML reports only that two devices are on different NUMA nodes. With
         `sockets`, the result also says whether copies between the two devices leave the socket, or only cross a bridge
         of the host.
     """
-    present = displays(sys, VENDOR) or _listed(proc)
-    if nvml is None:
-        nvml = _installed()
-    if nvml is None:
-        return _without_nvml(sys, proc, f"nvidia-ml-py is not installed ({INSTALL})") if present else Found()
     try:
+        nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
+    except ImportError:
+        return _without_nvml(sys, f"nvidia-ml-py is not installed ({INSTALL})")
     except Exception as error:
-        return _without_nvml(sys, proc, f"NVML does not start ({error})") if present else Found()
+        return _without_nvml(sys, f"NVML does not start ({error})")
     asked = _Nvml(nvml)
     try:
         return _ask(asked, sys, sockets)
     except Exception as error:
-        return _without_nvml(sys, proc, f"NVML failed ({type(error).__name__}: {error})")
+        return _without_nvml(sys, f"NVML failed ({type(error).__name__}: {error})")
     finally:
         asked("Shutdown")
-
-
-def pcie_now(nvml: Any = None) -> Mapping[str, tuple[int | None, int | None]]:
-    """Return the present (generation, lanes) of the PCIe link of each NVIDIA device, by PCI address.
-
-    Call this during a copy, as an idle link is slower. Returns an empty dict if NVML fails.
-    """
-    nvml = nvml or _installed()
-    try:
-        nvml.nvmlInit()
-    except Exception:
-        return {}
-    asked = _Nvml(nvml)
-    try:
-        return {asked.address(handle): asked.pcie_now(handle) for handle in asked.handles()}
-    except Exception:
-        return {}
-    finally:
-        asked("Shutdown")
-
-
-def _installed() -> Any:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    return pynvml
 
 
 class _Nvml:
@@ -91,28 +61,19 @@ class _Nvml:
     function, depending on the device, the driver and the version of the library."""
 
     def __init__(self, library: Any) -> None:
-        self._library = library
+        self.library = library
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Call the function `nvml<name>`. Returns None if the function is missing or fails."""
         try:
-            return getattr(self._library, f"nvml{name}")(*arguments)
+            return getattr(self.library, f"nvml{name}")(*arguments)
         except Exception:
             return None
 
     def handles(self) -> list[Any]:
         """Return a handle of each device. Raises NVML's error if NVML fails."""
-        count = self._library.nvmlDeviceGetCount()
-        return [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-
-    def name(self, handle: Any) -> str:
-        return _text(self._library.nvmlDeviceGetName(handle))
-
-    def address(self, handle: Any) -> str:
-        return _address(self._library.nvmlDeviceGetPciInfo(handle))
-
-    def pcie_now(self, handle: Any) -> tuple[int | None, int | None]:
-        return self("DeviceGetCurrPcieLinkGeneration", handle), self("DeviceGetCurrPcieLinkWidth", handle)
+        count = self.library.nvmlDeviceGetCount()
+        return [self.library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
 
 def _ask(nvml: _Nvml, sys: Path, sockets: Sockets) -> Found:
@@ -133,32 +94,24 @@ def _ask(nvml: _Nvml, sys: Path, sockets: Sockets) -> Found:
 
 
 def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
-    pci = nvml.address(handle)
+    pci = _address(nvml.library.nvmlDeviceGetPciInfo(handle))
     facts = pci_facts(sys, pci)
-    system = nvml("DeviceGetMaxPcieLinkGeneration", handle), nvml("DeviceGetMaxPcieLinkWidth", handle)
     # NVML's most lanes are those of the slot; the card's own stand in /sys alone.
     generation = nvml("DeviceGetGpuMaxPcieLinkGeneration", handle) or facts.most[0]
-    memory, mig = nvml("DeviceGetMemoryInfo", handle), nvml("DeviceGetMigMode", handle)
+    lanes = facts.most[1] or nvml("DeviceGetMaxPcieLinkWidth", handle)
+    memory = nvml("DeviceGetMemoryInfo", handle)
     return Accelerator(
-        nvml.name(handle),
+        _text(nvml("DeviceGetName", handle)) or NAMELESS,
         pci,
-        _text(nvml("DeviceGetUUID", handle)),
         int(memory.total) if memory is not None else None,
         facts.numa,
-        nvml.pcie_now(handle),
-        system,
-        (generation or system[0], facts.most[1] or system[1]),
-        bool(mig and mig[0]),
+        (nvml("DeviceGetCurrPcieLinkGeneration", handle), nvml("DeviceGetCurrPcieLinkWidth", handle)),
+        (generation or nvml("DeviceGetMaxPcieLinkGeneration", handle), lanes),
     )
 
 
 def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
-    """Count the NVLinks of a device that are up.
-
-    Returns the counts by the index of the device at the other end of the links. The key `switch` has the count of links
-    to a switch, and `elsewhere` the count of links to devices that are not in `places`. The key `generation` has the
-    NVLink generation and not a count.
-    """
+    """Count the NVLinks that are up, by device, `switch` or `elsewhere`; `generation` is theirs."""
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
         state = nvml("DeviceGetNvLinkState", handle, link)
@@ -179,12 +132,7 @@ def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, i
 def _links_between(
     nvml: _Nvml, pair: tuple[Any, Any], nvlinks: tuple[dict[Any, int], dict[Any, int]], second: int
 ) -> int:
-    """Return the number of NVLinks between two devices. For devices that are connected through a switch, this is the
-    smaller number of links to the switch. Returns 0 if the devices have no NVLink connection.
-
-    nvlinks: for each device of the pair, the number of its links to a device index or to "switch".
-    second: the index of the second device of the pair.
-    """
+    """Return how many NVLinks connect a pair, directly or over a switch."""
     direct = nvlinks[0].get(second, 0)
     if direct:
         return direct
@@ -204,24 +152,12 @@ def _crosses(nvml: _Nvml, pair: tuple[Any, Any], same_socket: bool) -> str:
     return "socket" if level >= OTHER_NODE and not same_socket else "bridge"
 
 
-def _without_nvml(sys: Path, proc: Path, why: str) -> Found:
-    """Read names from /proc/driver/nvidia and links from /sys. Memory, NVLinks and peer access stay unknown."""
-    addresses = _listed(proc) or displays(sys, VENDOR)
-    devices = []
-    for address in addresses:
-        text = read_text(proc / "driver/nvidia/gpus" / address / "information")
-        model = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
-        facts = pci_facts(sys, address)
-        name = model[1].strip() if model else NAMELESS
-        devices.append(Accelerator(name, address, numa=facts.numa, now=facts.now, own=facts.most))
-    warning = f"Memory, NVLinks and peer access of the NVIDIA devices are unknown, because {why}."
-    version = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]+)", read_text(proc / "driver/nvidia/version"))
-    return Found(tuple(devices), versions={"driver": version[1]} if version else {}, warnings=(warning,))
-
-
-def _listed(proc: Path) -> list[str]:
-    folder = proc / "driver/nvidia/gpus"
-    return sorted(device.name for device in folder.iterdir()) if folder.is_dir() else []
+def _without_nvml(sys: Path, why: str) -> Found:
+    """Read PCIe links from /sys. Names, memory, NVLinks and peer access stay unknown."""
+    facts = {address: pci_facts(sys, address) for address in displays(sys, VENDOR)}
+    devices = [Accelerator(NAMELESS, at, numa=own.numa, now=own.now, own=own.most) for at, own in facts.items()]
+    warning = f"Names, memory, NVLinks and peer access of the NVIDIA devices are unknown, because {why}."
+    return Found(tuple(devices), warnings=(warning,) if devices else ())
 
 
 def _address(pci: Any) -> str:

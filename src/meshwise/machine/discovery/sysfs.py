@@ -23,32 +23,20 @@ class PciFacts:
 
     now: the current generation and lane count of the device's PCIe link, e.g. (4, 16).
     most: the maximum generation and lane count of this link.
-    path: the names of the folders from the root complex (`pci0000:4a`) over all bridges to the device.
     """
 
-    address: str
     numa: int | None = None
     now: tuple[int | None, int | None] = (None, None)
     most: tuple[int | None, int | None] = (None, None)
-    path: tuple[str, ...] = ()
 
 
 def pci_facts(sys: Path, address: str) -> PciFacts:
     """Read what /sys says of the PCI device at an address such as `0000:3b:00.0`. If the device is missing, its facts
     are unknown."""
     folder = sys / "bus/pci/devices" / address.lower()
-    if not folder.is_dir():
-        return PciFacts(address.lower())
     node = read_text(folder / "numa_node")
-    parts = folder.resolve().parts
-    start = next((at for at, part in enumerate(parts) if part.startswith("pci") and ":" in part), len(parts) - 1)
-    return PciFacts(
-        address.lower(),
-        int(node) if node.isdecimal() else None,  # -1: the firmware does not say
-        _link(folder, "current"),
-        _link(folder, "max"),
-        parts[start:],
-    )
+    numa = int(node) if node.isdecimal() else None  # -1: the firmware does not say
+    return PciFacts(numa, _link(folder, "current"), _link(folder, "max"))
 
 
 def is_there(sys: Path, address: str) -> bool:
@@ -98,11 +86,7 @@ def node_cores(sys: Path) -> Mapping[int, frozenset[int]]:
 
 
 def _link(folder: Path, which: str) -> tuple[int | None, int | None]:
-    """Read the (generation, lanes) of a link from sysfs. The generation is None if its speed is `Unknown`. The lanes
-    are None if they are 0 or 255, which means that there is no link.
-
-    which: `current` or `max`.
-    """
+    """Read (generation, lanes), `current` or `max`; 0 and 255 lanes stand for no link."""
     speed, width = (read_text(folder / f"{which}_link_{what}") for what in ("speed", "width"))
     generation = GENERATIONS.get(speed.partition(" ")[0].removesuffix(".0"))
     return generation, int(width) if width.isdecimal() and 0 < int(width) < 64 else None
