@@ -54,11 +54,9 @@ def test_devices_names_what_was_asked_for(meshwise: Run, fake: Run) -> None:
 
 
 @pytest.mark.evidence(VERBS)
-def test_bench_finds_every_byte_where_it_belongs_and_the_fake_far_below_a_gpu(meshwise: Run) -> None:
-    done = meshwise("bench", "--devices", "2xcuda", "--sizes", "64K", "--seconds", "0.2", check=False)
-    assert done.returncode == 3, done.stdout + done.stderr
-    said = " ".join(done.stdout.split())
-    assert "24 of 24 paths delivered the bytes they were given" in said and "of the 271 TFLOP/s expected" in said
+def test_bench_finds_every_byte_where_it_belongs(meshwise: Run) -> None:
+    said = " ".join(meshwise("bench", "--devices", "2xcuda", "--sizes", "64K", "--seconds", "0.2").stdout.split())
+    assert "20 of 20 paths delivered the bytes they were given" in said
     assert "nccl" in said and "cuda:0 → cuda:1" in said
 
 
@@ -81,7 +79,7 @@ def test_bench_between_hosts_measures_from_gpu_to_gpu(processes: None) -> None:
     assert [host.returncode for host in hosts] == [0, 0], err + other_err
     results = json.loads(out)["results"]
     assert {each["path"] for each in results} == {"nccl"} and other_out == ""
-    assert len(results) == 9 and all(each["wrong"] is None for each in results)
+    assert len(results) == 8 and all(each["wrong"] is None for each in results)
 
 
 @pytest.mark.evidence("what a device lacks is refused with a sentence")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwise.machine.measure.alone import device_names, measure_alone, measure_here
 from meshwise.machine.measure.compute import SHAPES, dtypes_of, matmuls
-from meshwise.machine.measure.progress import Progress
-from meshwise.machine.measure.result import DeviceResult, PathResult
+from meshwise.machine.measure.processes import device_names, measure_alone, measure_here
+from meshwise.machine.measure.result import DeviceResult, PathResult, Progress
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.machine import Matmul
 

@@ -1,4 +1,4 @@
-"""Paths of copies: which there are, and that a byte which does not arrive is found and named."""
+"""Copies of one process: every path is measured, and a byte that does not arrive is found and named."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.machine.measure.copies import CopySpec, copy_paths, copy_spec, measure_copy
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.copies import copy_paths, measure_copy, measure_in_process
+from meshwise.machine.measure.result import PathResult, PathSpec, Progress
+from meshwise.transfer.comm_log import comm_log
+from meshwise.transfer.virtual import virtual_devices
 
 SIZES = (1024, 4096, 65536)
 
@@ -18,17 +20,15 @@ def copied(target: Tensor, source: Tensor, how: str) -> None:
     target.copy_(source)
 
 
-def measured(path: CopySpec, move: Callable[[Tensor, Tensor, str], None] = copied) -> PathResult:
-    return measure_copy(path, SIZES, 10.0, move, lambda name: "cpu")
+def measured(path: PathSpec, move: Callable[[Tensor, Tensor, str], None] = copied) -> PathResult:
+    return measure_copy(path, SIZES, 10.0, move)
 
 
 def test_every_pair_has_its_paths() -> None:
     paths = copy_paths(["cuda:0", "cuda:1", "cuda:2"], lambda a, b: {a, b} != {"cuda:0", "cuda:2"})
-    one_way = [(p.source, p.target, p.path) for p in paths if p.operation == "copy"]
+    one_way = [(p.source, p.target, p.path) for p in paths]
     assert len(one_way) == len(set(one_way)) == 3 * 4 + 2 * 4 + 2
     assert ("cuda:0", "cuda:2", "peer") not in one_way and ("cuda:0", "cuda:2", "staged") in one_way
-    (fan_out,) = [p for p in paths if p.operation == "one-to-all"]
-    assert fan_out.legs == (("cuda:0", "cuda:1"), ("cuda:0", "cuda:2")) and fan_out.path == "staged"
 
 
 def test_one_device_has_paths_to_the_host_only() -> None:
@@ -38,18 +38,14 @@ def test_one_device_has_paths_to_the_host_only() -> None:
     }
 
 
-PAGEABLE = copy_spec("copy", "host", "cpu:0", "pageable")
-FAN_IN = copy_spec("all-to-one", "all", "cpu:0", "peer", ("cpu:1", "cpu:0"), ("cpu:2", "cpu:0"))
+PAGEABLE = PathSpec("copy", "host", "cpu:0", "pageable", 2)
+PEER = PathSpec("copy", "cpu:1", "cpu:0", "peer", 2)
 
 
 def test_a_path_that_works_has_times_by_size() -> None:
     result = measured(PAGEABLE)
     assert result.wrong is None and result.timings.sizes == SIZES and all(s > 0 for s in result.timings.seconds)
     assert len(result.timings.p95) == len(result.timings.p99) == len(SIZES) and result.ranks == 2
-
-
-def test_ranks_are_those_that_take_part() -> None:
-    assert measured(FAN_IN).ranks == 3
 
 
 def zeros(target: Tensor, source: Tensor, how: str) -> None:
@@ -72,23 +68,12 @@ def swapped(target: Tensor, source: Tensor, how: str) -> None:
 
 @pytest.mark.usefixtures("takes_seconds")
 @pytest.mark.parametrize("fault", [zeros, nothing, one_bit, swapped])
-@pytest.mark.parametrize("path", [PAGEABLE, FAN_IN])
-def test_what_does_not_arrive_is_found_and_named(path: CopySpec, fault: Callable[[Tensor, Tensor, str], None]) -> None:
+@pytest.mark.parametrize("path", [PAGEABLE, PEER])
+def test_what_does_not_arrive_is_found_and_named(path: PathSpec, fault: Callable[[Tensor, Tensor, str], None]) -> None:
     wrong = measured(path, fault).wrong
-    assert wrong is not None and f"{path.legs[0][0]} -> cpu:0, {path.path}: byte " in wrong
+    assert wrong is not None and f"{path.source} -> cpu:0, {path.path}: byte " in wrong
     if fault is one_bit:
         assert f"byte {SIZES[-1] // 2:,} of {SIZES[-1]:,}" in wrong
-
-
-def test_a_leg_that_gets_another_legs_data_is_found() -> None:
-    sent: list[Tensor] = []
-
-    def always_the_first(target: Tensor, source: Tensor, how: str) -> None:
-        sent.append(source)
-        target.copy_(sent[-2] if len(sent) % 2 == 0 else source)
-
-    wrong = measured(FAN_IN, always_the_first).wrong
-    assert wrong is not None and "cpu:2 -> cpu:0" in wrong
 
 
 def test_a_path_that_is_too_slow_leaves_large_sizes_out_and_says_so() -> None:
@@ -98,5 +83,26 @@ def test_a_path_that_is_too_slow_leaves_large_sizes_out_and_says_so() -> None:
             torch.ones(1 << 12).sum()
         target.copy_(source)
 
-    result = measure_copy(PAGEABLE, (1024, 1 << 22), 0.05, slow, lambda name: "cpu")
+    result = measure_copy(PAGEABLE, (1024, 1 << 22), 0.05, slow)
     assert result.timings.sizes == (1024,) and "4.0 MiB and more were left out" in result.note
+
+
+def test_every_path_is_measured_and_seen_by_the_log() -> None:
+    heard: list[PathResult] = []
+    said: list[str] = []
+    with virtual_devices(2), comm_log() as log:
+        measure_in_process(["cpu:0", "cpu:1"], (1024, 4096), 2.0, Progress(said.append, heard.append))
+    paths = [(result.source, result.target, result.path) for result in heard]
+    ends = [("host", "cpu:0"), ("cpu:0", "host"), ("host", "cpu:1"), ("cpu:1", "host")]
+    assert paths == [(*pair, "pageable") for pair in ends]
+    assert all(result.wrong is None and result.timings.sizes == (1024, 4096) for result in heard)
+    assert said[0] == "copy host -> cpu:0, pageable"
+    assert {(move.source, move.target) for move in log} == {(source, target) for source, target, _ in paths}
+
+
+def test_a_byte_that_the_copy_loses_is_found() -> None:
+    heard: list[PathResult] = []
+    with virtual_devices(1) as devices:
+        devices.on_copy = lambda dst, src, path: dst.view(-1)[7:8].zero_()
+        measure_in_process(["cpu:0"], (1024,), 0.2, Progress(done=heard.append))
+    assert [result.wrong is not None and "byte 7 of 1,024" in result.wrong for result in heard] == [True, True]

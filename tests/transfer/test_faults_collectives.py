@@ -27,12 +27,12 @@ TRANSFERS = 1000
 SIZE = 4096
 PATHS = {
     "all-reduce": RanksSpec("all-reduce", "", "", "gloo", 0, cases.all_reduce),
-    "all-gather": RanksSpec("all-gather", "", "", "gloo", 0, cases.all_gather(direct=False)),
-    "reduce-scatter": RanksSpec("reduce-scatter", "", "", "gloo", 0, cases.reduce_scatter(direct=False)),
-    "broadcast": RanksSpec("broadcast", "", "", "gloo", 0, cases.broadcast(0, direct=False)),
-    "all-to-all": RanksSpec("all-to-all", "", "", "gloo", 0, cases.all_to_all(direct=False)),
-    "copy": RanksSpec("copy", "cpu:0", "cpu:1", "gloo", 2, cases.copy(0, 1), (0, 1)),
-    "copy back": RanksSpec("copy", "cpu:1", "cpu:0", "gloo", 2, cases.copy(1, 0), (1, 0)),
+    "all-gather": RanksSpec("all-gather", "", "", "gloo", 0, cases.all_gather),
+    "reduce-scatter": RanksSpec("reduce-scatter", "", "", "gloo", 0, cases.reduce_scatter),
+    "broadcast": RanksSpec("broadcast", "", "", "gloo", 0, cases.broadcast),
+    "all-to-all": RanksSpec("all-to-all", "", "", "gloo", 0, cases.all_to_all),
+    "copy": RanksSpec("copy", "cpu:0", "cpu:1", "gloo", 2, cases.copy(0, 1)),
+    "copy back": RanksSpec("copy", "cpu:1", "cpu:0", "gloo", 2, cases.copy(1, 0)),
 }
 # Each fault with the path that it is in, the function of torch.distributed that has it, and how its path is named.
 FAULTS = {

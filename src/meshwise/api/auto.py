@@ -18,7 +18,7 @@ from meshwise.api.plan_options import PlanOptions
 from meshwise.job.options import AUTO_OF_A_SCRIPT, OF_THE_PLAN, PlanText, RunOptions
 from meshwise.machine.bench import only_devices
 from meshwise.machine.find import find_devices
-from meshwise.machine.measure.alone import device_names
+from meshwise.machine.measure.processes import device_names
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.views.explain_text import runner_up_sentences
 from meshwise.spec.devices import WorkerSlot, parse_devices

@@ -15,16 +15,14 @@ import torch
 
 from meshwise.api.machines import find_machine
 from meshwise.machine.allowance import allowed_cores
-from meshwise.machine.bench import Bench, Stop, bench_of, only_devices, under_load
+from meshwise.machine.bench import Bench, Stop, bench_of, only_devices
 from meshwise.machine.find import accelerators, find_devices
-from meshwise.machine.measure.alone import device_names, measure_alone
-from meshwise.machine.measure.in_process import Lanes, measure_in_process
-from meshwise.machine.measure.processes import measure_processes
-from meshwise.machine.measure.progress import SILENT, Progress
-from meshwise.machine.measure.result import DeviceResult, PathResult
+from meshwise.machine.measure.copies import keep_busy, measure_in_process
+from meshwise.machine.measure.processes import device_names, measure_alone, measure_processes
+from meshwise.machine.measure.result import SILENT, DeviceResult, PathResult, Progress
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.machine.memory import free_bytes
-from meshwise.machine.views.bench_text import bench_text
+from meshwise.machine.views.bench import bench_text
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.machine import Machine
@@ -51,7 +49,6 @@ class Measured:
     results: list[PathResult] = field(default_factory=list)
     devices: list[DeviceResult] = field(default_factory=list)
     machines: list[Machine] = field(default_factory=list)
-    lanes: dict[str, Lanes] = field(default_factory=dict)
 
     @property
     def progress(self) -> Progress:
@@ -98,13 +95,14 @@ def bench(
     measured, stopped = Measured(progress), None
     slots = find_devices(parse_devices(default_devices() if devices is None else devices))
     chosen = sizes_for(slots, sizes)
+    keep_busy(device_names(slots))  # of an idle PCIe link the driver tells fewer lanes than it has
     machine = only_devices(find_machine(), device_names(slots))
     try:
         for part in _parts(slots, what, chosen, seconds, measured):
             part()
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
-    return measured.bench(under_load(machine, measured.lanes), stopped)
+    return measured.bench(machine, stopped)
 
 
 def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
@@ -149,6 +147,6 @@ def _parts(
         progress.starts(f"each of {len(slots)} devices alone")
         yield lambda: measure_alone(slots, budget, progress)
     if copies:
-        yield lambda: measured.lanes.update(measure_in_process(device_names(slots), sizes, budget, progress))
+        yield lambda: measure_in_process(device_names(slots), sizes, budget, progress)
     if processes:
         yield lambda: measure_processes(slots, sizes, budget, together, progress)

@@ -14,7 +14,7 @@ from meshwise.api.machines import find_machine
 from meshwise.machine.bench import Bench, merged
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.processes import WHAT, measure_hosts
-from meshwise.machine.measure.progress import SILENT, Progress, listeners, sent_over
+from meshwise.machine.measure.result import SILENT, Progress, listeners, sent_over
 from meshwise.spec.devices import has_streams, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.transfer.collectives import gather_objects

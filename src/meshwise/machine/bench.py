@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from meshwise.machine.measure.result import DeviceResult, PathResult
-from meshwise.spec.machine import HOST, Collective, Device, Link, Machine, link_between
+from meshwise.spec.machine import Collective, Device, Link, Machine, link_between
 
 COPY = "copy"
+RATES = ("memory_rate", "matmuls", "launch")
 
 
 @dataclass(frozen=True)
@@ -60,21 +61,23 @@ def bench_of(
 
     measured: the date and the versions, for the machine file.
     """
-    rates = {
-        one.device: {"memory_rate": one.memory_rate, "matmuls": one.matmuls, "launch": one.launch}
-        for one in map(_rounded, computed)
-    }
-    devices = tuple(replace(device, **rates.get(device.name, {})) for device in machine.devices)
-    right = [_rounded(result) for result in results if result.wrong is None]  # what corrupts data has no speed
+    rates = {one.device: {key: _rounded(vars(one)[key]) for key in RATES} for one in computed}
+    links = {(link.source, link.target): link for link in machine.links}
+    collectives = []
+    for result in results:
+        if result.wrong is not None:
+            continue  # what corrupts data has no speed
+        timings, ends = _rounded(result.timings), (result.source, result.target)
+        if result.operation == COPY:
+            link = links.get(ends) or _unlisted(machine, *ends)
+            links[ends] = replace(link, timings={**link.timings, result.path: timings})
+        else:
+            collectives.append(Collective(result.operation, result.ranks, result.path, timings))
     found = replace(
         machine,
-        devices=devices,
-        links=_with_copies(machine, right),
-        collectives=tuple(
-            Collective(result.operation, result.ranks, result.path, result.timings)
-            for result in right
-            if result.operation != COPY
-        ),
+        devices=tuple(replace(device, **rates.get(device.name, {})) for device in machine.devices),
+        links=tuple(links.values()),
+        collectives=tuple(collectives),
         measured=measured,
     )
     return Bench(found, tuple(results), seconds, stopped)
@@ -91,21 +94,6 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
     kept = {"host", "device", "node", *names}
     links = tuple(link for link in machine.links if link.source in kept and link.target in kept)
     return replace(machine, name=f"{len(names)}x{devices[0].kind}", devices=devices, links=links)
-
-
-def under_load(machine: Machine, lanes: Mapping[str, tuple[int | None, int | None]]) -> Machine:
-    """Replace the generation and the number of lanes of each PCIe link to the host by the values that were seen during
-    copies. An idle link may report lower values.
-
-    lanes: (generation, lanes) by the name of the device. With None, the machine's value is kept.
-    """
-    links = []
-    for link in machine.links:
-        seen = next((lanes[end] for end in (link.source, link.target) if end in lanes), None)
-        if seen is not None and HOST in (link.source, link.target) and link.kind == "pcie":
-            link = replace(link, generation=seen[0] or link.generation, width=seen[1] or link.width)
-        links.append(link)
-    return replace(machine, links=tuple(links))
 
 
 def merged(machines: Sequence[Machine]) -> Machine:
@@ -126,8 +114,7 @@ def merged(machines: Sequence[Machine]) -> Machine:
 
 
 def _rounded(value: Any) -> Any:
-    """Round every figure to four digits. Measurements are not more precise, and a machine file should be easy to
-    read."""
+    """Round every figure to four digits: measurements are not more precise."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, tuple):
@@ -135,20 +122,6 @@ def _rounded(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: _rounded(getattr(value, field.name)) for field in fields(value)})
     return value
-
-
-def _with_copies(machine: Machine, results: Sequence[PathResult]) -> tuple[Link, ...]:
-    """Return the machine's links, with the times of the measured copies added to the link that each copy used. If the
-    machine has no link yet between the two devices of a copy, a new link is added."""
-    measured: dict[tuple[str, str], Link] = {(link.source, link.target): link for link in machine.links}
-    for result in results:
-        if result.operation != COPY:
-            continue
-        ends = (result.source, result.target)
-        if ends not in measured:
-            measured[ends] = _unlisted(machine, *ends)
-        measured[ends] = replace(measured[ends], timings={**measured[ends].timings, result.path: result.timings})
-    return tuple(measured.values())
 
 
 def _unlisted(machine: Machine, source: str, target: str) -> Link:

@@ -20,7 +20,8 @@ from meshwise.compat.collectives import Group
 from meshwise.transfer import collectives
 from meshwise.transfer.pattern import fill, fill_terms, first_difference, first_wrong_sum
 
-_ACK = 8  # bytes of the answer to a copy
+ACK = 8
+"""The bytes with which the target of a copy answers."""
 
 
 @dataclass(frozen=True)
@@ -67,121 +68,62 @@ class Member:
 
 
 Maker = Callable[[Member, int], Case]
-"""A function that makes the `Case` that a rank, given as a `Member`, runs for a message size in bytes."""
+"""A function that makes the `Case` that a rank, given as a `Member`, runs for a message size in bytes. The size is that
+of the whole tensor, which a gather results in and a scatter begins with."""
 Parts = Mapping[tuple[int, int], Tensor]
 """Tensors by (source rank, target rank). If a source sends the same data to all ranks, the target is always 0."""
 
 
-def checked(case: Case, number: int) -> str | None:
-    """Communicate once, and check the data that this rank has received. Returns a text that says where the data is
-    wrong, or None.
-
-    number: the number of the round. Each round sends different data, so that data left over from an earlier round is
-        noticed.
-    """
-    case.fill(number)
-    case.call()
-    return case.wrong(number)
-
-
 def all_reduce(member: Member, size: int) -> Case:
-    """Return the `Case` with which a rank measures an all-reduce.
-
-    size: the bytes of the tensor on each rank.
-    """
-    tensor = torch.empty(max(size // 4, 1), device=member.device)
-    return Case(
-        tensor.nbytes,
-        lambda number: fill_terms(tensor, number * member.ranks + member.rank),
-        lambda: collectives.all_reduce(tensor, group=member.group),
-        lambda number: _wrong_sum(member, tensor, number * member.ranks, ""),
-    )
+    """Return the `Case` with which a rank measures an all-reduce."""
+    tensor = torch.empty(1, max(size // 4, 1), device=member.device)
+    return _of_sums(member, tensor, tensor, 0, lambda: collectives.all_reduce(tensor, group=member.group))
 
 
-def broadcast(source: int, direct: bool) -> Maker:
-    """Return a function that makes the `Case` for measuring a broadcast with a given message size. The message size is
-    the number of bytes of the tensor.
+def reduce_scatter(member: Member, size: int) -> Case:
+    """Return the `Case` with which a rank measures the backend's reduce-scatter."""
+    tensor = torch.empty(member.ranks, max(size // 4 // member.ranks, 1), device=member.device)
+    out = torch.empty_like(tensor[:1])
 
-    source: the rank that sends.
-    direct: True to compose the collective of sends and receives, False to call the backend's own collective.
-    """
+    def call() -> object:
+        return collectives.reduce_scatter(tensor, group=member.group, out=out, direct=False)
 
-    def make(member: Member, size: int) -> Case:
-        tensor = member.bytes(size)
-        whole = {(source, 0): tensor}
-
-        def call() -> object:
-            return collectives.broadcast(tensor, source, member.group, direct=direct)
-
-        return _of_parts(member, size, whole if member.rank == source else {}, whole, call)
-
-    return make
+    return _of_sums(member, tensor, out, member.rank, call)
 
 
-def all_gather(direct: bool) -> Maker:
-    """Return a function that makes the `Case` for measuring an all-gather with a given message size. The message size
-    is the number of bytes of the gathered result.
+def broadcast(member: Member, size: int) -> Case:
+    """Return the `Case` with which a rank measures the backend's broadcast from rank 0."""
+    tensor = member.bytes(size)
+    whole = {(0, 0): tensor}
 
-    direct: True to compose the collective of sends and receives, False to call the backend's own collective.
-    """
+    def call() -> object:
+        return collectives.broadcast(tensor, 0, member.group, direct=False)
 
-    def make(member: Member, size: int) -> Case:
-        part = max(size // member.ranks, 1)
-        own, out = member.bytes(part), member.bytes(member.ranks, part)
-
-        def call() -> object:
-            return collectives.all_gather(own, member.group, out=out, direct=direct)
-
-        incoming = {(rank, 0): out[rank] for rank in range(member.ranks)}
-        return _of_parts(member, out.nbytes, {(member.rank, 0): own}, incoming, call)
-
-    return make
+    return _of_parts(member, size, {} if member.rank else whole, whole, call)
 
 
-def reduce_scatter(direct: bool) -> Maker:
-    """Return a function that makes the `Case` for measuring a reduce-scatter with a given message size. The message
-    size is the number of bytes of the whole tensor on each rank.
+def all_gather(member: Member, size: int) -> Case:
+    """Return the `Case` with which a rank measures the backend's all-gather."""
+    part = max(size // member.ranks, 1)
+    own, out = member.bytes(part), member.bytes(member.ranks, part)
 
-    direct: True to compose the collective of sends and receives, False to call the backend's own collective.
-    """
+    def call() -> object:
+        return collectives.all_gather(own, member.group, out=out, direct=False)
 
-    def make(member: Member, size: int) -> Case:
-        count = max(size // 4 // member.ranks, 1)
-        tensor = torch.empty(member.ranks, count, device=member.device)
-        out = torch.empty(1, count, device=member.device)
-
-        def write(number: int) -> None:
-            for part in range(member.ranks):
-                fill_terms(tensor[part], member.key(number, part, member.rank))
-
-        return Case(
-            tensor.nbytes,
-            write,
-            lambda: collectives.reduce_scatter(tensor, group=member.group, out=out, direct=direct),
-            lambda number: _wrong_sum(member, out, member.key(number, member.rank, 0), " of its part"),
-        )
-
-    return make
+    incoming = {(rank, 0): out[rank] for rank in range(member.ranks)}
+    return _of_parts(member, out.nbytes, {(member.rank, 0): own}, incoming, call)
 
 
-def all_to_all(direct: bool) -> Maker:
-    """Return a function that makes the `Case` for measuring an all-to-all with a given message size. The message size
-    is the number of bytes of the tensor on each rank.
+def all_to_all(member: Member, size: int) -> Case:
+    """Return the `Case` with which a rank measures the backend's all-to-all."""
+    tensor, out = (member.bytes(member.ranks, max(size // member.ranks, 1)) for _ in range(2))
 
-    direct: True to compose the collective of sends and receives, False to call the backend's own collective.
-    """
+    def call() -> object:
+        return collectives.all_to_all(tensor, member.group, out=out, direct=False)
 
-    def make(member: Member, size: int) -> Case:
-        tensor, out = (member.bytes(member.ranks, max(size // member.ranks, 1)) for _ in range(2))
-
-        def call() -> object:
-            return collectives.all_to_all(tensor, member.group, out=out, direct=direct)
-
-        outgoing = {(member.rank, to): tensor[to] for to in range(member.ranks)}
-        incoming = {(by, member.rank): out[by] for by in range(member.ranks)}
-        return _of_parts(member, tensor.nbytes, outgoing, incoming, call)
-
-    return make
+    outgoing = {(member.rank, to): tensor[to] for to in range(member.ranks)}
+    incoming = {(by, member.rank): out[by] for by in range(member.ranks)}
+    return _of_parts(member, tensor.nbytes, outgoing, incoming, call)
 
 
 def send_receive(member: Member, size: int) -> Case:
@@ -190,20 +132,25 @@ def send_receive(member: Member, size: int) -> Case:
     size: the bytes of the tensor that each rank sends.
     """
     after, before = (member.rank + 1) % member.ranks, (member.rank - 1) % member.ranks
-    return _exchanged(member, size, [after], [before], size)
+    sent, got = member.bytes(size), member.bytes(size)
+
+    def call() -> None:
+        collectives.send_receive([(sent, after)], [(got, before)], member.group)
+
+    return _of_parts(member, size, {(member.rank, after): sent}, {(before, member.rank): got}, call)
 
 
 def copy(source: int, target: int) -> Maker:
     """Return a function that makes the `Case` for measuring a copy with a given message size. One rank sends a tensor
     to another rank, and the message size is the number of bytes of the tensor.
 
-    The target answers with a few bytes, so that the clock of the source can time the copy.
+    The target answers with a few bytes, so that the clock of the source can time the copy. The other ranks are idle.
     """
 
     def make(member: Member, size: int) -> Case:
         if member.rank not in (source, target):
-            return _idle(size)
-        tensor, answer = member.bytes(size), member.bytes(_ACK)
+            return Case(size, lambda number: None, lambda: None, lambda number: None, counts=False)
+        tensor, answer = member.bytes(size), member.bytes(ACK)
         whole = {(source, target): tensor}
 
         def forth() -> None:
@@ -221,53 +168,10 @@ def copy(source: int, target: int) -> Maker:
     return make
 
 
-def one_to_all(source: int, back: bool) -> Maker:
-    """Return a function that makes the `Case` for a copy from rank `source` to all other ranks at the same time. The
-    message size is the total number of bytes.
-
-    back: True for the opposite direction, in which all other ranks send to rank `source`.
-    """
-
-    def make(member: Member, size: int) -> Case:
-        others = [rank for rank in range(member.ranks) if rank != source]
-        part = max(size // len(others), 1)
-        far = others if member.rank == source else [source]
-        to, by = ([], far) if (member.rank == source) == back else (far, [])
-        return _exchanged(member, part, to, by, part * len(others))
-
-    return make
-
-
-def _exchanged(member: Member, size: int, to: list[int], by: list[int], counted: int) -> Case:
-    """Make a `Case` in which this rank sends and receives several tensors at the same time.
-
-    size: the bytes of each tensor.
-    to: the ranks to which this rank sends.
-    by: the ranks from which this rank receives.
-    counted: the total number of bytes, which is divided by the measured time to get the rate.
-    """
-    outgoing = {(member.rank, rank): member.bytes(size) for rank in to}
-    incoming = {(rank, member.rank): member.bytes(size) for rank in by}
-
-    def call() -> None:
-        collectives.send_receive(
-            [(tensor, rank) for (_, rank), tensor in outgoing.items()],
-            [(tensor, rank) for (rank, _), tensor in incoming.items()],
-            member.group,
-        )
-
-    return _of_parts(member, counted, outgoing, incoming, call)
-
-
 def _of_parts(
     member: Member, size: int, outgoing: Parts, incoming: Parts, call: Callable[[], object], counts: bool = True
 ) -> Case:
-    """Make the `Case` of this rank from its tensors. The case fills the outgoing tensors, runs `call`, and checks the
-    incoming tensors.
-
-    size: the number of bytes for the rate.
-    counts: whether the time of this rank counts.
-    """
+    """Make a `Case` that fills the outgoing tensors, runs `call`, and checks the incoming ones."""
 
     def write(number: int) -> None:
         for tensor in incoming.values():
@@ -285,11 +189,15 @@ def _of_parts(
     return Case(size, write, call, wrong, counts)
 
 
-def _idle(size: int) -> Case:
-    """Make the `Case` of a rank that neither sends nor receives in this measurement. Its time does not count."""
-    return Case(size, lambda number: None, lambda: None, lambda number: None, counts=False)
+def _of_sums(member: Member, tensor: Tensor, out: Tensor, own: int, call: Callable[[], object]) -> Case:
+    """Make the `Case` of a rank that gets in `out` the sum of row `own` of all ranks' tensors."""
 
+    def write(number: int) -> None:
+        for part, row in enumerate(tensor):
+            fill_terms(row, member.key(number, part, member.rank))
 
-def _wrong_sum(member: Member, tensor: Tensor, key: int, what: str) -> str | None:
-    at = first_wrong_sum(tensor, member.ranks, key)
-    return None if at is None else f"the sum on rank {member.rank} is wrong from byte {4 * at}{what}"
+    def wrong(number: int) -> str | None:
+        at = first_wrong_sum(out, member.ranks, member.key(number, own, 0))
+        return None if at is None else f"the sum on rank {member.rank} is wrong from byte {4 * at}"
+
+    return Case(tensor.nbytes, write, call, wrong)

@@ -10,13 +10,14 @@ the budget is spent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from statistics import median
 
 import torch
 
 from meshwise.compat.driver import computes_bf16
-from meshwise.machine.measure.timing import host_seconds, repeat
+from meshwise.machine.measure.timing import held_seconds, host_seconds, repeat
 from meshwise.machine.memory import free_bytes
 from meshwise.spec.machine import Matmul
 
@@ -34,22 +35,16 @@ def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None 
     budget: the seconds for all dtypes, shared equally between them.
     """
     names = dtypes if dtypes is not None else dtypes_of(device)
-    flush = _flusher(device)
     for name in names:
         end = time.perf_counter() + budget / len(names)
         last = 0.0
         for m, n, k in ((size, size * wide, size) for size in SHAPES for wide in (1, 4)):
             left = end - time.perf_counter()
-            # The next is 2 to 8 times as long, and is called at least 7 times.
+            # The next is 2 to 8 times as long, and is called at least 5 times.
             if left < 40 * last or not _fits(device, name, m, n, k):
                 break
-            call, leave = _product(device, name, m, n, k)
-            try:
-                sample = repeat(call, device, min(left / 4, 0.3), between=flush)
-            finally:
-                leave()
-            last = sample.seconds
-            yield Matmul(name, m, n, k, sample.seconds)
+            last = _product_seconds(device, name, (m, n, k), min(left / 4, 0.3))
+            yield Matmul(name, m, n, k, last)
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
@@ -64,7 +59,8 @@ def memory_rate(device: torch.device, budget: float) -> float:
     size = min(COPY_BYTES.get(device.type, 1 << 30), free_bytes(device) // 8)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / repeat(lambda: target.copy_(source), device, budget).seconds
+    seconds, _ = repeat(partial(held_seconds, lambda: target.copy_(source), device), budget)
+    return 2 * size / median(seconds)
 
 
 def launch_seconds(device: torch.device) -> float:
@@ -74,29 +70,24 @@ def launch_seconds(device: torch.device) -> float:
     return median(host_seconds(lambda: tensor.add_(1), device, LAUNCHES) for _ in range(5))
 
 
-def _product(
-    device: torch.device, name: str, m: int, n: int, k: int
-) -> tuple[Callable[[], object], Callable[[], None]]:
-    dtype = DTYPES[name]
+def _product_seconds(device: torch.device, name: str, shape: tuple[int, int, int], budget: float) -> float:
+    """Return the median seconds of a product whose matrices come from memory, not the cache."""
+    dtype, (m, n, k) = DTYPES[name], shape
     left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
     out = torch.empty(m, n, dtype=dtype, device=device)
+    flush = None if device.type == "cpu" else torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def timed(batch: int) -> float:
+        if flush is not None:
+            flush.zero_()
+        return held_seconds(lambda: torch.mm(left, right, out=out), device, batch)
+
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-
-    def leave() -> None:
+    try:
+        return median(repeat(timed, budget, single=True)[0])
+    finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-    return lambda: torch.mm(left, right, out=out), leave
-
-
-def _flusher(device: torch.device) -> Callable[[], object] | None:
-    """Return a function that clears the device's cache by overwriting a large buffer. It is called between timed matrix
-    products, so that their inputs come from memory. Returns None for a CPU, where the matrices are larger than the
-    cache."""
-    if device.type == "cpu":
-        return None
-    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    return buffer.zero_
 
 
 def _computes(device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,43 +1,67 @@
-"""Measure links between pairs of ranks, and their collectives.
+"""Measure devices alone, links between pairs of ranks, and collectives.
 
-`measure_processes` starts a worker a device and gets each path as it is done, so that a Ctrl-C or a rank that dies
-leaves what was measured before. `measure_ranks` is for ranks that are in a process group already, such as one a host.
+`measure_alone` and `measure_processes` start a worker a device and get each result as it is done, so that a Ctrl-C or
+a rank that dies leaves what was measured before. `measure_ranks` is for ranks that are in a process group already, such
+as one a host.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 
 import torch
 
 from meshwise.compat.collectives import Group, backend_of
 from meshwise.machine.measure import cases
-from meshwise.machine.measure.alone import device_names
-from meshwise.machine.measure.cases import Maker, Member
-from meshwise.machine.measure.progress import SILENT, Progress, listeners, sent_over
-from meshwise.machine.measure.result import PathResult
+from meshwise.machine.measure.cases import Member
+from meshwise.machine.measure.compute import launch_seconds, matmuls, memory_rate
+from meshwise.machine.measure.result import SILENT, DeviceResult, PathResult, Progress, listeners, sent_over
 from meshwise.machine.measure.together import RanksSpec, measure_path
 from meshwise.spec.devices import WorkerSlot
-from meshwise.spec.errors import UsageError, nearest
-from meshwise.transfer.collectives import broadcast_object, gather_objects
+from meshwise.spec.errors import UsageError, check_known
+from meshwise.transfer.collectives import barrier, broadcast_object, gather_objects
 from meshwise.transfer.groups import get_rank, group_of, world_size
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 
 WHAT = ("links", "collectives")
-"""What is measured by default. The user can add `direct`: gloo's collectives, composed of sends and receives."""
-MORE = ("direct",)
-DIRECT = " direct"
-"""Suffix of the backend's name (`gloo direct`) for collectives that are composed of sends and receives."""
-_COMPOSED: dict[str, tuple[Callable[[bool], Maker], Callable[[int], bool]]] = {
-    "broadcast": (lambda direct: cases.broadcast(0, direct), lambda ranks: ranks > 2),
-    "all-gather": (cases.all_gather, lambda ranks: ranks == 2),
-    "reduce-scatter": (cases.reduce_scatter, lambda ranks: True),
-    "all-to-all": (cases.all_to_all, lambda ranks: True),
+COLLECTIVES = {
+    "all-reduce": cases.all_reduce,
+    "send-receive": cases.send_receive,
+    "broadcast": cases.broadcast,
+    "all-gather": cases.all_gather,
+    "reduce-scatter": cases.reduce_scatter,
+    "all-to-all": cases.all_to_all,
 }
-"""By collective: (function that returns its `Maker`, whether sends and receives can replace it on n ranks)."""
+MEMORY_SHARE = 0.15
+"""The share of the time of a device by itself that its memory rate gets. The rest is for matrix products."""
+
+
+def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
+    """Return the name of each slot's device, such as `cuda:2` for an accelerator, or `cpu:1` for the second CPU
+    worker."""
+    return [f"cpu:{rank}" if slot.index is None else slot.name for rank, slot in enumerate(slots)]
+
+
+def measure_alone(slots: Sequence[WorkerSlot], budget: float, progress: Progress) -> None:
+    """Measure every device by itself, in a worker of its own, in about `budget` seconds for all devices together.
+
+    CPU workers of one host take turns, since they share its memory. Accelerators are measured at the same time.
+
+    progress: receives each result as soon as the device is measured.
+    """
+    turns = len(slots) if slots[0].device == "cpu" else 1
+    arguments = (device_names(slots), budget / turns, turns > 1)
+    launch(_measure_device, arguments, slots, listeners=listeners(progress))
+
+
+def measure_here(name: str, device: torch.device, budget: float) -> DeviceResult:
+    """Measure one device in this process for about `budget` seconds."""
+    rate = memory_rate(device, budget * MEMORY_SHARE)
+    products = tuple(matmuls(device, budget * (1 - MEMORY_SHARE)))
+    return DeviceResult(name, rate, products, launch_seconds(device))
 
 
 def measure_processes(
@@ -53,9 +77,8 @@ def measure_processes(
 
     progress: receives each path as soon as it is measured, also before an error.
     """
-    _check(sizes, what)
-    if len(slots) < 2:
-        return []
+    for one in what:
+        check_known("what", one, WHAT)
     arguments = (device_names(slots), tuple(sizes), budget, tuple(what))
     results: list[list[PathResult]] = launch(_measure_as_rank, arguments, slots, listeners=listeners(progress))
     return results[0]
@@ -77,7 +100,6 @@ def measure_ranks(
     names: the names of the ranks, such as `cpu:0` or `node0`.
     progress: is called on rank 0 only.
     """
-    _check(sizes, what)
     member = Member(get_rank(group), world_size(group), group, device or torch.device("cpu"))
     if member.ranks < 2:
         return []
@@ -105,18 +127,13 @@ def measure_hosts(
 
     progress: called on rank 0 only.
     """
-    _check(sizes, what)
     world = join().world
-    if world.size == 1:
-        raise UsageError(
-            "--hosts measures between hosts, but only this process takes part. Start the command on each host, for "
-            "example with torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m meshwise bench --hosts."
-        )
-    chosen = [rank for rank, local in enumerate(gather_objects(world.local_rank)) if local == 0]
+    local_ranks = gather_objects(world.local_rank) if world.size > 1 else [0]
+    chosen = [rank for rank, local in enumerate(local_ranks) if local == 0]
     if len(chosen) < 2:
         raise UsageError(
-            f"--hosts measures between hosts, but all {world.size} ranks are on one host. Start the command on a "
-            "second host too, or leave --hosts out."
+            "--hosts measures between hosts, but only this one takes part. Start the command on each host, for "
+            "example with torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m meshwise bench --hosts."
         )
     group = group_of(chosen) if len(chosen) < world.size else None
     results: list[PathResult] = []
@@ -132,25 +149,27 @@ def paths_between(names: Sequence[str], backend: str, what: Sequence[str]) -> li
     """Return the paths and collectives to measure between ranks, in order.
 
     names: the name of each rank, such as `cpu:0` or `node0`.
-    what: the groups to measure, such as `links`, `collectives` or `direct`.
+    what: the groups to measure, `links` and `collectives`.
     """
-    ranks = len(names)
+    for one in what:
+        check_known("what", one, WHAT)
     paths: list[RanksSpec] = []
     if "links" in what:
-        for a, b in permutations(range(ranks), 2):
-            paths.append(RanksSpec("copy", names[a], names[b], backend, 2, cases.copy(a, b), (a, b)))
-        if ranks > 2:
-            paths.append(RanksSpec("one-to-all", names[0], "all", backend, ranks, cases.one_to_all(0, back=False)))
-            paths.append(RanksSpec("all-to-one", "all", names[0], backend, ranks, cases.one_to_all(0, back=True)))
-    makers: list[tuple[str, str, Maker]] = []
+        pairs = permutations(range(len(names)), 2)
+        paths += [RanksSpec("copy", names[a], names[b], backend, 2, cases.copy(a, b)) for a, b in pairs]
     if "collectives" in what:
-        makers += [("all-reduce", backend, cases.all_reduce), ("send-receive", backend, cases.send_receive)]
-    for operation, (make, composed) in _COMPOSED.items():
-        if "collectives" in what:
-            makers.append((operation, backend, make(False)))
-        if "direct" in what and backend == "gloo" and composed(ranks):
-            makers.append((operation, backend + DIRECT, make(True)))
-    return paths + [RanksSpec(operation, "", "", path, ranks, maker) for operation, path, maker in makers]
+        paths += [RanksSpec(kind, "", "", backend, len(names), make) for kind, make in COLLECTIVES.items()]
+    return paths
+
+
+def _measure_device(names: Sequence[str], budget: float, in_turn: bool) -> None:
+    session = join()
+    rank, size = session.world.rank, session.world.size
+    progress = sent_over(session.channel)
+    for turn in range(size if in_turn else 1):
+        if turn == rank or not in_turn:
+            progress.done(measure_here(names[rank], torch.device(session.world.device), budget))
+        barrier()
 
 
 def _measure_as_rank(
@@ -159,12 +178,3 @@ def _measure_as_rank(
     session = join()
     device = torch.device(session.world.device)
     return measure_ranks(names, sizes, budget, what, sent_over(session.channel), device=device)
-
-
-def _check(sizes: Sequence[int], what: Sequence[str]) -> None:
-    known = WHAT + MORE
-    for one in what:
-        if one not in known:
-            raise UsageError(f"{one!r} cannot be measured.{nearest(one, known)} Use {', '.join(known)}.")
-    if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
-        raise UsageError(f"sizes={list(sizes)} must be one or more sizes in bytes, each larger than the last.")

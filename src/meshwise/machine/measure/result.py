@@ -1,16 +1,19 @@
-"""Hold measured times and verified bytes of paths, rates of devices.
+"""Hold what is measured, and tell who asked as it comes.
 
 Tested in tests/machine/test_processes.py and test_bench.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import median, quantiles
 
-from meshwise.machine.measure.timing import Sample
-from meshwise.spec.machine import Matmul
+from meshwise.spec.machine import Machine, Matmul
 from meshwise.spec.timings import Timings, fitted
+from meshwise.workers.channel import Message, WorkerChannel
+from meshwise.workers.listeners import Listeners
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,22 @@ class PathResult(PathSpec):
     note: str = ""
 
 
-def result_of(spec: PathSpec, samples: Mapping[int, Sample], wrong: str | None, note: str) -> PathResult:
+def result_of(
+    spec: PathSpec,
+    samples: Mapping[int, Sequence[float]],
+    wrong: str | None,
+    note: str,
+    in_step: Sequence[float] = (),
+) -> PathResult:
     """Build the `PathResult` of a measured path or collective.
 
-    samples: the median and the percentiles of the measured times, by message size in bytes.
+    samples: the seconds of repeated calls, by message size in bytes.
     wrong: where received data was wrong, or None.
+    in_step: the mean seconds of calls that follow computing, by size. Empty if not measured.
     """
-    seconds, p95, p99 = zip(*((sample.seconds, sample.p95, sample.p99) for sample in samples.values()), strict=True)
-    in_step = [sample.in_step for sample in samples.values() if sample.in_step is not None]
-    timings = fitted(list(samples), seconds, p95, p99, in_step)
+    cuts = [quantiles(seconds, n=100, method="inclusive") for seconds in samples.values()]
+    p95, p99 = ([each[at] for each in cuts] for at in (94, 98))
+    timings = fitted(list(samples), list(map(median, samples.values())), p95, p99, in_step)
     return PathResult(spec.operation, spec.source, spec.target, spec.path, spec.ranks, timings, wrong, note)
 
 
@@ -73,3 +83,49 @@ class DeviceResult:
     memory_rate: float | None = None
     matmuls: tuple[Matmul, ...] = ()
     launch: float | None = None
+
+
+# ---- Told while it is measured ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Functions that are called during a bench.
+
+    starts: called with a name before each measurement.
+    done: called with each result of a path or a device.
+    found: called with the machines of all hosts, before links between hosts are measured.
+    """
+
+    starts: Callable[[str], object] = lambda text: None
+    done: Callable[[PathResult | DeviceResult], object] = lambda result: None
+    found: Callable[[Sequence[Machine]], object] = lambda machines: None
+
+
+SILENT = Progress()
+
+
+def sent_over(channel: WorkerChannel | None) -> Progress:
+    """Return callbacks with which a worker reports the progress of its measurement to its launcher. In the launcher,
+    the function `listeners` makes the object that receives these reports.
+
+    channel: the connection to the launcher. If it is None, the callbacks do nothing.
+    """
+    if channel is None:
+        return SILENT
+
+    def sender(event: str) -> Callable[[object], None]:
+        return lambda value: channel.send("measuring", event=event, value=pickle.dumps(value).hex())
+
+    return Progress(*(sender(field.name) for field in fields(Progress)))
+
+
+def listeners(progress: Progress) -> Listeners:
+    """Return the functions with which a launcher listens to its workers during a bench. They call the functions of
+    `progress` with what the workers send."""
+
+    def received(rank: int, message: Message) -> None:
+        if message["kind"] == "measuring":
+            getattr(progress, message["event"])(pickle.loads(bytes.fromhex(message["value"])))
+
+    return Listeners(message=received)
