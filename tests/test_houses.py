@@ -24,8 +24,7 @@ HOUSES = {
     "arrays": ("arrays/",),
     "lab": (
         *("machine/measure/", "machine/bench.py"),
-        *("machine/views/bench_dict.py", "machine/views/bench_text.py"),
-        *("machine/views/progress.py", "api/bench.py", "api/bench_hosts.py", "commands/bench.py"),
+        *("machine/views/bench.py", "api/bench.py", "api/bench_hosts.py", "commands/bench.py"),
     ),
     "cluster": (
         *("schedulers/batch_script.py", "schedulers/site.py"),
@@ -43,7 +42,6 @@ USE_A_HOUSE = (
     *(
         "process/test_scratch_files.py",
         "engine/test_held_bytes.py",
-        "job/test_last_step.py",
         "old/test_old.py",
         "splits/test_split_levels.py",
     ),

@@ -71,7 +71,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     if nodes.nnodes > 1:
         print(f"waiting     for {nodes.nnodes} hosts at {nodes.rdzv}", file=sys.stderr)
     limits: Any = {"sizes": options.sizes, "seconds": options.seconds}
-    with _stoppable(), views.progress.progress_shown() as progress:
+    with _stoppable(), _progress_shown() as progress:
         if hosts:
             found = api.bench_hosts.bench_hosts(what=what or WHAT[1:], nodes=nodes, progress=progress, **limits)
         else:
@@ -82,9 +82,9 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
 def _show(found: Any, target: Path | None, as_json: bool) -> int:
     """Print the result of a bench, save it if `target` is given, and return its exit code."""
     if as_json:
-        print(json.dumps(views.bench_dict.bench_dict(found), indent=2))
+        print(json.dumps(views.bench.bench_dict(found), indent=2))
     else:
-        Console().print(views.bench_text.bench_text(found), soft_wrap=True)
+        Console().print(views.bench.bench_text(found), soft_wrap=True)
     if target is not None:
         write_text(target, machine_to_toml(found.machine))
         print(f"written     {target}", file=sys.stderr if as_json else sys.stdout)
@@ -106,6 +106,22 @@ def _writable(path: Path) -> Path:
         except UsageError:
             raise UsageError(f"--save {path}: this file exists, but is not a machine file. Use another.") from None
     return path
+
+
+@contextmanager
+def _progress_shown() -> Iterator[Any]:
+    """Show the progress of a bench on stderr, with a line for each finished measurement. A terminal also shows what is
+    being measured at the moment."""
+    console = Console(stderr=True)
+
+    def line(done: Any) -> None:
+        console.print(f"measured    {views.bench.done_text(done)}", soft_wrap=True, highlight=False, markup=False)
+
+    if not console.is_terminal:
+        yield api.bench.Progress(done=line)
+        return
+    with console.status("measuring") as status:
+        yield api.bench.Progress(lambda text: status.update(f"measuring {text}"), line)
 
 
 @contextmanager

@@ -36,6 +36,6 @@ def devices(
     """
     found = api.machines.find_machine(machine, torch=not no_torch)
     if as_json:
-        print(json.dumps(views.machine_dict.machine_dict(found), indent=2))
+        print(json.dumps(views.devices.devices_dict(found), indent=2))
     else:
-        Console().print(views.devices_text.devices_text(found), soft_wrap=True)
+        Console().print(views.devices.devices_text(found), soft_wrap=True)

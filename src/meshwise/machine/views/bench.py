@@ -1,4 +1,4 @@
-"""Show a bench in a terminal: figures and faults.
+"""Show a bench in a terminal, and as plain data for --json.
 
 It shows what each device, path and collective reached, and what is wrong.
 
@@ -10,14 +10,18 @@ Tested in tests/machine/test_bench.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.machine.bench import COPY, Bench
 from meshwise.machine.measure.result import DeviceResult, PathResult
-from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
+from meshwise.machine.views.devices import devices_dict
+from meshwise.spec.bandwidth import DEFINITIONS, algorithm_bandwidth, bus_bandwidth
+from meshwise.spec.json_values import json_value
 from meshwise.spec.machine import Device
 from meshwise.spec.timings import Timings, rate_at, seconds_at
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, percent_text, seconds_text
@@ -29,6 +33,7 @@ MOST_ROWS = 16
 MIDDLE_SIZES = (64 << 10, 1 << 20)
 """The sizes at which collectives are shown, besides the largest size."""
 WRONG = "bold red"
+FACTS = ("operation", "source", "target", "path", "ranks", "wrong", "note")
 
 
 def done_text(done: PathResult | DeviceResult) -> str:
@@ -37,10 +42,8 @@ def done_text(done: PathResult | DeviceResult) -> str:
         best = max(done.matmuls, key=lambda product: product.rate, default=None)
         product = f", {best.dtype} products at {flops_text(best.rate)}" if best else ""
         return f"{done.device}: memory at {bandwidth_text(done.memory_rate or 0.0)}{product}"
-    if done.wrong is not None:
-        return f"{done}: corrupt"
     size = done.timings.sizes[-1]
-    return f"{done}: {_bus(done, size)} at {bytes_text(size)}"
+    return f"{done}: {_rate(done, size)}" + (f" at {bytes_text(size)}" if done.wrong is None else "")
 
 
 def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
@@ -60,58 +63,69 @@ def _lines(bench: Bench, screen: Screen) -> list[Text]:
 
 
 def _devices(devices: Sequence[Device], width: int) -> list[Text]:
-    measured = [d for d in devices if d.memory_rate is not None]
-    if not measured:
-        return []
-    dtypes = list(dict.fromkeys(product.dtype for d in measured for product in d.matmuls))
+    measured = [device for device in devices if device.memory_rate is not None]
+    dtypes = dict.fromkeys(product.dtype for device in measured for product in device.matmuls)
     rows = [
-        [d.name, bandwidth_text(d.memory_rate or 0.0), seconds_text(d.launch or 0.0), *(_best(d, t) for t in dtypes)]
+        {"device": d.name, "memory": bandwidth_text(d.memory_rate or 0.0), "launch": seconds_text(d.launch or 0.0)}
+        | {f"{dtype} products": _best(d, dtype) for dtype in dtypes}
         for d in measured
     ]
-    return table_lines(["device", "memory", "launch", *(f"{dtype} products" for dtype in dtypes)], rows, width)
+    return _table(rows, width)
+
+
+def _table(rows: Sequence[Mapping[str, Cell]], width: int) -> list[Text]:
+    """Return a table as lines. Each row has its cells by the title of their column."""
+    titles = list(rows[0]) if rows else []
+    return table_lines(titles, [list(row.values()) for row in rows], width) if rows else []
 
 
 def _best(device: Device, dtype: str) -> str:
     """Format the best rate of a dtype over all shapes, with its share of the device's peak if the peak is known."""
     best, peak = device.best_rates.get(dtype), device.peak.get(dtype)
-    if best is None:
-        return "none"
-    return flops_text(best) + (f" {percent_text(best / peak)}" if peak else "")
+    share = f" {percent_text(best / peak)}" if best and peak else ""
+    return flops_text(best) + share if best else "none"
 
 
 def _copies(results: Sequence[PathResult], width: int) -> list[Text]:
-    if not results:
-        return []
     if len(results) > MOST_ROWS and len({r.target for r in results}) > 2:
         return _matrices(results, width)
-    rows: list[list[Cell]] = []
-    for result in results:
-        timings = result.timings
-        rate = Text("corrupt", WRONG) if result.wrong is not None else _rate(timings)
-        cells = [f"{result.source} → {result.target}", result.path, rate, bytes_text(timings.sizes[-1])]
-        rows.append([*cells, _latency(timings), *_slowest(timings)])
-    titles = ["copy", "path", "one way", "at", "latency", "p95", "p99"]
-    return table_lines(titles, rows, width)
+    rows = [
+        {"copy": f"{r.source} → {r.target}", "path": r.path, "one way": _rate(r, r.timings.sizes[-1])}
+        | {"at": bytes_text(r.timings.sizes[-1]), "latency": _latency(r.timings), **_slowest(r.timings)}
+        for r in results
+    ]
+    return _table(rows, width)
 
 
-def _slowest(timings: Timings) -> list[str]:
-    """Format the 95th and the 99th percentile of the seconds that were measured for the largest message. A percentile
-    that was not recorded becomes ""."""
-    return [seconds_text(table[-1]) if table else "" for table in (timings.p95, timings.p99)]
+def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
+    rows = [
+        {"collective": r.operation, "ranks": str(r.ranks), "path": r.path, "latency": _latency(r.timings)}
+        | {bytes_text(size): _rate(r, size) for size in MIDDLE_SIZES}
+        | {"largest": _rate(r, r.timings.sizes[-1]), "at": bytes_text(r.timings.sizes[-1]), **_slowest(r.timings)}
+        for r in results
+    ]
+    said = Text(f"bus bandwidth by the definitions of {DEFINITIONS}", "dim")
+    return [*_table(rows, width), said] if rows else []
+
+
+def _slowest(timings: Timings) -> dict[str, str]:
+    """Format percentiles at the largest size, where they were recorded."""
+    percentiles = {"p95": timings.p95, "p99": timings.p99}
+    return {name: seconds_text(table[-1]) if table else "" for name, table in percentiles.items()}
 
 
 def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
-    """Return one matrix for each path. Its rows are sources, its columns are targets, and its cells are GB/s one
-    way."""
+    """Return a matrix for each path: sources, targets, GB/s one way."""
     lines: list[Text] = []
     for path in dict.fromkeys(result.path for result in results):
         cells = {(r.source, r.target): r for r in results if r.path == path}
-        sources = list(dict.fromkeys(source for source, _ in cells))
+        sources = dict.fromkeys(source for source, _ in cells)
         targets = [*sources, *dict.fromkeys(target for _, target in cells if target not in sources)]
-        rows: list[list[Cell]] = [
-            [source, *(_cell(cells.get((source, target))) for target in targets)] for source in sources
+        rows = [
+            {f"{path}, GB/s": source, **{target: _cell(cells.get((source, target))) for target in targets}}
+            for source in sources
         ]
-        lines += [Text(), *table_lines([f"{path}, GB/s", *targets], rows, width)]
+        lines += [Text(), *_table(rows, width)]
     return lines[1:]
 
 
@@ -123,38 +137,15 @@ def _cell(result: PathResult | None) -> Text:
     return Text(f"{rate_at(result.timings, result.timings.sizes[-1]) / 1e9:.1f}")
 
 
-def _rate(timings: Timings) -> str:
-    return bandwidth_text(rate_at(timings, timings.sizes[-1]))
-
-
-def _collectives(results: Sequence[PathResult], width: int) -> list[Text]:
-    if not results:
-        return []
-    rows: list[list[Cell]] = []
-    for result in results:
-        ends = f" {result.source} → {result.target}" if result.source or result.target else ""
-        timings = result.timings
-        cells = [result.operation + ends, str(result.ranks), result.path, _latency(timings)]
-        cells += [_bus(result, size) for size in MIDDLE_SIZES]
-        cells += [_bus(result, timings.sizes[-1]), bytes_text(timings.sizes[-1])]
-        fit = Text("corrupt", WRONG) if result.wrong else _fit(timings)
-        rows.append([*cells, fit, *_slowest(timings)])
-    sizes = map(bytes_text, MIDDLE_SIZES)
-    titles = ["collective", "ranks", "path", "latency", *sizes, "largest", "at", "fit", "p95", "p99"]
-    return [*table_lines(titles, rows, width), Text(f"bus bandwidth by the definitions of {DEFINITIONS}", "dim")]
-
-
 def _latency(timings: Timings) -> str:
-    """Format the fitted latency. If there is none, as with a single size, format the time of the smallest size as an
-    upper bound."""
+    """Format the fitted latency, or the time of the smallest size as an upper bound."""
     return seconds_text(timings.latency) if timings.latency else f"< {seconds_text(timings.seconds[0])}"
 
 
-def _fit(timings: Timings) -> str:
-    return f"±{percent_text(timings.residual)}" if len(timings.sizes) > 2 else "-"
-
-
-def _bus(result: PathResult, size: int) -> str:
+def _rate(result: PathResult, size: int) -> Cell:
+    """Format the bus bandwidth at a size, which is the rate of a copy one way."""
+    if result.wrong is not None:
+        return Text("corrupt", WRONG)
     if size not in result.timings.sizes:
         return "-"
     return bandwidth_text(bus_bandwidth(result.operation, result.ranks, size, seconds_at(result.timings, size)))
@@ -173,3 +164,34 @@ def _end(bench: Bench) -> list[Text]:
     if bench.stopped is not None:
         lines.append(Text(f"stopped     {bench.stopped.why}", "yellow"))
     return lines
+
+
+# ---- As plain data ---------------------------------------------------------------------------------------------------
+
+
+def bench_dict(bench: Bench) -> dict[str, Any]:
+    """Convert a bench to plain data, with its measurements and their errors, and the measured machine."""
+    return {
+        "exit_code": bench.exit_code,
+        "stopped": bench.stopped.why if bench.stopped else None,
+        "seconds": bench.seconds,
+        "definitions": DEFINITIONS,
+        "results": [_result(result) for result in bench.results],
+        "machine": devices_dict(bench.machine),
+    }
+
+
+def _result(result: PathResult) -> dict[str, Any]:
+    t = result.timings
+    columns = {
+        "bytes": t.sizes,
+        "seconds": t.seconds,
+        "p95": t.p95,
+        "p99": t.p99,
+        "in_step": t.in_step,
+        "algorithm_bandwidth": list(map(algorithm_bandwidth, t.sizes, t.seconds)),
+        "bus_bandwidth": list(map(partial(bus_bandwidth, result.operation, result.ranks), t.sizes, t.seconds)),
+    }
+    rows = [{name: column[at] if column else None for name, column in columns.items()} for at in range(len(t.sizes))]
+    fit = json_value({"latency": t.latency, "bandwidth": t.bandwidth, "residual": t.residual})
+    return {**{name: getattr(result, name) for name in FACTS}, "fit": fit, "sizes": rows}

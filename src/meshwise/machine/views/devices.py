@@ -11,22 +11,22 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.machine.discovery.host_facts import limits_that_hurt
-from meshwise.machine.views.links_text import kind_text, links_text
+from meshwise.machine.views.links import kind_text, links_text
+from meshwise.spec.json_values import json_value
 from meshwise.spec.machine import HOST, Device, Host, Machine, link_between
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, plural
 from meshwise.terminal.screen import LABEL, Drawn, Screen, labelled, spaced
-from meshwise.terminal.table import table_lines
+from meshwise.terminal.table import columns_lines
 
-MOST_SINGLE = 4
-"""The largest number of devices that have one row each. With more devices, equal devices in a sequence share a row."""
 MOST_NOTES = 6
 MOST_ROWS = 12
-LEAST_NAME = 16
+LEAST_NAME, MOST_NAME = 16, 28
 PEAKS = ("bf16", "fp16", "fp32")
 """The dtypes whose peak FLOP/s may be shown. Of these, the first with a known peak is shown for a device."""
 
@@ -38,6 +38,12 @@ def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
         or a pipe and no width is given, sentences are not wrapped.
     """
     return Drawn(lambda screen: _lines(machine, screen, width is not None), width)
+
+
+def devices_dict(machine: Machine) -> dict[str, Any]:
+    """Convert a machine to plain data, for --json. Every field has its name and is in bytes, seconds or FLOP/s. None is
+    unknown. The key `limits_that_hurt` has sentences on limits of the hosts that will stop or slow training."""
+    return {**json_value(machine), "limits_that_hurt": limits_that_hurt(machine)}
 
 
 def _lines(machine: Machine, screen: Screen, wrapped: bool) -> list[Text]:
@@ -65,7 +71,9 @@ def _hosts(machine: Machine, width: int) -> list[Text]:
         if many > 1:
             facts.insert(0, f"{many} alike" if facts else f"{many} hosts, without known details")
         if facts:
-            lines.append(labelled("host", _fit(facts, width - LABEL) if len(facts) > 1 else facts[0]))
+            over = LABEL + len(" · ".join(facts)) - width
+            first = _cut(facts[0], max(len(facts[0]) - over, LEAST_NAME)) if len(facts) > 1 else facts[0]
+            lines.append(labelled("host", " · ".join([first, *facts[1:]])))
     return lines
 
 
@@ -84,13 +92,6 @@ def _of(allowed: int | None, present: int | None, text: Callable[[int], str]) ->
     return " of ".join(dict.fromkeys(text(count) for count in (allowed, present) if count is not None))
 
 
-def _fit(facts: Sequence[str], width: int) -> str:
-    """Join the facts to one line. If it is too wide, the first fact, which is a name, is shortened."""
-    line = " · ".join(facts)
-    over = len(line) - width
-    return line if over <= 0 else " · ".join([_cut(facts[0], max(len(facts[0]) - over, LEAST_NAME)), *facts[1:]])
-
-
 def _cut(name: str, width: int) -> str:
     return name if len(name) <= width else name[: width - 1].rstrip() + "…"
 
@@ -99,20 +100,13 @@ def _table(machine: Machine, width: int) -> list[Text]:
     rows = _rows(machine)
     many = len(rows) - MOST_ROWS
     titles = ["device", "part", "memory", "NUMA", "host link", f"{_shown_dtype(machine.devices)} peak", "bandwidth"]
-    shown = rows[:MOST_ROWS]
-    kept = [at for at in range(len(titles)) if at in (0, 1) or any(row[at] for row in shown)]
-    wide = [max(len(titles[at]), *(len(row[at]) for row in shown)) for at in kept]
-    over = sum(wide) + 2 * (len(wide) - 1) - width
-    if over > 0:  # a long name of an unknown part gives way before a figure does
-        for row in shown:
-            row[1] = _cut(row[1], max(LEAST_NAME, wide[1] - over))
-    lines = table_lines([titles[at] for at in kept], [[row[at] for at in kept] for row in shown], width)
+    cells = zip(*rows[:MOST_ROWS], strict=True)
+    lines = columns_lines(dict(zip(titles, cells, strict=False)), width, left=("device",))
     return [*lines, Text(f"and {many} more rows; --json has all", "dim")] if many > 0 else lines
 
 
 def _rows(machine: Machine) -> list[list[str]]:
-    """Return the rows of the table of devices, each as a list of its cells. If several hosts have equal devices, the
-    table has one set of rows for these hosts together."""
+    """Return the cells of each row. Hosts with equal devices have their rows together."""
     hosts_of: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for host in range(len(machine.hosts)):
         own = [device for device in machine.devices if device.host == host]
@@ -125,10 +119,7 @@ def _rows(machine: Machine) -> list[list[str]]:
 
 
 def _grouped(machine: Machine, devices: Sequence[Device]) -> list[tuple[str, ...]]:
-    """Return a row for each device of a host. If there are many devices, equal neighbors share a row, which is named
-    `cuda:0-3`."""
-    if len(devices) <= MOST_SINGLE:
-        return [(device.name, *_cells(machine, device)) for device in devices]
+    """Return a row for each device of a host. Equal neighbors share a row, which is named `cuda:0-3`."""
     rows = []
     for (_, *cells), members in groupby(devices, key=lambda device: (device.kind, *_cells(machine, device))):
         first, *others = [device.name for device in members]
@@ -141,12 +132,16 @@ def _cells(machine: Machine, device: Device) -> list[str]:
     dtype = _shown_dtype(machine.devices)
     peak = next(((name, device.peak[name]) for name in (dtype, *PEAKS) if name in device.peak), None)
     return [
-        device.part,
+        _cut(device.part, MOST_NAME),
         "unknown" if device.memory is None else bytes_text(device.memory),
         "" if device.numa is None else str(device.numa),
         "" if device.kind == "cpu" else "unknown" if link is None else kind_text(link),
-        _reached_product(device) if peak is None else flops_text(peak[1]) + (f" {peak[0]}" if peak[0] != dtype else ""),
-        _reached_memory(device) if device.memory_bandwidth is None else bandwidth_text(device.memory_bandwidth),
+        _reached(device) if peak is None else flops_text(peak[1]) + (f" {peak[0]}" if peak[0] != dtype else ""),
+        bandwidth_text(device.memory_bandwidth)
+        if device.memory_bandwidth is not None
+        else "unknown"
+        if device.memory_rate is None
+        else f"reached {bandwidth_text(device.memory_rate)}",
     ]
 
 
@@ -154,15 +149,10 @@ def _shown_dtype(devices: Sequence[Device]) -> str:
     return next((name for name in PEAKS if any(name in device.peak for device in devices)), PEAKS[0])
 
 
-def _reached_product(device: Device) -> str:
-    """Format the best measured rate of matrix products, or "unknown". It is shown instead of the peak FLOP/s if the
-    peak of a device is unknown."""
+def _reached(device: Device) -> str:
+    """Format the best measured rate of products, or "unknown"; shown if the peak is unknown."""
     best = max(device.matmuls, key=lambda product: product.rate, default=None)
     return "unknown" if best is None else f"reached {flops_text(best.rate)} {best.dtype}"
-
-
-def _reached_memory(device: Device) -> str:
-    return "unknown" if device.memory_rate is None else f"reached {bandwidth_text(device.memory_rate)}"
 
 
 def _facts(machine: Machine) -> list[Text]:
