@@ -86,8 +86,7 @@ def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def _memory(root: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Yield the memory limit and the bytes in use of each Linux control group (cgroup) of this process that has a
-    limit. Memory that only caches files, and was not used lately, does not count as in use."""
+    """Yield the limit and the bytes in use of each control group that has one; cached files count as free."""
     versions = (
         ("", "memory.max", "memory.current", ""),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -32,14 +32,10 @@ def memory_counters(device: str) -> dict[str, float]:
     On an accelerator, `allocated` and `reserved` are counted by torch, and `device` is the use of all processes
     together. A CPU worker has only `resident`, the resident memory of this process.
     """
-    if has_streams(device):
-        facts = memory_facts(device)
-        return {
-            "allocated": facts["allocated"],
-            "reserved": facts["reserved"],
-            "device": facts["total"] - facts["free"],
-        }
-    return {"resident": psutil.Process().memory_info().rss}
+    if not has_streams(device):
+        return {"resident": used_bytes(device)}
+    facts = memory_facts(device)
+    return {"allocated": facts["allocated"], "reserved": facts["reserved"], "device": facts["total"] - facts["free"]}
 
 
 def peak_bytes(device: str) -> int:

@@ -80,13 +80,7 @@ def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tup
 
 
 def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
-    """Return the device model from which `class_links` takes the links of a machine with different models: the model
-    with the slowest link. A sentence on this is added to `warnings`. If all devices are of the same model,
-    `device_parts` is returned unchanged.
-
-    apart: True if each host has devices of one model only. False if different models share a host. Their copies then go
-        through the host, so only links to the host are compared.
-    """
+    """Return the model with the slowest link, and warn. Models that share a host copy through it."""
     if len({part.name for part in device_parts}) == 1:
         return device_parts
 
@@ -100,8 +94,7 @@ def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[s
 
 
 def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
-    """Parse the words for a group of equal devices, such as `2x8xA100`. Returns the number of hosts, the number of
-    devices per host, the device model in the catalog, and warnings for the user."""
+    """Parse `2x8xA100` as (hosts, devices a host, model, warnings)."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"machine '{words}' names no device. {_WRITE}")
@@ -112,8 +105,9 @@ def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
 
 def _count(words: str, digits: str) -> int:
     if len(digits) > 9 or not 0 < int(digits) <= MOST_DEVICES:
-        short = digits if len(digits) <= 12 else f"{digits[:9]}…"
-        raise UsageError(f"machine '{words[:60]}': the count {short} must be from 1 to {MOST_DEVICES:,}. {_WRITE}")
+        raise UsageError(
+            f"machine '{words[:60]}': the count {digits[:12]} must be from 1 to {MOST_DEVICES:,}. {_WRITE}"
+        )
     return int(digits)
 
 
@@ -121,9 +115,7 @@ def _count(words: str, digits: str) -> int:
 
 
 def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
-    """Find the device model in the catalog that a user means by a name. If several models match, the first is returned,
-    and a warning lists the others. Other warnings say which figures of the model are doubtful. Raises UsageError if no
-    model matches."""
+    """Find the model that a name means, the first of several; warn of others and of doubtful figures."""
     plain = _plain(name)
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
@@ -153,20 +145,12 @@ def _letters(name: str) -> str:
 
 
 def _means(plain: str, part: CatalogPart) -> bool:
-    """Return whether a user may mean this device model by a name. The name must be the model's family, such as `a100`.
-    The memory size and the form may follow, such as `80gb` and `sxm`.
-
-    plain: the user's name in lower case, reduced to letters and digits, as `_plain` returns it.
-    """
-    family = _plain(part.family)
-    if not plain.startswith(family) or part.memory is None:
+    """Return whether a name is the model's family, with its memory size and form or without."""
+    if part.memory is None:
         return False
-    size = part.memory // 2**30
-    left = re.sub(rf"{size}(gi?b?)?", "", plain[len(family) :], count=1)
-    for form in _FORMS:
-        if form in _plain(part.name)[len(family) :]:
-            left = re.sub(rf"{form}\d?", "", left, count=1)
-    return not left
+    family, size = _plain(part.family), part.memory // 2**30
+    forms = [rf"{form}\d?" for form in _FORMS if form in _plain(part.name).removeprefix(family)]
+    return re.fullmatch(f"{family}({'|'.join([rf'{size}(gi?b?)?', *forms])})*", plain) is not None
 
 
 def _near(plain: str) -> str:
@@ -190,8 +174,7 @@ def _host_links(part: CatalogPart) -> tuple[Link, ...]:
 
 
 def _device_links(part: CatalogPart) -> tuple[Link, ...]:
-    """Return one link that stands for every pair of devices of this model on a host. It is the model's link between
-    devices, such as NVLink, or else its link to the host. Returns () if neither is known."""
+    """Return one link that stands for every pair of devices of a host."""
     if part.kind == "cpu":
         return (Link(DEVICE, DEVICE, "process"),)
     link: PartLink | None = part.link or part.host_link
@@ -208,8 +191,7 @@ def _device_links(part: CatalogPart) -> tuple[Link, ...]:
 
 
 def _network(words: str, rate: str) -> float:
-    """Parse the network rate of a host: `200Gb` (Gbit/s), `25GB` (GB/s), `8xInfiniBand-NDR` or `DGX-H100`. Returns
-    bytes/s."""
+    """Parse a network rate, `200Gb`, `25GB`, `8xInfiniBand-NDR` or `DGX-H100`, as bytes/s."""
     sold = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([KMGT])(bit|bits|bps|b|B|Bps)(?:/s|ps)?", rate.strip())
     if sold:
         value = float(sold[1]) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[sold[2]] / (1 if sold[3][0] == "B" else 8)

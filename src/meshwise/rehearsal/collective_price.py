@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwise.machine.catalog import part, reached
-from meshwise.machine.expected import device_nominal, expected_collective
+from meshwise.machine.expected import expected_collective, nominal_of
 from meshwise.rehearsal.constants import BASE, FIGURES, HOP, IN_NETWORK, LL, LL128, NEVER, PROTOCOL, SIMPLE
 from meshwise.rehearsal.price import CATALOG, COMMUNICATION, MEASURED, MODEL, Priced, priced
 from meshwise.rehearsal.work import CollectiveOperation
@@ -140,7 +140,7 @@ def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Pr
 def _modelled_send(
     collective: CollectiveOperation, machine: Machine, link: Link, share: float, backend: str
 ) -> Priced | None:
-    nominal = link.bandwidth if link.kind == "network" else device_nominal(machine, link)[0]
+    nominal = link.bandwidth if link.kind == "network" else nominal_of(link)[0]
     if nominal is None:
         return None
     if backend == "gloo":

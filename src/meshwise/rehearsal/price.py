@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwise.machine.catalog import CatalogPart, achievable, part, reached
-from meshwise.machine.expected import host_nominal
+from meshwise.machine.expected import nominal_of
 from meshwise.rehearsal.constants import FIGURES, TILES
 from meshwise.rehearsal.operators import Product, product_of, sort_of
 from meshwise.rehearsal.work import Copy, Operation
@@ -123,7 +123,7 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
     if "pinned" in link.timings:
         seconds = seconds_at(link.timings["pinned"], max(copy.size, 1))
         return priced(seconds, FIGURES["measured.copy"].spread, MEASURED, COMMUNICATION)
-    nominal, generation = host_nominal(machine, link)
+    nominal, generation = nominal_of(link)
     if nominal is None:
         return None
     share = reached(link.kind, generation, "to") or reached("pcie", generation, "to")
