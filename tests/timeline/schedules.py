@@ -79,7 +79,7 @@ def timeline_of(rows: Sequence[tuple[int, ...]], ranks: int) -> Timeline:
         ("", "all-reduce"),
         ranks=tuple(Rank(rank, "cpu", "here", last, True) for rank in range(ranks)),
         clocks=tuple(Clock(rank) for rank in range(ranks)),
-        sessions=(RunSession(0, last, 1, "finished"),),
+        sessions=(RunSession(0, last, "finished"),),
         facts={"job": "schedule", "status": "finished"},
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwise.timeline.attempt_report import attempt_reports
+from meshwise.timeline.analyse import attempt_reports
 
 SENT = 1_000_000.0
 

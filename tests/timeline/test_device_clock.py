@@ -64,8 +64,9 @@ def test_work_that_still_runs_waits_for_a_later_drain_and_nothing_synchronises()
     world = World(lag=1_000_000)
     recorder = Recorder("cuda:0", clock=lambda: world.now)
     recorder.device = DeviceClock(lambda: world.now, world.event)
-    with recorder.span("data", on_device=False):
-        world.now += 1000
+    since = recorder.clock()
+    world.now += 1000
+    recorder.add(recorder.code("data", lane="host"), since, recorder.clock())
     with recorder.span("forward"):
         world.now += 10
     (rows, _) = recorder.drain()

@@ -25,7 +25,7 @@ def drained(recorder: Recorder) -> list[tuple[Any, ...]]:
 
 
 def test_a_span_has_its_kind_its_times_and_its_step(recorder: Recorder) -> None:
-    with recorder.span("data", "read", on_device=False):
+    with recorder.span("data", "read"):
         pass
     recorder.begin_step(7)
     with recorder.span("forward"):

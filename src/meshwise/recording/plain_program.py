@@ -149,7 +149,7 @@ class PlainProgram:
         recorder = self._recorder
         if self._since is not None and not self._trained and (self._read or self._evaluates):
             recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
-        self._since, self._asked = None, recorder.mark(on_device=False)
+        self._since, self._asked = None, recorder.clock()
         recorder.come_to("data")
         self._read = self._trained = False
         try:
@@ -158,7 +158,7 @@ class PlainProgram:
         finally:
             self._new_step()
             recorder.come_to("idle")
-        self._data_ends(recorder.mark(on_device=False))
+        self._data_ends(recorder.clock())
         self._read = True
         self._optimizers.clear()
 

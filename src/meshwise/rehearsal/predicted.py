@@ -49,7 +49,7 @@ def predicted_timeline(
         Rank(rank, machine.devices[rank].name, str(machine.devices[rank].host), _ns(step.seconds), True)
         for rank in step.ranks
     )
-    session = RunSession(0, _ns(step.seconds), 1, "finished")
+    session = RunSession(0, _ns(step.seconds), "finished")
     told = {"world": len(machine.devices), **(facts or {})}
     return Timeline(spans, names, ranks=ranks, sessions=(session,), facts=told, source="predicted")
 

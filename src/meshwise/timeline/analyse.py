@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshwise.records.attempts import attempts_of, lost_texts
+from meshwise.records.attempts import Attempt, attempt_text, attempts_of, lost_texts
 from meshwise.records.run_list import fields_of
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
 from meshwise.timeline.arrivals import ABSENT, Arrivals
-from meshwise.timeline.attempt_report import attempt_reports
 from meshwise.timeline.attribution import OUTSIDE, Whole, session_of
 from meshwise.timeline.findings import RunFacts, findings_of, verdict_of
 from meshwise.timeline.one_device import measured_alone
@@ -29,6 +29,7 @@ from meshwise.timeline.run_report import (
     MEMORY,
     NOT_MEMORY,
     OUTSIDE_STEPS,
+    AttemptReport,
     ClockReport,
     CollectiveReport,
     CounterSeries,
@@ -319,3 +320,27 @@ def _thinned(counter: Counter) -> CounterSeries:
     parts = np.array_split(np.arange(len(counter.value)), min(POINTS, len(counter.value)))
     keep = [int(part[counter.value[part].argmax()]) for part in parts]
     return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())
+
+
+def attempt_reports(facts: Mapping[str, Any]) -> list[AttemptReport]:
+    """Report all attempts in the record of a run."""
+    found = attempts_of(facts)
+    return [_attempt(one, before) for one, before in zip(found, [None, *found], strict=False)]
+
+
+def _attempt(one: Attempt, before: Attempt | None) -> AttemptReport:
+    began = one.began or 0.0
+    gap = began - (before.ended or began) if before is not None else 0.0
+    return AttemptReport(
+        number=one.number,
+        began=f"{datetime.fromtimestamp(began):%Y-%m-%d %H:%M:%S}",
+        launched=one.launched,
+        devices=one.devices or 0,
+        before=max(0.0, gap if one.waited is None else one.waited),
+        queued=one.waited is not None,
+        seconds=max(0.0, (one.ended or began) - began),
+        from_step=one.from_step,
+        steps_lost=None if one.from_step is None else one.steps_lost or 0,
+        status=one.status,
+        ended=attempt_text(one),
+    )

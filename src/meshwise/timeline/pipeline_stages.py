@@ -11,7 +11,7 @@ Tested in tests/timeline/test_pipeline_stages.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,55 +25,37 @@ Place = tuple[bool, int, int]
 """Identifies an action by its direction (True for forward, False for backward), its stage, and its microbatch."""
 
 
-@dataclass(frozen=True)
-class Actions:
-    """The forward and backward passes of microbatches through pipeline stages, as arrays of equal length. They are
-    sorted by rank, then by start.
-
-    pipe: the number of the pipeline. The ranks of one pipeline work on the same samples.
-    seconds: the duration without waiting for another stage.
-    """
-
-    pipe: Table
-    rank: Table
-    step: Table
-    forward: NDArray[np.bool_]
-    stage: Table
-    microbatch: Table
-    start: Table
-    end: Table
-    seconds: NDArray[np.float64]
-
-    def place(self, at: int) -> Place:
-        """Return (is it a forward?, stage, microbatch) of the action with the index `at`."""
-        return bool(self.forward[at]), int(self.stage[at]), int(self.microbatch[at])
+Actions = NDArray[np.void]
+"""An array of actions, with dtype ACTION, sorted by rank, then by start."""
+ACTION = np.dtype(
+    [(name, "<i8") for name in ("pipe", "rank", "step", "stage", "microbatch", "start", "end")]
+    + [("forward", "?"), ("seconds", "<f8")]
+)
+"""A forward or backward pass of a microbatch through a stage. `pipe` is the number of the pipeline: the ranks of one
+pipeline work on the same samples. `seconds` is the duration without waiting for another stage."""
 
 
-def actions_of(spans: Spans, names: Sequence[str]) -> Actions | None:
-    """Extract the forward and backward passes of pipeline stages from a timeline's spans. Returns None if there is no
+def actions_of(spans: Spans, names: Sequence[str]) -> Actions:
+    """Extract the forward and backward passes of pipeline stages from a timeline's spans. There are none without a
     pipeline."""
     places = np.array([stage_and_microbatch(name) or (-1, -1) for name in names], np.int64).reshape(-1, 2)
     found = spans[places[spans["name"], 0] >= 0]
-    if not len(found):
-        return None
     found = found[np.lexsort((found["start"], found["rank"]))]
-    stage, microbatch = places[found["name"]].T
-    rank = found["rank"].astype(np.int64)
-    waited = np.zeros(len(found))
-    for one in np.unique(rank).tolist():
-        mine, received = rank == one, _received(spans[spans["rank"] == one], names)
-        waited[mine] = _covered(received, found["end"][mine]) - _covered(received, found["start"][mine])
-    return Actions(
-        pipe=_pipes(rank, stage),
-        rank=rank,
-        step=found["step"].astype(np.int64),
-        forward=found["kind"] == KIND["forward"],
-        stage=stage,
-        microbatch=microbatch,
-        start=found["start"],
-        end=found["end"],
-        seconds=(found["end"] - found["start"] - waited) / 1e9,
-    )
+    actions = np.empty(len(found), ACTION)
+    for field in ("rank", "step", "start", "end"):
+        actions[field] = found[field]
+    actions["forward"] = found["kind"] == KIND["forward"]
+    actions["stage"], actions["microbatch"] = places[found["name"]].T
+    actions["pipe"] = _pipes(actions["rank"], actions["stage"])
+    for rank in np.unique(found["rank"]).tolist():
+        mine, received = found["rank"] == rank, _received(spans[spans["rank"] == rank], names)
+        start, end = found["start"][mine], found["end"][mine]
+        actions["seconds"][mine] = (end - start - (_covered(received, end) - _covered(received, start))) / 1e9
+    return actions
+
+
+def _place(action: Any) -> Place:
+    return bool(action["forward"]), int(action["stage"]), int(action["microbatch"])
 
 
 def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
@@ -83,21 +65,18 @@ def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int]
     microbatch.
     """
     actions = actions_of(spans, names)
-    if actions is None:
-        return {}
-    pipes, steps, ends = actions.pipe.tolist(), actions.step.tolist(), actions.end.tolist()
-    ended = {(pipes[at], steps[at], actions.place(at)): ends[at] for at in range(len(ends))}
+    places = actions[["pipe", "step", "forward", "stage", "microbatch", "end"]].tolist()
+    ended = {(pipe, step, tuple(place)): end for pipe, step, *place, end in places}
     until = {}
-    for rank in np.unique(actions.rank).tolist():
-        mine = np.flatnonzero(actions.rank == rank)
+    for rank in np.unique(actions["rank"]).tolist():
+        mine = actions[actions["rank"] == rank]
         received = _received(spans[spans["rank"] == rank], names)
-        following = np.searchsorted(actions.end[mine], received["start"], side="right")
+        following = np.searchsorted(mine["end"], received["start"], side="right")
         for start, at in zip(received["start"].tolist(), following.tolist(), strict=True):
             if at < len(mine):
-                action = int(mine[at])
-                forward, stage, microbatch = actions.place(action)
+                forward, stage, microbatch = _place(mine[at])
                 source = (forward, stage - 1 if forward else stage + 1, microbatch)
-                until[rank, start] = ended.get((pipes[action], steps[action], source), start)
+                until[rank, start] = ended.get((int(mine["pipe"][at]), int(mine["step"][at]), source), start)
     return until
 
 
@@ -107,25 +86,26 @@ def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> Pipelin
     Returns None if there is no pipeline, or if the logs are incomplete in every step.
     """
     actions = actions_of(spans, names)
-    if actions is None or not actions.stage.any() or not actions.forward.any():
+    if not actions["stage"].any() or not actions["forward"].any():
         return None
-    inside = np.isin(actions.step, steps)
-    stages = [_stage(actions, inside & (actions.stage == stage)) for stage in np.unique(actions.stage).tolist()]
+    inside = actions[np.isin(actions["step"], steps)]
+    stages = [_stage(inside[inside["stage"] == stage]) for stage in np.unique(actions["stage"])]
     own = {(forward, each.stage): each.forward_seconds if forward else each.backward_seconds
            for each in stages for forward in (True, False)}  # fmt: skip
     mean = {forward: float(np.mean([own[forward, each.stage] for each in stages])) for forward in (True, False)}
     found = []
-    for step in np.unique(actions.step[inside]).tolist():
-        for pipe in np.unique(actions.pipe).tolist():
-            orders = _orders(actions, (actions.step == step) & (actions.pipe == pipe))
+    for step in np.unique(inside["step"]):
+        for pipe in np.unique(actions["pipe"]):
+            some = inside[(inside["step"] == step) & (inside["pipe"] == pipe)]
+            orders = [list(map(_place, some[some["rank"] == rank])) for rank in np.unique(some["rank"])]
             equal = played_bubble(orders, lambda place: mean[place[0]])
             unequal = played_bubble(orders, lambda place: own[place[:2]])
             if equal is not None and unequal is not None:
-                found.append((_bubble(actions, (actions.step == step) & (actions.pipe == pipe)), equal, unequal))
+                found.append((_bubble(some), equal, unequal))
     if not found:
         return None
     bubble, equal, unequal = np.median(np.array(found), axis=0).tolist()
-    return PipelineReport(stages, int(actions.microbatch.max()) + 1, bubble, equal, unequal)
+    return PipelineReport(stages, int(actions["microbatch"].max()) + 1, bubble, equal, unequal)
 
 
 def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], float]) -> float | None:
@@ -162,23 +142,16 @@ def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], 
     return 1 - sum(map(seconds, ends)) / whole if whole > 0 else None
 
 
-def _orders(actions: Actions, chosen: NDArray[np.bool_]) -> list[list[Place]]:
-    return [
-        [actions.place(int(at)) for at in np.flatnonzero(chosen & (actions.rank == rank))]
-        for rank in np.unique(actions.rank[chosen]).tolist()
-    ]
-
-
-def _bubble(actions: Actions, chosen: NDArray[np.bool_]) -> float:
-    whole = (actions.end[chosen].max() - actions.start[chosen].min()) / 1e9
-    busy = actions.seconds[chosen].sum() / len(np.unique(actions.rank[chosen]))
+def _bubble(some: Actions) -> float:
+    whole = (some["end"].max() - some["start"].min()) / 1e9
+    busy = some["seconds"].sum() / len(np.unique(some["rank"]))
     return float(1 - busy / whole) if whole > 0 else 0.0
 
 
-def _stage(actions: Actions, chosen: NDArray[np.bool_]) -> StageReport:
-    ways = (chosen & actions.forward, chosen & ~actions.forward)
-    seconds = [float(np.median(actions.seconds[way])) if way.any() else 0.0 for way in ways]
-    return StageReport(int(actions.stage[chosen][0]), np.unique(actions.rank[chosen]).tolist(), *seconds)
+def _stage(some: Actions) -> StageReport:
+    ways = (some["seconds"][some["forward"]], some["seconds"][~some["forward"]])
+    seconds = [float(np.median(way)) if len(way) else 0.0 for way in ways]
+    return StageReport(int(some["stage"][0]), np.unique(some["rank"]).tolist(), *seconds)
 
 
 def _pipes(rank: Table, stage: Table) -> Table:

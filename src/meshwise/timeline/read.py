@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from meshwise.records.metrics import Metrics
 from meshwise.records.run_list import args_of, best_of, plan_of
 from meshwise.spec.units import plural, seconds_text
 from meshwise.spec.words import ranks_text
-from meshwise.timeline.align import ClockFit, causal_shifts, fit_clock, widened
+from meshwise.timeline.align import causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
-from meshwise.timeline.pack import Column
-from meshwise.timeline.rank_log import RankLog, place_of, read_rank_log
+from meshwise.timeline.rank_log import Column, RankLog, place_of, read_rank_log
 from meshwise.timeline.spans import KIND, LANE, SPAN
 from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline, of_rank
 
@@ -39,25 +37,6 @@ CLOCKS_DIFFER = 1_000_000_000
 """The largest difference in ns that is expected between the times of day of two hosts."""
 Row = tuple[int, int, int, float]
 """One value of a counter: the time, the step, the phase and the value."""
-
-
-@dataclass(frozen=True)
-class _Aligned:
-    """The log of a rank, with the conversion of its times to the time of the timeline.
-
-    fit: converts the rank's clock to the clock of rank 0.
-    origin: what the clock of rank 0 shows at time 0 of the timeline (ns).
-    """
-
-    log: RankLog
-    fit: ClockFit
-    origin: int
-
-    def moments(self, times: Column) -> Column:
-        return self.fit.to_reference(times) - self.origin
-
-    def moment(self, time: int) -> int:
-        return int(self.moments(np.array([time]))[0])
 
 
 def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metrics | None = None) -> Timeline:
@@ -89,13 +68,13 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     for log in logs:  # the newest session that had begun when this log did; clocks of hosts may differ by a second
         by_time = max([i for i, start in enumerate(began) if start <= log.unix + 1.0], default=0)
         log.session = log.attempt - 1 if 0 < log.attempt <= len(began) else by_time
-    aligned = _aligned(logs, began)
-    spans, kinds = _spans(aligned, [round((each - began[0]) * 1e9) for each in began])
-    clocks = _made_causal(spans, kinds, aligned)
-    ranks = _ranks(aligned, spans)
+    _align(logs, began)
+    spans, kinds = _spans(logs, [round((each - began[0]) * 1e9) for each in began])
+    clocks = _made_causal(spans, kinds, logs)
+    ranks = _ranks(logs, spans)
     sessions = _sessions(facts, entries, ranks, spans)
     missing += _missing(facts, logs, spans, ranks)
-    counters = _counters(aligned)
+    counters = _counters(logs)
     if all(counter.name != "loss" for counter in counters):  # a script's is of the engine, whatever it logs
         counters += _losses(metrics.losses, spans)
     dtypes = {key: dtype for log in logs for key, dtype in log.dtypes.items()}
@@ -103,17 +82,17 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     return Timeline(spans, *lists, facts, dtypes=dtypes)
 
 
-def _aligned(logs: Sequence[RankLog], began: Sequence[float]) -> list[_Aligned]:
-    fits = [fit_clock(log.rank, log.round_trips) for log in logs]
+def _align(logs: Sequence[RankLog], began: Sequence[float]) -> None:
     origins: dict[int, int] = {}
-    for log, fit in zip(logs, fits, strict=True):
+    for log in logs:
+        log.fit = fit_clock(log.rank, log.round_trips)
         if log.session not in origins:  # the lowest rank of the session relates the clock to the time of day
-            clock = int(fit.to_reference(np.array([log.clock]))[0])
+            clock = int(log.fit.to_reference(np.array([log.clock]))[0])
             origins[log.session] = clock - round((log.unix - began[0]) * 1e9)
-    return [_Aligned(log, fit, origins[log.session]) for log, fit in zip(logs, fits, strict=True)]
+        log.origin = origins[log.session]
 
 
-def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, list[str]]:
+def _spans(logs: Sequence[RankLog], began: Sequence[int]) -> tuple[Spans, list[str]]:
     """Return the spans of all ranks, with their times on the timeline's clock, and the list of the spans' names. The
     field `name` of a span is an index in this list. The spans are sorted by rank, then by start.
 
@@ -123,46 +102,45 @@ def _spans(aligned: Sequence[_Aligned], began: Sequence[int]) -> tuple[Spans, li
     began: when each session began, in ns on the timeline's clock.
     """
     found: dict[str, int] = {"": 0}
-    spans = np.empty(sum(a.log.spans for a in aligned), SPAN)
+    spans = np.empty(sum(log.spans for log in logs), SPAN)
     at = 0
-    for a in aligned:
+    for log in logs:
         codes = [
             (KIND.get(kind, KIND["idle"]), LANE.get(lane, 0), found.setdefault(name, len(found)))
-            for kind, lane, name in a.log.kinds
+            for kind, lane, name in log.kinds
         ]
         of_code = np.array(codes, dtype=np.int64).reshape(-1, 3)
-        for block in a.log.blocks():
+        for block in log.blocks():
             rows = spans[at : at + len(block[0])]
-            _fill(rows, block, of_code, a)
-            if a.log.session + 1 < len(began):
-                kept = rows["start"] <= began[a.log.session + 1] + CLOCKS_DIFFER
+            _fill(rows, block, of_code, log)
+            if log.session + 1 < len(began):
+                kept = rows["start"] <= began[log.session + 1] + CLOCKS_DIFFER
                 rows[: kept.sum()] = rows[kept]
                 rows = rows[: kept.sum()]
             at += len(rows)
     spans = spans[:at]
-    for rank in {a.log.rank for a in aligned}:
+    for rank in {log.rank for log in logs}:
         mine = of_rank(spans, rank)
         # Of spans that begin together the longest is first: it holds the others.
         mine[:] = mine[np.lexsort((-mine["end"], mine["start"]))]
     return spans, list(found)
 
 
-def _fill(rows: Spans, block: tuple[Column, ...], of_code: Column, a: _Aligned) -> None:
+def _fill(rows: Spans, block: tuple[Column, ...], of_code: Column, log: RankLog) -> None:
     code, start, end, step, size, collective = block
-    rows["rank"] = a.log.rank
+    rows["rank"] = log.rank
     rows["kind"], rows["lane"], rows["name"] = of_code[code].T
-    rows["start"], rows["end"] = a.moments(start), a.moments(end)
+    rows["start"], rows["end"] = log.moments(start), log.moments(end)
     rows["step"], rows["bytes"] = step, size
-    rows["collective"] = np.where(collective >= 0, collective + a.log.session * PER_SESSION, collective)
+    rows["collective"] = np.where(collective >= 0, collective + log.session * PER_SESSION, collective)
 
 
-def _made_causal(spans: Spans, names: Sequence[str], aligned: Sequence[_Aligned]) -> list[Clock]:
+def _made_causal(spans: Spans, names: Sequence[str], logs: Sequence[RankLog]) -> list[Clock]:
     """Shift the clocks of ranks so that no collective ends before its last rank has arrived. Changes the spans in
     place, and returns the shifted clocks."""
-    clocks = {
-        rank: max((a.fit.clock for a in sessions), key=lambda clock: clock.error)
-        for rank, sessions in itertools.groupby(aligned, lambda a: a.log.rank)
-    }
+    clocks: dict[int, Clock] = {}
+    for log in logs:
+        clocks[log.rank] = max(clocks.get(log.rank, log.fit.clock), log.fit.clock, key=lambda clock: clock.error)
     table = arrival_table(spans, names)
     shifts = causal_shifts(table.arrival[table.together], table.end[table.together])
     for rank, shift in zip(table.ranks.tolist(), shifts if shifts is not None else (), strict=False):
@@ -174,13 +152,14 @@ def _made_causal(spans: Spans, names: Sequence[str], aligned: Sequence[_Aligned]
     return list(clocks.values())
 
 
-def _ranks(aligned: Sequence[_Aligned], spans: Spans) -> list[Rank]:
+def _ranks(logs: Sequence[RankLog], spans: Spans) -> list[Rank]:
     ranks = []
-    for rank, sessions in itertools.groupby(aligned, lambda a: a.log.rank):  # the logs are in the order of ranks
-        logs = [*sessions]
-        newest = logs[-1].log
-        last = max(logs[-1].moment(newest.last_known()), int(of_rank(spans, rank)["end"].max(initial=0)))
-        dropped, overhead = sum(a.log.dropped for a in logs), sum(a.log.overhead_seconds for a in logs)
+    for rank, sessions in itertools.groupby(logs, lambda log: log.rank):  # the logs are in the order of ranks
+        every = [*sessions]
+        newest = every[-1]
+        last_known = int(newest.moments(np.array([newest.last_known()]))[0])
+        last = max(last_known, int(of_rank(spans, rank)["end"].max(initial=0)))
+        dropped, overhead = sum(log.dropped for log in every), sum(log.overhead_seconds for log in every)
         ranks.append(Rank(rank, newest.device, newest.host, last, newest.end is not None, dropped, overhead))
     return ranks
 
@@ -199,9 +178,8 @@ def _sessions(
             inside, last = inside[inside["start"] < until], []
         ended = entry.get("ended")
         end = round((float(ended) - run) * 1e9) if ended else max([int(inside["end"].max(initial=start)), *last])
-        steps = inside["step"][inside["step"] > 0]
         status = str(entry.get("status") or facts.get("status", "running"))
-        sessions.append(RunSession(start, max(end, start), int(steps.min()) if len(steps) else 0, status))
+        sessions.append(RunSession(start, max(end, start), status))
     return sessions
 
 
@@ -256,11 +234,12 @@ def _cut_off(ranks: Sequence[Rank], spans: Spans, running: bool) -> Iterator[str
         yield f"{ranks_text(which)} {were} cut off {at}: no end was recorded, and up to a second of the log is lost."
 
 
-def _counters(aligned: Sequence[_Aligned]) -> list[Counter]:
+def _counters(logs: Sequence[RankLog]) -> list[Counter]:
     rows: dict[tuple[int, str], list[Row]] = {}
-    for a in aligned:
-        for when, step, phase, name, value in a.log.counters:
-            rows.setdefault((a.log.rank, name), []).append((a.moment(when), step, phase, value))
+    for log in logs:
+        times = log.moments(np.array([when for when, *_ in log.counters], dtype=np.int64)).tolist()
+        for moment, (_, step, phase, name, value) in zip(times, log.counters, strict=True):
+            rows.setdefault((log.rank, name), []).append((moment, step, phase, value))
     return [_counter(rank, name, values) for (rank, name), values in sorted(rows.items())]
 
 

@@ -112,11 +112,9 @@ class Recorder:
             for name, value in {**used, **held, **(rest if kind == "forward" else {})}.items():
                 self._counters.append((now, self.step, KIND[kind], name, value))
 
-    def mark(self, on_device: bool = True) -> Mark:
+    def mark(self) -> Mark:
         """Return the current moment. If the device runs asynchronously, this is a mark in the device's stream."""
-        if self.device is not None and on_device and self.on:
-            return self.device.mark()
-        return self.clock()
+        return self.clock() if self.device is None or not self.on else self.device.mark()
 
     def code(self, kind: str, name: str = "", lane: str = "main") -> int:
         """Return the integer that stands for spans of this kind, name and lane in this rank's records.
@@ -132,20 +130,12 @@ class Recorder:
             self.names.append(key)
         return code
 
-    def ended(
-        self, kind: str, start: Mark, lane: str = "main", *, on_device: bool = True, code: int | None = None
-    ) -> None:
+    def ended(self, kind: str, start: Mark) -> None:
         """Record a span that began at `start` and ends now. If `request_memory` was called for this step, measure the
-        memory too.
-
-        code: the code of a span with a name, as the method `code` returns it. None for a span without a name.
-        """
-        device = self.device if on_device and self.on else None
-        end = self.clock() if device is None else device.mark()
+        memory too."""
+        end = self.clock() if self.device is None or not self.on else self.device.mark()
         if self.on:
-            code = self._codes.get((kind, lane, "")) if code is None else code
-            code = self.code(kind, lane=lane) if code is None else code
-            self._rows.extend((code, start, end, self.step, 0, NO_COLLECTIVE))
+            self._rows.extend((self.code(kind), start, end, self.step, 0, NO_COLLECTIVE))
         if self.takes_memory:
             self.phase_ends(kind)
 
@@ -217,12 +207,10 @@ class Recorder:
         if self.on and (self.device is None or not is_captured()):
             self._counters.append((self.clock(), self.step if step is None else step, -1, name, value))
 
-    def span(self, kind: str, name: str = "", *, on_device: bool = True, lane: str = "main") -> _Open:
+    def span(self, kind: str, name: str = "") -> _Open:
         """Return a context manager that records its `with` block as one span."""
-        if not on_device and lane == "main":
-            lane = self.host_lane
-        code = self._codes.get((kind, lane, name))
-        return _Open(self, kind, self.code(kind, name, lane) if code is None else code, on_device)
+        code = self._codes.get((kind, "main", name))
+        return _Open(self, kind, self.code(kind, name) if code is None else code)
 
     @property
     def host_lane(self) -> str:
@@ -279,10 +267,10 @@ class Recorder:
 class _Open:
     """Context manager that records a span."""
 
-    __slots__ = ("_before", "_code", "_kind", "_on_device", "_profiled", "_recorder", "_start")
+    __slots__ = ("_before", "_code", "_kind", "_profiled", "_recorder", "_start")
 
-    def __init__(self, recorder: Recorder, kind: str, code: int, on_device: bool) -> None:
-        self._recorder, self._kind, self._code, self._on_device = recorder, kind, code, on_device
+    def __init__(self, recorder: Recorder, kind: str, code: int) -> None:
+        self._recorder, self._kind, self._code = recorder, kind, code
 
     def __enter__(self) -> None:
         recorder = self._recorder
@@ -291,14 +279,14 @@ class _Open:
             recorder.pulse.phase(self._kind)
         recorder.phase = self._kind
         self._profiled = open_range(self._kind) if NVTX or is_profiled() else None
-        device = recorder.device if self._on_device and recorder.on else None
+        device = recorder.device if recorder.on else None
         self._start = recorder.clock() if device is None else device.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         recorder = self._recorder
-        device = recorder.device if self._on_device and recorder.on else None
+        device = recorder.device if recorder.on else None
         end = recorder.clock() if device is None else device.mark()
         if recorder.on:
             recorder._rows.extend((self._code, self._start, end, recorder.step, 0, NO_COLLECTIVE))

@@ -3,22 +3,18 @@
 The report has every number that any view shows, and the display text of each.
 
 Text, page, trace, Mermaid and JSON are drawn from report and timeline alone. A field's type
-names its unit, which says how the number is written: `report_dict` has both the numbers and their texts.
+names its unit, which says how the number is written: `json_text.report_dict` has both the numbers and their texts.
 
 Tested in tests/timeline/views/test_html_page.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
-from meshwise.spec.json_values import json_value
 from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text, seconds_text
-from meshwise.timeline.attempt_report import AttemptReport
 
 MEMORY = ("allocated", "resident")
 """Counters of the memory that a rank itself uses. If a rank has both counters, the first of them is reported."""
@@ -155,6 +151,33 @@ class PipelineReport:
     bubble: Share
     bubble_of_schedule: Share
     bubble_of_stages: Share
+
+
+@dataclass(frozen=True)
+class AttemptReport:
+    """One attempt of a run. Each start of the run's workers is an attempt.
+
+    began: the local time.
+    launched: what started the attempt, such as `Slurm job 7, start 2`.
+    devices: the number of devices, or 0 if unknown.
+    before: the seconds since the previous attempt ended, or since the run was submitted.
+    queued: whether these seconds were spent in a scheduler's queue.
+    seconds: the duration of the attempt.
+    from_step: the step at which the attempt started, or None if unknown, as in a user's own training loop.
+    steps_lost: the number of steps of the previous attempt that this attempt repeated, or None if `from_step` is None.
+    """
+
+    number: Count
+    began: str
+    launched: str
+    devices: Count
+    before: Seconds
+    queued: bool
+    seconds: Seconds
+    from_step: Count | None
+    steps_lost: Count | None
+    status: str
+    ended: str
 
 
 @dataclass(frozen=True)
@@ -311,38 +334,3 @@ class Report:
     def chosen_steps(self) -> tuple[int, int] | None:
         """The first and the last chosen step, or None if no steps were chosen."""
         return next(((view.first_step, view.last_step) for view in self.views if view.name == "chosen"), None)
-
-
-def report_dict(report: Report) -> dict[str, Any]:
-    """Convert a report to a dict for JSON. Non-finite numbers become None. The key `text` maps the path of each number
-    to its display text."""
-    return {"meshwise_report": 1, **json_value(report), "text": dict(texts_of(report))}
-
-
-def texts_of(value: Any, hint: Any = None, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the display text of each number that has a unit. Paths look like `ranks/0/seconds/forward`."""
-    write = _unit(hint)
-    if write is not None:
-        yield path, "unknown" if value is None else write(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for name, of_field in _hints(type(value)).items():
-            yield from texts_of(getattr(value, name), of_field, f"{path}/{name}".lstrip("/"))
-    elif isinstance(value, Mapping | list) and get_args(hint):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from texts_of(item, get_args(hint)[-1], f"{path}/{key}")
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
-
-
-def _unit(hint: Any) -> Callable[[Any], str] | None:
-    """Return the function that formats numbers of a type such as `Seconds` or `Seconds | None`, or None for other
-    types."""
-    if get_origin(hint) is Annotated:
-        write: Callable[[Any], str] = get_args(hint)[1]
-        return write
-    arms = [arm for arm in get_args(hint) if arm is not type(None)]
-    return _unit(arms[0]) if len(arms) == 1 and type(None) in get_args(hint) else None

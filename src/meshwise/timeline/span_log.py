@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.records.files import append_lines
-from meshwise.timeline.pack import VERSION, as_rows, pack
+from meshwise.timeline.rank_log import VERSION, as_rows, pack
 from meshwise.timeline.recorder import Count, Recorder
 from meshwise.timeline.spans import WIDTH
 

@@ -65,13 +65,11 @@ class RunSession:
     """One period in which the workers of a run were alive. A resumed run has several sessions.
 
     began, ended: in ns on the timeline's clock.
-    first_step: the first step of the session, or 0 if the session began no step.
     status: finished, stopped, failed or running.
     """
 
     began: int
     ended: int
-    first_step: int
     status: str
 
 

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from meshwise.records import folder as names
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.arrivals import arrival_table
-from meshwise.timeline.pack import pack
+from meshwise.timeline.rank_log import pack
 from meshwise.timeline.run_report import Bar, Report, StepWindow
 from meshwise.timeline.span_log import VERSION
 from meshwise.timeline.spans import KIND, KINDS, LANE, LANES

@@ -134,7 +134,7 @@ def two_ranks() -> Timeline:
                 (rank, "communication", "communication", 1, t + 250_000 + late, t + 700_000, step, 2 * step),
                 (rank, "communication", "communication", 1, t + 300_000 + late, t + 800_000, step, 2 * step + 1),
             ]
-    ends = RunSession(0, 3_000_000, 1, "finished")
+    ends = RunSession(0, 3_000_000, "finished")
     ranks = (Rank(0, "cpu", "here", 3_000_000, True), Rank(1, "cpu", "there", 3_000_000, True))
     time, step, none = np.array([1_500_000, 2_500_000]), np.array([1, 2]), np.array([-1, -1])
     counters = (

@@ -185,7 +185,7 @@ def test_lines_of_several_threads_stay_whole() -> None:
 def test_sixteen_devices_fit_into_few_lines_of_eighty_columns(kind: str) -> None:
     devices = tuple(f"rank {n} {kind if kind == 'cpu' else f'cuda:{n}'}" for n in range(16))
     memory = tuple(61 * GIB + n * 2**28 for n in range(16))
-    lines = memory_lines(devices, memory, 80)
+    lines = [line.plain for line in memory_lines(devices, memory, 80)]
     assert len(lines) <= 6 and all(len(line) <= 80 for line in lines)
     assert "\n".join(lines).count("GiB") == 16
     file = io.StringIO()
@@ -196,15 +196,9 @@ def test_sixteen_devices_fit_into_few_lines_of_eighty_columns(kind: str) -> None
     assert len(drawn) <= 10 and all(len(line) <= 80 for line in drawn) and "…" not in file.getvalue()
 
 
-def test_hundreds_of_devices_are_one_line() -> None:
-    lines = memory_lines([f"rank {n} cuda:{n % 8}" for n in range(256)], [GIB + n for n in range(255)] + [3 * GIB], 80)
-    assert lines == ["memory  1.0 GiB to 3.0 GiB on 256 devices, most on rank 255 cuda:7"]
-
-
 def test_memory_columns_line_up() -> None:
-    assert memory_lines(("rank 0 cpu", "rank 1 cpu"), (GIB // 2, None), 80) == [
-        "memory  rank 0 cpu 512.0 MiB   rank 1 cpu   unknown"
-    ]
+    (line,) = memory_lines(("rank 0 cpu", "rank 1 cpu"), (GIB // 2, None), 80)
+    assert line.plain == "memory  rank 0 cpu 512.0 MiB   rank 1 cpu   unknown"
 
 
 @pytest.mark.parametrize("left, text", [(12.5, "12 s left"), (0.1, "1 s left"), (math.inf, "unknown left")])

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import Finding, GoodputPart, Report, Series
-from meshwise.timeline.views.rank_table import COLUMNS, OF_STEP, bar_text, outliers, whole_parts
-from meshwise.timeline.views.report_text import report_text
+from meshwise.timeline.views.report_text import COLUMNS, OF_STEP, bar_text, outliers, report_text, whole_parts
 from tests.timeline.schedules import Schedule, delayed, even, played
 from tests.timeline.views.reports import plain, printed, report_on
 
@@ -184,11 +183,11 @@ def test_what_is_missing_is_told_up_to_three_sentences() -> None:
     ]
 
 
-def test_on_a_low_screen_missing_sentences_give_way_to_the_table() -> None:
+def test_on_a_low_screen_missing_sentences_give_way_to_the_table_and_the_advice() -> None:
     report = report_on(8, missing=[f"rank {rank} was cut off in step 40: " + "and so on " * 8 for rank in range(8)])
     text = printed(report_text(report, 80, 23))
     assert len(text.splitlines()) <= 23
-    assert "missing  rank 0 was cut off" in text and "missing  and 7 more" in text
+    assert "missing  rank 0 was cut off" in text and re.search("^7 cuda:7 ", text, re.MULTILINE)
     assert report.findings[0].advice in words(text)
 
 

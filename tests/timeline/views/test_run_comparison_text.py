@@ -96,7 +96,7 @@ def test_a_short_run_says_nothing_of_chance() -> None:
 
 
 def test_runs_without_steps_are_compared_as_a_whole() -> None:
-    timeline = Timeline(sessions=(RunSession(0, 2 * 10**9, 0, "failed"),), facts={"job": "gone"})
+    timeline = Timeline(sessions=(RunSession(0, 2 * 10**9, "failed"),), facts={"job": "gone"})
     empty = step_table_of(timeline), report_of(timeline, "runs/empty")
     run = run_of(even(), "full")
     comparison = compare_runs(run, empty)

@@ -32,7 +32,8 @@ from meshwise.timeline.timeline import Counter, Spans, Timeline, of_rank
 
 Whole = NDArray[np.int64]
 Event = dict[str, Any]
-COPY = 32
+COPIES = 1 << 16
+"""The ids of the threads of a lane: the lane and its further copies."""
 CHUNK = 1 << 14  # spans that are held as Python numbers at once
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -41,8 +42,7 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class _Rows:
     """The spans of one rank, in the order in which they are written.
 
-    thread: where each span is drawn, as the number (lane << COPY) + row. The lane is an index in LANES. A lane has
-        several rows, counted from 0, if its spans overlap.
+    thread: the id of the thread on which each span is drawn. The ids are the same on all ranks.
     """
 
     rank: int
@@ -66,18 +66,20 @@ def trace_text(report: Report, timeline: Timeline) -> Iterator[bytes]:
     """Yield the trace as JSON, in pieces."""
     steps = report.chosen_steps
     spans = timeline.spans if steps is None else timeline.of_steps(*steps)
-    rows = [_rank_rows(rank, of_rank(spans, rank)) for rank in _ranks(timeline)]
+    ranks = _ranks(timeline)
+    # A rank is a process whose id is its number. Viewers draw a thread with the id of its process as the main thread.
+    first = 10 ** len(str(max(ranks, default=0)))
+    rows = [_rank_rows(rank, of_rank(spans, rank), first) for rank in ranks]
     counters = [_of_steps(counter, steps) for counter in timeline.counters]
     arrivals = arrival_table(timeline.spans, timeline.names)
     times = [r.spans["start"] for r in rows] + [counter.time for counter in counters]
     origin = min([0, *(int(some.min()) for some in times if len(some))])
-    threads = _threads(rows)
     names = [_plain(name) for name in timeline.names]
     events = itertools.chain(
-        _names(timeline, report, rows, threads),
-        *(_slices(r, arrivals, threads, names, origin) for r in rows),
+        _names(timeline, report, rows, first),
+        *(_slices(r, arrivals, names, origin) for r in rows),
         *(_counts(counter, origin) for counter in counters),
-        _flows(rows, arrivals, threads, origin),
+        _flows(rows, arrivals, origin),
     )
     yield f'{{"otherData":{_json(_facts(timeline, report, origin))},\n"traceEvents":[\n'.encode()
     between = ""
@@ -92,14 +94,11 @@ def _ranks(timeline: Timeline) -> list[int]:
     return sorted(known | set(np.unique(timeline.spans["rank"]).tolist()))
 
 
-def _rank_rows(rank: int, spans: Spans) -> _Rows:
-    if (spans["end"] < spans["start"]).any():
-        spans = spans.copy()
-        spans["end"] = np.maximum(spans["start"], spans["end"])
-    order = np.lexsort((-spans["end"], spans["start"]))  # a parent before its children
-    if (np.diff(order) != 1).any():  # not as `read` sorts them
-        spans = spans[order]
-    return _Rows(rank, spans, (spans["lane"].astype(np.int64) << COPY) + _copies(spans))
+def _rank_rows(rank: int, spans: Spans, first: int) -> _Rows:
+    spans = spans.copy()
+    spans["end"] = np.maximum(spans["start"], spans["end"])
+    spans = spans[np.lexsort((-spans["end"], spans["start"]))]  # a parent before its children
+    return _Rows(rank, spans, first + spans["lane"].astype(np.int64) * COPIES + _copies(spans))
 
 
 def _copies(spans: Spans) -> Whole:
@@ -137,24 +136,11 @@ def _columns(spans: Spans, *names: str) -> Iterator[tuple[int, ...]]:
         yield from zip(*(chunk[name].tolist() for name in names), strict=True)
 
 
-def _threads(rows: Sequence[_Rows]) -> dict[int, int]:
-    """Return the thread id in the trace file for each value of `_Rows.thread`. The ids are the same on all ranks.
-
-    In the file, a rank is a process whose id is the rank's number. The thread ids are larger than all process ids,
-    because viewers draw a thread with the id of its process as the main thread.
-    """
-    used = np.unique(np.concatenate([np.empty(0, np.int64), *(np.unique(r.thread) for r in rows)])).tolist()
-    first = 10 ** len(str(max((r.rank for r in rows), default=0)))
-    return {thread: first + number for number, thread in enumerate(used)}
-
-
 def _of_steps(counter: Counter, steps: tuple[int, int] | None) -> Counter:
     keep = np.isfinite(counter.value)
     if steps is not None:
         keep &= (counter.step >= steps[0]) & (counter.step <= steps[1])
-    return Counter(
-        counter.rank, counter.name, counter.time[keep], counter.step[keep], counter.phase[keep], counter.value[keep]
-    )
+    return counter.where(keep)
 
 
 def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
@@ -177,7 +163,7 @@ def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
     return {key: value for key, value in texts.items() if value is not None}
 
 
-def _names(timeline: Timeline, report: Report, rows: Sequence[_Rows], threads: dict[int, int]) -> Iterator[Event]:
+def _names(timeline: Timeline, report: Report, rows: Sequence[_Rows], first: int) -> Iterator[Event]:
     places = {rank.rank: (rank.device, rank.host) for rank in timeline.ranks}
     errors = {clock.rank: clock.error_seconds for clock in report.clocks}
     for r in rows:
@@ -188,14 +174,14 @@ def _names(timeline: Timeline, report: Report, rows: Sequence[_Rows], threads: d
         if errors.get(r.rank, 0.0) > 0:
             labels = f"clock ± {seconds_text(errors[r.rank])}"
             yield process | {"name": "process_labels", "args": {"labels": labels}}
-        for thread in np.unique(r.thread).tolist():
-            lane, copy, tid = LANES[thread >> COPY], thread % (1 << COPY), threads[thread]
-            name = f"{lane} {copy}" if copy else lane
+        for tid in np.unique(r.thread).tolist():
+            lane, copy = divmod(tid - first, COPIES)
+            name = f"{LANES[lane]} {copy}" if copy else LANES[lane]
             yield process | {"tid": tid, "name": "thread_name", "args": {"name": name}}
             yield process | {"tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _slices(r: _Rows, table: Arrivals, threads: dict[int, int], names: Sequence[str], origin: int) -> Iterator[Event]:
+def _slices(r: _Rows, table: Arrivals, names: Sequence[str], origin: int) -> Iterator[Event]:
     for low in range(0, len(r.spans), CHUNK):
         spans = r.spans[low : low + CHUNK]
         start = spans["start"]
@@ -211,7 +197,7 @@ def _slices(r: _Rows, table: Arrivals, threads: dict[int, int], names: Sequence[
             if number != NO_COLLECTIVE:
                 args["collective"] = number
             title = f"{KINDS[kind]}: {names[name]}" if names[name] else KINDS[kind]
-            place = {"ph": "X", "pid": r.rank, "tid": threads[thread], "ts": begun}
+            place = {"ph": "X", "pid": r.rank, "tid": thread, "ts": begun}
             yield {**place, "dur": long, "cat": KINDS[kind], "name": title, "args": args}
             if wait:
                 waiting = {"cat": "waiting", "name": f"waiting for rank {rank}", "args": {**args, "rank": rank}}
@@ -233,7 +219,7 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
         yield {**place, "ts": time, "args": {unit: value}}
 
 
-def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], origin: int) -> Iterator[Event]:
+def _flows(rows: Sequence[_Rows], table: Arrivals, origin: int) -> Iterator[Event]:
     """Yield the events that viewers draw as arrows between ranks: in each collective, from the last rank to arrive (in
     a broadcast, from its source) to each rank that waited for it.
 
@@ -241,7 +227,7 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], orig
     draws one arrow per id. The events come after all slices in the file, since Perfetto keeps the order of events of
     the same time.
     """
-    tids = _tids(rows, table, threads)
+    tids = _tids(rows, table)
     for low in range(0, len(table.number), CHUNK):
         part = slice(low, low + CHUNK)
         tid, last, known = tids[part], table.last[part, None], table.complete[part, None]
@@ -256,16 +242,15 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int], orig
             yield {"ph": "f", "bp": "e", "pid": int(table.ranks[column]), "tid": int(tid[row, column]), **same}
 
 
-def _tids(rows: Sequence[_Rows], table: Arrivals, threads: dict[int, int]) -> Whole:
+def _tids(rows: Sequence[_Rows], table: Arrivals) -> Whole:
     """Return the id of the thread on which each collective is drawn, by collective and rank. The shape is (collectives,
     ranks). An id is 0 if the rank has no span of the collective."""
     tids = np.zeros((len(table.number), len(table.ranks)), np.int64)
-    keys, values = np.array(sorted(threads.items()), dtype=np.int64).reshape(-1, 2).T
     for r in rows:
         found = is_collective(r.spans)
         if found.any():
             row = np.searchsorted(table.number, r.spans["collective"][found])
-            tids[row, np.searchsorted(table.ranks, r.rank)] = values[np.searchsorted(keys, r.thread[found])]
+            tids[row, np.searchsorted(table.ranks, r.rank)] = r.thread[found]
     return tids
 
 

@@ -10,12 +10,11 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from meshwise.records import folder as names
@@ -27,7 +26,7 @@ from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import SILENT, read_timeline
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.timeline import Timeline
-from meshwise.timeline.views.live_progress import LiveView
+from meshwise.timeline.views.live_progress import LiveView, quiet_live
 from meshwise.timeline.views.report_text import report_text
 
 BLOCKS = 40
@@ -64,53 +63,30 @@ def follow(folder: Path, console: Console, *, every: float = 1.0, stop: Callable
     """
     names.read_run(folder)
     view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
-    polls = _snapshots(folder, every, stop)
-    try:
-        over = _on_screen(polls, console) if view.draws else _in_lines(polls, view)
-        if over:
-            console.print(report_text(report_of(read_timeline(folder), str(folder))))
-    except KeyboardInterrupt:
-        return
-
-
-def _snapshots(folder: Path, every: float, stop: Callable[[], bool] | None) -> Iterator[Snapshot]:
-    """Yield a snapshot of the run about every `every` seconds, until the run has ended or `stop` returns True."""
-    snapshot = None
-    while stop is None or not stop():
-        began = time.monotonic()
-        snapshot = poll(folder, snapshot)
-        yield snapshot
-        if not snapshot.running:
-            return
-        took = time.monotonic() - began
-        time.sleep(max(every - took, took / SHARE - took, 0.0))
-
-
-def _on_screen(polls: Iterator[Snapshot], console: Console) -> bool:
-    """Draw each snapshot on the whole screen. Return whether the run has ended."""
-    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        for snapshot in polls:
-            if not snapshot.running:
-                return True
-            live.update(screen(snapshot, console), refresh=True)
-    return False
-
-
-def _in_lines(polls: Iterator[Snapshot], view: LiveView) -> bool:
-    """Print a line every LINE_EVERY seconds. Return whether the run has ended."""
-    printed, silent = -math.inf, False
-    for snapshot in polls:
-        if not snapshot.running:
-            return True
-        now = time.monotonic()
-        if now - printed >= LINE_EVERY:
-            view.print(line_of(snapshot))
-            printed = now
-        words = silence(snapshot)
-        if words and not silent:
-            view.print(words)
-        silent = bool(words)
-    return False
+    live = quiet_live(console, screen=True)
+    snapshot: Snapshot | None = None
+    printed, words = -math.inf, ""
+    with contextlib.suppress(KeyboardInterrupt):
+        with live if view.draws else contextlib.nullcontext():
+            while stop is None or not stop():
+                began = time.monotonic()
+                snapshot = poll(folder, snapshot)
+                if not snapshot.running:
+                    break
+                if view.draws:
+                    live.update(screen(snapshot, console), refresh=True)
+                else:
+                    if began - printed >= LINE_EVERY:
+                        view.print(line_of(snapshot))
+                        printed = began
+                    before, words = words, silence(snapshot)
+                    if words and not before:
+                        view.print(words)
+                took = time.monotonic() - began
+                time.sleep(max(every - took, took / SHARE - took, 0.0))
+            else:
+                return
+        console.print(report_text(report_of(read_timeline(folder), str(folder))))
 
 
 def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:

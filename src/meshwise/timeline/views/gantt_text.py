@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from rich.text import Text
 
@@ -22,7 +21,6 @@ from meshwise.timeline.spans import KINDS, stage_and_microbatch
 OVERLAPPED = "communication"
 NOTHING = ""
 LEAST_WIDTH = 10
-NO_BEGINS: Mapping[int, str] = MappingProxyType({})
 TICK_STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -55,7 +53,7 @@ def gantt_text(
         collectives = [bar for bar in _of(window.bars, rank, step) if bar.lane == OVERLAPPED]
         if overlapped and collectives:
             row = column_kinds(collectives, times, columns)
-            lines.append(_line(f"{'  comm':<{label}}", row, False, ascii_only))
+            lines.append(_line(f"{'  comm':<{label}}", row, False, ascii_only, {}))
     return [*lines, _axis(label, columns, times.seconds, ascii_only)]
 
 
@@ -103,9 +101,7 @@ def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[i
     return found
 
 
-def _line(
-    label: str, row: Sequence[str], filled: bool, ascii_only: bool, begins: Mapping[int, str] = NO_BEGINS
-) -> Text:
+def _line(label: str, row: Sequence[str], filled: bool, ascii_only: bool, begins: Mapping[int, str]) -> Text:
     line = Text(label, no_wrap=True)
     for column, kind in enumerate(row):
         mark = begins.get(column) or (mark_of(kind, ascii_only) if kind else " ")

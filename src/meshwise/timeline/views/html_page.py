@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwise.timeline.run_report import NOT_MEMORY, Report, report_dict
+from meshwise.timeline.run_report import NOT_MEMORY, Report
 from meshwise.timeline.spans import KINDS, LANES
 from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.views.json_text import report_dict
 
 PAGE = """<!doctype html>
 <html lang="en">

@@ -28,7 +28,7 @@ REFRESH_SECONDS = 0.25
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_LOSSES = 24
 BAR_WIDTH = 40
-MEMORY_LINES = 6  # more devices than fit in these are summed up in one line
+MEMORY, MOST_LONG_NAMES = "memory  ", 4
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,23 @@ class LiveView:
             area = live_area(newest, list(self._losses), self._console)
             with self._lock:
                 if self._live is None:
-                    self._live = _open_live(self._console)
+                    self._live = quiet_live(self._console, screen=False)
+                    self._live.start()
                 self._live.update(area, refresh=True)
 
 
-def _open_live(console: Console) -> Live:
-    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-    live.start()
-    return live
+def quiet_live(console: Console, *, screen: bool) -> Live:
+    """Make a rich Live that is drawn only by `update`, and leaves stdout and stderr alone. It fills the screen, or
+    else disappears at its end."""
+    return Live(
+        None,
+        console=console,
+        screen=screen,
+        auto_refresh=False,
+        transient=not screen,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
 
 def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) -> RenderableType:
@@ -179,34 +188,21 @@ def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) ->
     )
     for name, share, text in (("epoch", part, _step_text(p)), ("run", whole, f"epoch {p.epoch}/{p.epochs}")):
         bar = ProgressBar(total=None if share is None else 1.0, completed=share or 0.0, pulse=share is None)
-        percent = "" if share is None else f"{int(share * 100)} %"
-        bars.add_row(Text(name), bar, Text(percent), Text(text, no_wrap=True))
-    rows: list[RenderableType] = [Text(p.job, style="bold", no_wrap=True, overflow="ellipsis"), bars]
-    rows.append(_facts(p, [] if console.options.ascii_only else losses, console.width))
-    if any(size is not None for size in p.memory):
-        rows += [Text(line, no_wrap=True) for line in memory_lines(p.devices, p.memory, console.width)]
-    return Group(*rows)
+        bars.add_row(name, bar, "" if share is None else f"{int(share * 100)} %", Text(text, no_wrap=True))
+    facts = _facts(p, [] if console.options.ascii_only else losses, console.width)
+    title = Text(p.job, style="bold", no_wrap=True, overflow="ellipsis")
+    return Group(title, bars, facts, *memory_lines(p.devices, p.memory, console.width))
 
 
-def memory_lines(devices: Sequence[str], memory: Sequence[int | None], width: int) -> list[str]:
-    """Return lines of at most `width` characters with the memory of each device. If there are very many devices, a
-    single line summarizes them."""
+def memory_lines(devices: Sequence[str], memory: Sequence[int | None], width: int) -> list[Text]:
+    """Return lines of at most `width` characters with the memory of each device, or [] if none is known."""
+    if all(size is None for size in memory):
+        return []
     sizes = ["unknown" if size is None else bytes_text(size) for size in memory]
-    lines = _in_columns(devices, sizes, width)
-    if len(lines) > 2:
-        lines = _in_columns([name.removeprefix("rank ") for name in devices], sizes, width)
-    if len(lines) <= MEMORY_LINES:
-        return lines
-    known = [size for size in memory if size is not None]
-    most = devices[memory.index(max(known))]
-    return [f"memory  {bytes_text(min(known))} to {bytes_text(max(known))} on {len(devices)} devices, most on {most}"]
-
-
-def _in_columns(names: Sequence[str], values: Sequence[str], width: int) -> list[str]:
-    label = "memory  "
-    cells = table_lines(["", ""], list(zip(names, values, strict=True)), gap=1)[1:]
-    lines = rendered(Columns(cells, padding=(0, 3), equal=True), max(width - len(label), width_of(cells)))
-    return [(" " * len(label) if at else label) + line.plain for at, line in enumerate(lines)]
+    names = devices if len(devices) <= MOST_LONG_NAMES else [name.removeprefix("rank ") for name in devices]
+    cells = table_lines(["", ""], list(zip(names, sizes, strict=True)), gap=1)[1:]
+    lines = rendered(Columns(cells, padding=(0, 3), equal=True), max(width - len(MEMORY), width_of(cells)))
+    return [Text(" " * len(MEMORY) if at else MEMORY, no_wrap=True) + line for at, line in enumerate(lines)]
 
 
 def _facts(p: TrainingProgress, losses: Sequence[float], width: int) -> Text:
@@ -231,29 +227,26 @@ class _GuardedFile:
         self._file, self._gone = file, False
 
     def write(self, text: str) -> int:
-        self._while_read(lambda: self._write(text))
+        self._while_read(self._write, text)
         return len(text)
 
     def flush(self) -> None:
         self._while_read(self._file.flush)
 
-    def _while_read(self, act: Callable[[], object]) -> None:
-        try:
-            if not self._gone:
-                act()
-        except BlockingIOError:
-            pass  # a reader that is slow, not gone
-        except (OSError, ValueError):  # ValueError: the file was closed
-            self._gone = True
-
     def isatty(self) -> bool:
-        try:
-            return self._file.isatty()
-        except (OSError, ValueError):
-            return False
+        return self._while_read(self._file.isatty) is True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+    def _while_read(self, act: Callable[..., object], *arguments: object) -> object:
+        try:
+            return None if self._gone else act(*arguments)
+        except BlockingIOError:
+            return None  # a reader that is slow, not gone
+        except (OSError, ValueError):  # ValueError: the file was closed
+            self._gone = True
+            return None
 
     def _write(self, text: str) -> None:
         try:

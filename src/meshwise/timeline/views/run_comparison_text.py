@@ -13,7 +13,7 @@ from rich.text import Text
 from meshwise.spec.units import bytes_text, count_text, percent_text, plural, rate_text, seconds_text
 from meshwise.terminal.kind_marks import MARKS, mark_of, style_of
 from meshwise.terminal.screen import Drawn, Screen, spaced
-from meshwise.terminal.table import table_lines
+from meshwise.terminal.table import Cell, table_lines
 from meshwise.timeline.compare_runs import Figure, RunComparison, TimeDifference, clearly, signed
 
 WRITE: Mapping[str, Callable[[float], str]] = {
@@ -51,15 +51,12 @@ def _lines(c: RunComparison, screen: Screen) -> list[Text]:
     return spaced([screen.wrap(*runs, *differs, Text(c.verdict, "bold")), steps, figures, notes], None)
 
 
-def _row(difference: TimeDifference, ascii_only: bool) -> list[str | Text]:
+def _row(d: TimeDifference, ascii_only: bool) -> list[Cell]:
     """Return the cells of a row: kind, both medians, difference, ratio, interval of the ratio, whether the difference
     is clear."""
-    d = difference
-    name = Text()
+    name = Text(f"the {d.kind}", "bold")
     if d.kind in MARKS:
-        name.append(mark_of(d.kind, ascii_only), style_of(d.kind)).append(f" {MARKS[d.kind].word}")
-    else:
-        name.append(f"the {d.kind}", "bold")
+        name = Text(mark_of(d.kind, ascii_only), style_of(d.kind)).append(f" {MARKS[d.kind].word}", "default")
     style = CLEAR_STYLES[d.difference > 0] if d.clear else "dim"
     interval = "" if d.low is None or d.high is None else f"{_ratio(d.low)} to {_ratio(d.high)}"
     ratio = "" if d.ratio is None else _ratio(d.ratio)

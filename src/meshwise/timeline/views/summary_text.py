@@ -117,14 +117,15 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
     of_ranks = {f"{word}{rank}": itemgetter(rank) for rank in range(ranks) if ranks <= MOST_RANK_COLUMNS}
     several, spread = (f", mean of {ranks} ranks", SPREAD) if ranks > 1 else ("", {})
     for picks in (of_ranks if several else {}, spread, {}):
-        columns: dict[str, list[Cell]] = {"": [], unit: [], "share": [], BAR: []} | {title: [] for title in picks}
+        columns = {title: list[Cell]() for title in ("", unit, "share", BAR, *picks)}
         for kind, row in rows.items():
             mean, style = fmean(row), "dim" if kind == "total" else ""
             draw = partial(_bar_text, 0.0 if kind == "total" else mean / total, ascii_only=screen.ascii_only)
             texts = [kind, write(mean), percent_text(mean / total), *(write(pick(row)) for pick in picks.values())]
-            cells = [Text(text, style) for text in texts]
-            for title, cell in zip(columns, [*cells[:3], Bar(draw, LEAST_BAR, MOST_BAR), *cells[3:]], strict=True):
-                columns[title].append(cell)
+            cells: list[Cell] = [Text(text, style) for text in texts]
+            cells.insert(3, Bar(draw, LEAST_BAR, MOST_BAR))
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column.append(cell)
         table = columns_lines(columns, screen.width, left=("", BAR), less_needed=(BAR,), gaps=(2, 1))
         if width_of(table) <= screen.width and len(table) == 1 + len(rows) and (picks or not spread):
             break
