@@ -206,7 +206,8 @@ class SplitPart:
     def alike(self, other: SplitPart) -> bool:
         """Return whether `other` divides a dim over the ranks in the same way as this split. The two splits may have
         different values of `dim`."""
-        return self == replace(other, dim=self.dim)
+        mine, others = (self.length, self.repeats, self.pieces), (other.length, other.repeats, other.pieces)
+        return self is other or (self.axis == other.axis and mine == others)
 
     def divided(self, pieces: Sequence[Sequence[Range]], length: int) -> SplitPart:
         """Return a split along `self.dim` for another tensor, whose dim has length `length` in the whole tensor.

@@ -65,7 +65,8 @@ def moved(part: SplitPart, dim: int, length: int | None = None) -> SplitPart:
 
     length: the length of this dim in the whole tensor. By default `part.length`. Another length is only valid if
         `part.is_plain` is True."""
-    return replace(part, dim=dim, length=part.length if length is None else length)
+    length = part.length if length is None else length
+    return part if (dim, length) == (part.dim, part.length) else replace(part, dim=dim, length=length)
 
 
 def given(result: Any, part: SplitPart) -> Any:

@@ -72,8 +72,7 @@ def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if probable:
             return _over(total, x, number)
         count = counted(own, weight, values.get("ignore_index", -100))
-        assumed = max(number, 1)
-        made = term(total / assumed, part.axis, Known(part.axis, total.detach(), count), assumed)
+        made = term(total, part.axis, Known(part.axis, total.detach(), count), max(number, 1))
     return made if "of_call" in x.__dict__ else settled(made)
 
 

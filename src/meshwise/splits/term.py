@@ -9,9 +9,11 @@ The gradient of a term is that of a part (splits/crossing.py): as large as the a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -52,14 +54,14 @@ class Known:
         by: Any = 1, divides: bool = False,
     ) -> None:  # fmt: skip
         self.axis, self.local, self.count, self.parent, self.by, self.divides = axis, local, count, parent, by, divides
-        self.value: Tensor | None = None
-        self.total: Tensor | None = None
+        self.value: Tensor | float | None = None
+        self.total: Tensor | float | None = None
 
     @property
     def root(self) -> Known:
         return self if self.parent is None else self.parent.root
 
-    def get(self, reduce: bool = False) -> Tensor | None:
+    def get(self, reduce: bool = False) -> Tensor | float | None:
         """Return the sum, or None if it is not known. reduce: whether to make it known, which is collective."""
         if self.value is None:
             if self.parent is not None:
@@ -69,25 +71,36 @@ class Known:
                 self.set(self.axis.all_reduce(self.sent().clone()))
         return self.value
 
-    def sent(self) -> Tensor:
-        """Return this rank's part, and behind it that of the count if there is one, in float32 at least."""
+    def sent(self, room: int = 2) -> Tensor:
+        """Return this rank's part, and behind it that of the count if there is one, in float32 at least. room: how many
+        numbers the result has, if the host has them at hand."""
         assert self.local is not None
         if self.count is None:
             return self.local
         wide = torch.promote_types(self.local.dtype, torch.float32)
-        return torch.stack([self.local.to(wide), self.count.to(wide)])
+        if self.local.device.type != "cpu" or type(self.local) is not Tensor:
+            return torch.stack([self.local.to(wide), self.count.to(wide)])
+        numbers = numpy.zeros(room, "f4" if wide is torch.float32 else "f8")  # faster than a stack
+        numbers[:2] = self.local.item(), self.count.item()
+        return torch.from_numpy(numbers)
 
-    def set(self, sums: Tensor) -> None:
-        """Take the sum over the ranks of the part, and of the count if there is one."""
-        self.local, self.value = None, sums
-        if self.count is not None:
-            self.total, self.value = sums[1], sums[0] / sums[1]
+    def set(self, made: Tensor, times: int = 1) -> None:
+        """Take the sum over the ranks of the part, and of the count if there is one. Each is `times` as large."""
+        self.local = None
+        if self.count is None:
+            self.value = made if times == 1 else made * times
+        elif made.device.type != "cpu":
+            self.total, self.value = made[1] * times, made[0] / made[1]
+        else:
+            whole, count, *_ = made.tolist()
+            self.total, self.value = count * times, whole / count if count else math.nan
 
 
 class Term(Tensor):
     """A sum over the ranks of an axis, of which this tensor holds this rank's part.
 
-    assumed: where the sum is divided by a count that is not exchanged yet, the number by which it is divided for now.
+    assumed: where the sum is to be divided by a count that is not exchanged yet, what the count would be if all targets
+        counted. The tensor is not divided yet. 0 if there is no such count.
     """
 
     axis: Axis
@@ -112,6 +125,14 @@ class Term(Tensor):
         made = NotImplemented if rule is None else rule(func, args, kwargs or {})
         return func(*_sums(args), **_sums(kwargs or {})) if made is NotImplemented else made
 
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # as `__torch_function__` would, in half the time
+        """See `torch.Tensor.backward`."""
+        backward(torch.Tensor.backward, (self, *args), kwargs)
+
+    def item(self) -> Any:
+        """See `torch.Tensor.item`."""
+        return value_of(self).item()
+
 
 def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0) -> Term:
     """Turn `local`, in place, into a term, and return it. See `Term`."""
@@ -132,6 +153,8 @@ def value_of(value: Term) -> Tensor:
     with on_parts():
         found = value.known.get(reduce=True)
         assert found is not None
+        if not isinstance(found, Tensor):
+            found = value.known.value = torch.full(value.shape, found, dtype=value.dtype)
         return found if found.dtype == value.dtype else found.to(value.dtype)
 
 
@@ -141,14 +164,13 @@ def settled(value: Term) -> Term:
         return value
     value.known.get(reduce=True)
     with on_parts():
-        return term(value * factor_of(value).to(value.dtype), value.axis, value.known)
+        return term(over_count(plain(value), value), value.axis, value.known)
 
 
-def factor_of(value: Term) -> Tensor:
-    """Return the number that this rank's part lacks: by what it is divided for now, over the count of all ranks."""
+def over_count(local: Tensor, value: Term) -> Tensor:
+    """Return `local` over the count of all ranks that `value` still lacks."""
     total = value.known.root.total
-    assert total is not None
-    return value.assumed / total
+    return local / (total.to(local.dtype) if isinstance(total, Tensor) else total or math.nan)
 
 
 class _Given(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -51,16 +51,25 @@ class DataAxis:
 
     def average(self, model: nn.Module) -> None:
         """Note that the gradients of the model's parameters are averaged over the ranks after a backward."""
-        self._averaged.update({id(p): weakref.ref(p) for p in model.parameters()})
+        self._note(model.parameters())
         self._sharded += [weakref.ref(module) for _, module in sharded_modules(model)]
 
+    def _note(self, wholes: Iterable[Tensor]) -> None:
+        for p in wholes:
+            key = id(p)
+            self._averaged[key] = weakref.ref(p, lambda _, key=key: self._averaged.pop(key, None))
+
     def averages(self, whole: Tensor) -> bool:
-        known = self._averaged.get(id(whole))
-        if known is None and self._sharded and isinstance(whole, nn.Parameter):  # gathered for the first time
+        if id(whole) not in self._averaged and self._sharded and isinstance(whole, nn.Parameter):  # gathered just now
             groups = [group for ref in self._sharded if (module := ref()) is not None for group in groups_of(module)]
-            self._averaged.update({id(p): weakref.ref(p) for group in groups for _, p in group.wholes()})
-            known = self._averaged.get(id(whole))
-        return known is not None and known() is whole
+            self._note(p for group in groups for _, p in group.wholes())
+        return id(whole) in self._averaged
+
+    def averages_all(self, wholes: Sequence[Tensor | None]) -> bool:
+        """Return whether the gradients of these parameters are averaged, or are not needed."""
+        if all(map(self._averaged.__contains__, map(id, wholes))):
+            return True
+        return all(p is None or self.averages(p) or not p.requires_grad for p in wholes)
 
     @contextmanager
     def watched(self, found: list[str] | None) -> Iterator[None]:

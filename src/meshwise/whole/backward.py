@@ -23,13 +23,14 @@ from meshwise.compat.reducer import in_backward, multiply_each
 from meshwise.compat.sharding import locals_of
 from meshwise.compat.torch_function import on_parts
 from meshwise.engine.engine import Engine
+from meshwise.parallel.data import CARRIED
 from meshwise.spec.errors import UsageError
 from meshwise.splits.crossing import averaged
 from meshwise.splits.sums import own_gradient
 from meshwise.splits.tensor import SplitTensor
-from meshwise.splits.term import Term, factor_of, plain, settled
+from meshwise.splits.term import Term, over_count, plain, settled, value_of
 from meshwise.whole.axis import DataAxis
-from meshwise.whole.hooks import hooks_behind_the_reduction
+from meshwise.whole.hooks import ParameterHooks
 from meshwise.workers.verb_log import came_to
 
 _backward, _grad = torch.autograd.backward, torch.autograd.grad
@@ -43,8 +44,10 @@ class Backwards:
         of a program."""
         self._engine, self._axis, self._third = engine, axis, third
         self._options: dict[str, Any] | None = None  # of the backward that runs now
+        self._scale: Tensor | None = None  # the gradient that its loss begins with
         self._in_grad = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._hooks = ParameterHooks(self._parameters)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let a plan's reduction reach these parameters."""
@@ -72,6 +75,8 @@ class Backwards:
         inner = self._options is not None or in_backward()  # the reduction's own, or a block's that is computed anew
         if inner or (self._axis is None and create_graph):
             options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+            if self._scale is not None and not in_backward():
+                given, self._scale = (self._scale, *(given or ())[1:]), None  # the loss's comes first
             _backward(tensors, given, **(options if self._options is None else self._options))
             return
         if create_graph:
@@ -84,7 +89,7 @@ class Backwards:
         try:
             self._run(loss)
         finally:
-            self._options = None
+            self._options = self._scale = None
 
     def _run(self, loss: Tensor) -> None:
         came_to("backward")
@@ -97,7 +102,7 @@ class Backwards:
             self._third()
         value = None
         try:
-            with hooks_behind_the_reduction(self._parameters):
+            with self._hooks.behind_the_reduction():
                 value = self._reduced(loss)
         finally:
             for hear in engine.events.backward_ends:
@@ -115,34 +120,33 @@ class Backwards:
             reduction.backward(loss)
             return loss.detach()
         root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
-        with on_parts():
-            local = loss.as_subclass(Tensor) * size
+        local, waits = plain(loss), loss.assumed and root.value is None
+        self._scale = _full(size / loss.assumed if waits else size, local.shape, local.dtype, local.device)
         if root.value is not None:
-            reduction.backward(local * factor_of(loss).to(local.dtype) if loss.assumed else local)
-            return loss.known.get()
-        if loss.assumed:
+            reduction.backward(over_count(local, loss) if loss.assumed else local)
+            return value_of(loss)
+        if waits:
             kept = self._gradients()
             for p, _ in kept:
                 p.grad = None
-        sent = root.sent()
+        sent = root.sent(CARRIED)
         means = reduction.backward(local, value=sent.reshape(-1))
         assert means is not None
-        root.set((means * size).to(sent.dtype).reshape(sent.shape))
-        if loss.assumed:
-            self._divide(factor_of(loss), kept)
-        return loss.known.get()
+        root.set(means.to(sent.dtype).reshape(sent.shape), size)
+        if waits:
+            self._divide(loss.assumed / (root.total or 1), kept)
+        return value_of(loss)
 
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         held = [p for ref in self._parameters if (p := ref()) is not None]
         return [(p, p.grad) for p in held if p.grad is not None]
 
-    def _divide(self, factor: Tensor, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
+    def _divide(self, factor: Tensor | float, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give the gradients of this backward the factor that their loss lacked, and add those of earlier backwards."""
         gradients = [gradient for _, gradient in self._gradients()]
-        on_cpu = factor.device.type == "cpu"  # elsewhere the host does not wait for the number
-        if gradients and (not on_cpu or abs(float(factor) - 1) > 1e-12):
+        if gradients and (isinstance(factor, Tensor) or abs(factor - 1) > 1e-12):
             with torch.no_grad():
-                multiply_each(locals_of(gradients), float(factor) if on_cpu else factor)
+                multiply_each(locals_of(gradients), factor)
         for p, gradient in kept:
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
@@ -169,6 +173,11 @@ def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
     if isinstance(x, SplitTensor) and 0 in x.parts:
         return own_gradient(gradient, x)
     return averaged(gradient, axis) if axis.averages(x) else gradient
+
+
+@functools.lru_cache(16)
+def _full(value: float, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 def _always(ours: Any) -> Callable[[Any], Any]:

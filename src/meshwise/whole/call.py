@@ -42,7 +42,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.hooks import is_of_program
-from meshwise.whole.new_code import listen, new_code, runs_again
+from meshwise.whole.new_code import attributes, listen, look_again, new_code, set_attributes
 from meshwise.whole.proof import Verdict, holds_values, outputs, prove
 from meshwise.whole.reads import Otherwise, Reads, apart, registered
 
@@ -151,9 +151,8 @@ class Call:
         """Return whether the module's gradients are averaged, or need not be."""
         if not torch.is_grad_enabled():
             return True
-        averages = self.divided.axis.averages
-        each = itertools.chain.from_iterable(held.values() for held in self._parameters)
-        return self.own and all(p is None or averages(p) or not p.requires_grad for p in each)
+        every = list(itertools.chain.from_iterable(map(dict.values, self._parameters)))
+        return self.own and self.divided.axis.averages_all(every)
 
     def _kind(self, leaves: Any, kwargs: Any, part: SplitPart) -> Any:
         """Return what tells calls apart that are proven one by one, or why a call cannot run apart."""
@@ -201,7 +200,7 @@ class Call:
         if verdict.answers:
             found += filter(None, [self._proven(args, kwargs).why])
         drawing = self.divided.drawing(alike=True) if verdict.draws else contextlib.nullcontext()
-        written, heard = _attributes(verdict), self._hearing()
+        written, heard = attributes(verdict), self._hearing()
         with drawing, self.divided.axis.watched(None if verdict.answers else found), heard as new:
             made = self._run_through(args, kwargs)
         if found:
@@ -223,7 +222,7 @@ class Call:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
         begun, nodes, outside, why = next_node() if grad else 0, -1, [False], cast(Any, None)
         before = self._versions()
-        written = _attributes(verdict)
+        written = attributes(verdict)
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
         of_loop = engine.part
@@ -248,7 +247,7 @@ class Call:
         finally:
             apart.reads, engine.part = None, of_loop
         if why is not None:
-            _set(written)
+            set_attributes(written)
             self._check_unwritten(before, why)
             if isinstance(why, str):
                 return self._otherwise(args, kwargs, verdict, why, nodes)
@@ -262,27 +261,21 @@ class Call:
         return made
 
     def _hearing(self) -> contextlib.AbstractContextManager[Any]:
-        """Notice new code in a call. One rank may run it alone, so not where proofs exchange between ranks."""
+        """Notice new code in a call. One rank may run it alone, so not where a proof exchanges with other ranks."""
         listens = self._alone and not self.divided.engine.program.coupled_gradients and not is_used()
         return new_code() if listens else contextlib.nullcontext()
 
-    def _proven_anew(self, args: Any, kwargs: Any, verdict: Verdict, written: Any, new: Any) -> tuple[str | None, bool]:
+    def _proven_anew(self, args: Any, kwargs: Any, verdict: Verdict, before: Any, new: Any) -> tuple[str | None, bool]:
         """Return why a call that ran new code cannot run apart, and whether its proof has run all of this code."""
-        after, device = _attributes(verdict), self.divided.engine.world.device
-        answers = iter([answer for op, answer in verdict.answers if op])
-        _set(written)
-        found, again = runs_again(
-            new, lambda: prove(self.module, self.inner, args, kwargs, device, lambda own, _: next(answers, own))
-        )
-        _set(after)
-        why = found.why or ("it returns other tensors" if found.dims != verdict.dims else None)
-        if why is None and found.draws and not verdict.draws:
-            why = "draws the numbers of one device" if self.divided.exact else None
-            verdict.draws = True
-            seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))  # it drew from the loop's stream
+        device, drew = self.divided.engine.world.device, verdict.draws
+        again = functools.partial(prove, self.module, self.inner, args, kwargs, device)
+        why, repeated = look_again(new, verdict, before, again)
+        if verdict.draws and not drew:  # from the loop's stream, of which ranks may have taken more or less
+            why = why or ("draws the numbers of one device" if self.divided.exact else None)
+            seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))
         if why:  # a rank that is alone here is reported by its verb log
             self.divided.axis.all_reduce(torch.zeros(1, device=device))
-        return why, again
+        return why, repeated
 
     def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
         """Run a call anew that gets other answers of all rows than the proven one: it is proven with these."""
@@ -311,15 +304,6 @@ class Call:
             verdict.dims, verdict.why = None, found[0] if found else why
         verdict.nodes.add(nodes)
         return made
-
-
-def _attributes(verdict: Verdict) -> list[tuple[nn.Module, str, Any]]:
-    return [(module, name, vars(module).get(name)) for module, name in verdict.written]
-
-
-def _set(attributes: list[tuple[nn.Module, str, Any]]) -> None:
-    for module, name, value in attributes:
-        setattr(module, name, value)
 
 
 @functools.lru_cache(64)

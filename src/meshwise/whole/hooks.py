@@ -6,8 +6,10 @@ During a backward a gradient is this rank's part.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,14 +18,47 @@ from torch import Tensor, nn
 from meshwise.compat.modules import gradient_hooks
 
 
+class ParameterHooks:
+    """The hooks of these parameters."""
+
+    def __init__(self, parameters: list[weakref.ref[nn.Parameter]]) -> None:
+        self._parameters, self._looked, self._hooked = parameters, (0, 0), list[nn.Parameter]()
+        _count()
+
+    def behind_the_reduction(self) -> AbstractContextManager[None]:
+        """Return a context manager for a backward and its reduction. The program's hooks are called at its end."""
+        if self._looked != (now := (registered[0], len(self._parameters))):
+            every = [p for ref in self._parameters if (p := ref()) is not None]
+            self._hooked = [p for p in every if any(map(_of_program, gradient_hooks(p)))]
+            self._looked = now
+        return _behind(self._hooked) if self._hooked else contextlib.nullcontext()
+
+
+registered = [1]
+"""How often any tensor got a hook."""
+
+
+@functools.cache
+def _count() -> None:
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        setattr(Tensor, name, _counted(getattr(Tensor, name)))
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def register(*args: Any, **kwargs: Any) -> Any:
+        registered[0] += 1
+        return original(*args, **kwargs)
+
+    return register
+
+
 @contextlib.contextmanager
-def hooks_behind_the_reduction(parameters: Iterable[weakref.ref[nn.Parameter]]) -> Iterator[None]:
-    """Return a context manager for a backward and its reduction. The program's hooks are called at its end."""
+def _behind(hooked: list[nn.Parameter]) -> Iterator[None]:
     taken: list[tuple[nn.Parameter, Tensor | None, list[dict[int, Any]]]] = []
-    for ref in parameters:
-        if (p := ref()) is not None and any(own := [_take(held) for held in gradient_hooks(p)]):
-            taken.append((p, p.grad, own))
-            p.grad = None
+    for p in hooked:
+        taken.append((p, p.grad, [_take(held) for held in gradient_hooks(p)]))
+        p.grad = None
     try:
         yield
     finally:
@@ -43,9 +78,13 @@ def hooks_behind_the_reduction(parameters: Iterable[weakref.ref[nn.Parameter]]) 
             hook(p)
 
 
+def _of_program(held: dict[int, Any]) -> list[int]:
+    return [key for key, hook in held.items() if is_of_program(hook)]
+
+
 def _take(held: dict[int, Any]) -> dict[int, Any]:
     """Remove the program's hooks from those of a parameter, and return them."""
-    return {key: held.pop(key) for key in [key for key, hook in held.items() if is_of_program(hook)]}
+    return {key: held.pop(key) for key in _of_program(held)}
 
 
 def is_of_program(hook: Any) -> bool:

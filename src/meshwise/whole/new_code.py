@@ -18,19 +18,23 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwise.spec.user_code import OURS, is_users
+from meshwise.whole.proof import Verdict
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 TOOLS = (3, 4)  # numbers that Python keeps for no debugger, profiler or coverage
 Instructions = set[tuple[CodeType, int]]
+Attributes = list[tuple[nn.Module, str, Any]]
+Ask = Callable[[bool, str], bool]
 
 
 class _Heard(threading.local):
     new: Instructions | None = None
 
 
-_heard, _known = _Heard(), Instructions()
+_heard, _known, _codes = _Heard(), Instructions(), list[CodeType]()
 
 
 @contextmanager
@@ -43,26 +47,57 @@ def new_code() -> Iterator[Instructions]:
         _heard.new = before
 
 
-def runs_again(new: Instructions, run: Callable[[], Any]) -> tuple[Any, bool]:
-    """Return what `run` returns, and whether it has run all these instructions again. They are new no more."""
+def attributes(verdict: Verdict) -> Attributes:
+    """Return the attributes that a call writes, with their values."""
+    return [(module, name, vars(module).get(name)) for module, name in verdict.written]
+
+
+def set_attributes(values: Attributes) -> None:
+    """Set these attributes."""
+    for module, name, value in values:
+        setattr(module, name, value)
+
+
+def look_again(
+    new: Instructions, verdict: Verdict, before: Attributes, prove: Callable[[Ask], Verdict]
+) -> tuple[str | None, bool]:
+    """Prove a call that has run new code as it began. Return why it cannot run apart, and whether its proof ran all
+    of this code, which is new no more."""
+    after, answers = attributes(verdict), iter([answer for op, answer in verdict.answers if op])
+    set_attributes(before)
     with new_code() as again:
-        made = run()
+        found = prove(lambda own, _: next(answers, own))
+    set_attributes(after)
     _known.update(new, again)
-    return made, new <= again
+    verdict.draws |= found.draws
+    return found.why or ("returns other tensors" if found.dims != verdict.dims else None), new <= again
+
+
+def listen() -> None:
+    """Begin to notice new code, if Python can and a number for a tool is free. All code is new again."""
+    _known.clear()
+    hear = _start()
+    for code in _codes:
+        hear(code, False)
+        hear(code, True)
 
 
 @functools.cache
-def listen() -> None:
-    """Begin to notice new code in this process, if Python can and a number for a tool is free."""
+def _start() -> Callable[..., None]:
+    """Have Python call back. Return a function that lets the instructions of some code be heard, or no more."""
     monitoring: Any = getattr(sys, "monitoring", None)
     tool = next((n for n in TOOLS if monitoring.get_tool(n) is None), None) if monitoring else None
     if tool is None:
-        return
+        return lambda *_: None
     events = monitoring.events
+
+    def hear(code: CodeType, on: bool) -> None:
+        monitoring.set_local_events(tool, code, events.INSTRUCTION if on else 0)
 
     def begins(code: CodeType, _: int) -> Any:
         if _is_of_model(code.co_filename):
-            monitoring.set_local_events(tool, code, events.INSTRUCTION)
+            _codes.append(code)
+            hear(code, True)
         return monitoring.DISABLE
 
     def runs(code: CodeType, offset: int) -> Any:
@@ -75,6 +110,7 @@ def listen() -> None:
     monitoring.register_callback(tool, events.PY_START, begins)
     monitoring.register_callback(tool, events.INSTRUCTION, runs)
     monitoring.set_events(tool, events.PY_START)
+    return hear
 
 
 @functools.cache
