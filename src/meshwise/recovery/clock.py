@@ -83,7 +83,7 @@ class SaveClock:
         if self._saves.seconds is not None or self._saver is None:
             return self._saves.seconds or math.inf
         wait = max(LEAST, STALLS * self._saver.stall_seconds, WRITINGS * self._saver.write_seconds)
-        if wait >= 2 * self._told:
+        if wait > 2 * self._told:
             self._told = wait
             held, written = map(seconds_text, (self._saver.stall_seconds, self._saver.write_seconds))
             why = f"the last save held the training for {held}, and took {written} in the background"
