@@ -19,7 +19,8 @@ from meshwise.machine.bench import Bench, Stop, bench_of, only_devices
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.copies import keep_busy, measure_in_process
 from meshwise.machine.measure.processes import device_names, measure_alone, measure_processes
-from meshwise.machine.measure.result import SILENT, DeviceResult, PathResult, Progress
+from meshwise.machine.measure.result import SILENT, DeviceResult, PathResult
+from meshwise.machine.measure.result import Progress as Progress
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.machine.memory import free_bytes
 from meshwise.machine.views.bench import bench_text

@@ -76,14 +76,13 @@ def _as_reported(kind: str, generation: int | None, width: int | None) -> dict[s
 
 
 def _device_link(ends: tuple[Accelerator, Accelerator], between: Between) -> Link:
-    names = [end.label for end in ends]
+    names = (ends[0].label, ends[1].label)
     if between.links is None:
         return Link(*names, "", peer=between.peer)
     if between.links == 0:  # over the link of each to the host, of which the slower counts
         links = [_host_link(end) for end in ends]
         slow = min(links, key=lambda link: (link.bandwidth or 0.0, link.generation or 99, link.width or 99))
-        facts = {"source": names[0], "target": names[1], "kind": "pcie", "crosses": between.crosses}
-        return replace(slow, peer=between.peer, **facts)
+        return replace(slow, source=names[0], target=names[1], kind="pcie", peer=between.peer, crosses=between.crosses)
     parts = [end.part.link or end.part.bridge for end in ends if end.part is not None]
     nvlinks = [link for link in parts if link is not None and link.kind == "nvlink"]
     generation, width = between.generation, between.links

@@ -22,6 +22,7 @@ from meshwise.machine.find import accelerators
 
 LEAST_WHOLE = 0.85
 """A device is a slice (MIG) if torch reports less than this share of the memory that the driver reports."""
+UNLISTED = -1  # the place of a device that the driver does not list
 INSTALL = "https://pytorch.org/get-started/locally"
 
 
@@ -71,8 +72,8 @@ def as_torch_sees(found: Found, torch: Found) -> Found:
         missing = [_no_device(torch.versions, len(devices))] if devices else []
         return replace(found, versions=versions, warnings=(*warnings, *missing))
     places = {device.pci: at for at, device in enumerate(devices) if device.pci}
-    known = [places.get(device.pci) for device in torch.accelerators]
-    seen = len(known) - known.count(None)
+    known = [places.get(device.pci, UNLISTED) for device in torch.accelerators]
+    seen = len(known) - known.count(UNLISTED)
     if seen < len(devices):
         warnings.append(f"torch sees {seen} of the {len(devices)} devices that the driver has.")
     between: dict[tuple[int, int], Between] = {}
@@ -81,7 +82,7 @@ def as_torch_sees(found: Found, torch: Found) -> Found:
         told, own = found.between.get((known[a], known[b])), torch.between.get((a, b))
         if told is None and own is None:
             continue
-        between[a, b] = replace(told or Between(), peer=own.peer if own is not None else told.peer)
+        between[a, b] = replace(told or Between(), peer=(own or told or Between()).peer)
         if told is not None and told.peer and not between[a, b].peer and a < b:
             lost.append(f"{torch.accelerators[a].label} and {torch.accelerators[b].label}")
     if lost:
@@ -90,7 +91,7 @@ def as_torch_sees(found: Found, torch: Found) -> Found:
             "machine, an IOMMU or MIG can cause this."
         )
     both = zip(torch.accelerators, known, strict=True)
-    accelerators = tuple(_joined(one, None if at is None else devices[at]) for one, at in both)
+    accelerators = tuple(_joined(one, None if at == UNLISTED else devices[at]) for one, at in both)
     return Found(accelerators, between, versions, tuple(warnings))
 
 

@@ -133,13 +133,13 @@ def tables(value: Any, where: str) -> list[Table]:
     return value
 
 
-def limit(value: Any, where: str) -> float:
+def limit(value: Any, where: str) -> Any:
     """Accept a limit, which is a count, a number of bytes with its unit, or `inf` for no limit."""
     if isinstance(value, str):
         return read_quantity(value, "bytes", where)
     if value != math.inf:
         number(-float(LARGEST), LARGEST)(value, where)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def seconds(value: Any, where: str) -> float:

@@ -121,7 +121,7 @@ def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
         cells = {(r.source, r.target): r for r in results if r.path == path}
         sources = dict.fromkeys(source for source, _ in cells)
         targets = [*sources, *dict.fromkeys(target for _, target in cells if target not in sources)]
-        rows = [
+        rows: list[dict[str, Cell]] = [
             {f"{path}, GB/s": source, **{target: _cell(cells.get((source, target))) for target in targets}}
             for source in sources
         ]
@@ -183,7 +183,7 @@ def bench_dict(bench: Bench) -> dict[str, Any]:
 
 def _result(result: PathResult) -> dict[str, Any]:
     t = result.timings
-    columns = {
+    columns: dict[str, Sequence[float]] = {
         "bytes": t.sizes,
         "seconds": t.seconds,
         "p95": t.p95,
