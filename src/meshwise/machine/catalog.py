@@ -228,7 +228,7 @@ def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
     figures = [key for key in plain if key in entry]
     figures += [f"{table}.{key}" for table in ("peak", "achievable") for key in entry.get(table, ())]
     origins = {figure: _origin(entry, figure) for figure in figures}
-    links = {key: _link(entry, key, origins, where) for key in ("link", "bridge", "host")}
+    links: dict[str, Any] = {key: _link(entry, key, origins, where) for key in ("link", "bridge", "host")}
     return CatalogPart(
         name,
         entry.get("family", name),
