@@ -3,11 +3,11 @@
     python bench/breadth.py [--lines FILE] [--only WORD ...] [--plan NAME ...] [--again STATUS ...] [--limit SECONDS]
     python bench/breadth.py --table
 
-Every architecture of bench/tiny_models.py is trained for two steps, one of them ragged, on one device and under data=2,
-shard=2, tensor=2, pipeline=2 with 4 microbatches, and context=2, and everything that `meshwise check` compares is
-compared. Each result is a line of JSON, written as it is known: `equal`, `refused` (with the sentence), `wrong` (the
+Every architecture of tests/programs/models/tiny_models.py is trained for two steps, one of them ragged, on one device
+and under data=2, shard=2, tensor=2, pipeline=2 with 4 microbatches, and context=2, and everything that `meshwise check`
+compares is compared. Each result is a line of JSON, written as it is known: `equal`, `refused` (with the sentence), `wrong` (the
 largest difference and where it began), `crash` or `timeout`. What has a line is not run again, unless its status is
-named with `--again`. `--table` writes bench/results/breadth.json and docs/architectures.md from the lines.
+named with `--again`. `--table` writes docs/architectures.md from the lines.
 
 An equal model counts under shard if 80 % of its parameters were divided, under tensor if half of them were, and under
 pipeline if both stages had a block and 4 microbatches were trained; else it is `equal, hardly divided`. A model that
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "programs" / "models"))
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 from torch.distributed.tensor import DTensor
@@ -50,6 +51,7 @@ from meshwise.spec.plan import Plan
 from tests.pool import CaseFailed, Pool
 
 ROOT = Path(__file__).parents[1]
+MODELS = ROOT / "tests" / "programs" / "models"
 STEPS, MICROBATCHES = 2, 4
 PLANS = {
     "data": Plan(data=2),
@@ -125,7 +127,7 @@ def hold(
     plans: Mapping[str, Plan] = PLANS,
 ) -> Row:
     """One architecture under one plan. reference: (microbatches, samples of the ragged batch) -> what one device
-    does; filled here. models: a module of this folder with `job_of(name)`."""
+    does; filled here. models: a module of MODELS with `job_of(name)`."""
     spec, row = CheckSpec(plans[label], STEPS), Row(status="crash")
     asked = spec.plan.accumulate, spec.ragged
     try:
@@ -142,7 +144,7 @@ def hold(
         return Row(status="crash", text=f"one device: {type(error).__name__}: {_short(error)}", at=_where())
     one = reference[asked]
     try:
-        answers = pool.run(under_plan, str(ROOT / "bench"), models.__name__, name, spec, one.draws, timeout=limit)
+        answers = pool.run(under_plan, str(MODELS), models.__name__, name, spec, one.draws, timeout=limit)
     except CaseFailed as failed:
         status = "refused" if failed.kind in REFUSALS else "crash"
         more = {} if status == "refused" else {"at": failed.args[0][-600:]}
@@ -257,9 +259,9 @@ def main() -> None:
     """Run what has no line yet."""
     asked = options(__doc__, LINES, PLANS).parse_args()
     if asked.table:
-        import breadth_table
+        import architectures_page
 
-        breadth_table.write(read(asked.lines))
+        architectures_page.write(read(asked.lines))
         return
     found = tiny_models.architectures()
     play(asked, {name: (Row(task=task, type=kind), asked.plan) for name, (task, kind, _) in found.items()})

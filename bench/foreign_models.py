@@ -3,8 +3,8 @@
     PYTHONPATH=src:FOLDER python bench/foreign_models.py [--only WORD ...] [--plan NAME ...] [--again STATUS ...]
     python bench/foreign_models.py --table
 
-FOLDER holds the packages (`pip install --target FOLDER --no-deps ...`, as bench/results/foreign_models.json names
-them). A model is the constructor call of the table in bench/foreign_table.py, with random weights, random samples in
+FOLDER holds the packages (`pip install --target FOLDER --no-deps ...`, as docs/architectures.md names
+them). A model is the constructor call of tests/programs/models/foreign_table.py, with random weights, random samples in
 real shapes and the loss that the package's own training uses. How a pair is judged, and every status, is
 bench/breadth.py's; here data × tensor and shard × tensor on four workers are among the plans.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import breadth
 import foreign_table
@@ -33,9 +32,9 @@ def main() -> None:
     """Run what has no line yet."""
     asked = breadth.options(__doc__, LINES, PLANS).parse_args()
     if asked.table:
-        import foreign_page
+        import architectures_page
 
-        foreign_page.write(asked.lines)
+        architectures_page.write_foreign(asked.lines)
         return
     models = foreign_table.MODELS
     facts = {

@@ -2,11 +2,11 @@
 
     PYTHONPATH=src:FOLDER python bench/whole_models.py [--only WORD ...] [--ranks 2 3] [--rows 6 7] [--again STATUS ...]
 
-FOLDER holds timm, torchvision and the packages of bench/foreign_table.py. Every model trains for two batches of a
-DataLoader, in float64, with SGD and without dropout: untouched on one device, twice the same, and on ranks with
-`mw.distribute(model, optimizer, loader, view="whole")` added. Losses and what the model holds must be within 1e-9 of
-the untouched loop's, or 1e-6 where a float32 tensor with a gradient was seen in it. What has a result is not run again,
-unless `--again` names its status. With `--ranks` alone, only the untouched loops run.
+FOLDER holds timm, torchvision and the packages of tests/programs/models/foreign_table.py. Every model trains for two
+batches of a DataLoader, in float64, with SGD and without dropout: untouched on one device, twice the same, and on ranks
+with `mw.distribute(model, optimizer, loader, view="whole")` added. Losses and what the model holds must be within 1e-9
+of the untouched loop's, or 1e-6 where a float32 tensor with a gradient was seen in it. What has a result is not run
+again, unless `--again` names its status. With `--ranks` alone, only the untouched loops run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "programs" / "models"))
 sys.path.insert(0, str(Path(__file__).parent))
 import foreign_losses as losses
 import foreign_table

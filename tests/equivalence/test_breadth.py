@@ -1,16 +1,16 @@
-"""Ten published architectures under each axis, as bench/breadth.py holds all of them; and the page it writes."""
+"""Ten published architectures under each axis, as bench/breadth.py holds all of them; and how its page reads."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+ROOT = Path(__file__).parents[2]
+PLACES = [str(ROOT / "bench"), str(ROOT / "tests" / "programs" / "models")]
 NAMES = ("Qwen3ForCausalLM", "MixtralForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "RobertaForMaskedLM")
 NAMES += ("FunnelForMaskedLM", "SqueezeBertForMaskedLM", "T5ForConditionalGeneration", "SwinForImageClassification")
 NAMES += ("WhisperForConditionalGeneration",)
@@ -19,11 +19,9 @@ HARDLY_DIVIDED = {("MixtralForCausalLM", "tensor")}
 
 
 def script(name: str) -> Any:
-    sys.path.insert(0, str(BENCH))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*PLACES, *sys.path])
         return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCH))
 
 
 @pytest.mark.slow
@@ -41,18 +39,12 @@ def test_architectures_are_tiny_and_come_from_what_is_installed() -> None:
     assert sum(p.numel() for p in model.parameters()) < 100_000 and len(model.model.layers) == 2
 
 
-def test_the_page_is_what_the_script_writes() -> None:
-    table = script("breadth_table")
-    results = json.loads((BENCH / "results" / "breadth.json").read_text())
-    own = table.PAGE.read_text().partition("\n## Models of other packages")[0]
-    assert own == table.page(results), "run python bench/breadth.py --table"
-
-
-def test_what_is_refused_or_wrong_is_told() -> None:
-    table = script("breadth_table")
-    results = json.loads((BENCH / "results" / "breadth.json").read_text())
-    first, second = list(results["architectures"].values())[:2]
-    first["data"] = {"status": "refused", "text": "data: net.layers.0 no. Use another."}
-    second["data"] = {"status": "timeout", "text": "ranks [1] did not answer"}
-    page = table.page(results)
-    assert "| refused (" in page and "**wrong** (" in page and ". data: ….N no.\n" in page
+def test_the_page_tells_what_is_equal_refused_or_wrong() -> None:
+    entry: dict[str, Any] = {"task": "causal"} | {plan: {"status": "equal"} for plan in ("data", "shard", "context")}
+    entry["tensor"] = {"status": "refused", "text": "tensor: net.layers.0 no. Use another."}
+    entry["pipeline"] = {"status": "timeout", "text": "ranks [1] did not answer"}
+    versions = {"transformers": "5", "timm": "1", "torchvision": "0"}
+    results = {"machine": {"torch": "2", "date": "today"}, "versions": versions, "architectures": {"Net": entry}}
+    page = script("architectures_page").page(results)
+    assert "| Net | equal | equal | refused (1) | **wrong** (2) | equal |\n" in page
+    assert "1. tensor: ….N no.\n2. ranks [1] did not answer.\n" in page

@@ -1,4 +1,4 @@
-"""What `frameworks.py` puts into a script of transformers' Trainer: what a run leaves, and metrics of the hub.
+"""Notes what a run of a script with transformers' Trainer leaves, and has metrics of the hub.
 
 Of each optimizer step the norm of the gradient, and whatever the Trainer logs but times, and the weights at the end of
 training, are written to `probe.jsonl` and `weights-N.pt` of the working folder, by rank 0.
@@ -17,20 +17,12 @@ import numpy
 import torch
 import torchvision_ops
 
-STOP = "FRAMEWORKS_STOP"
-"""Set where a run is to get a Ctrl-C: each step is shown."""
 UNLIKE = ("runtime", "per_second", "_time", "total_flos", "num_input_tokens_seen", "memory", "_mem_")
 """Times, and what was computed: a rank pads to the longest of its own rows (docs/trainer.md)."""
 WIDE = ("transformers.trainer_pt_utils", "trl.kernels.chunked_logprob")
 """What adds up in float32 whatever its model is in: label smoothing, and the head of TRL."""
 FLOAT32 = ("loss", "train_loss")
 """What Trainer adds up in float32."""
-
-
-def newest() -> str | None:
-    """The checkpoint that a stopped run has left."""
-    found = sorted(Path().rglob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-    return str(found[-1]) if found and STOP not in os.environ else None
 
 
 def numbers(found: dict[str, Any]) -> dict[str, float]:
@@ -90,10 +82,6 @@ def _probe(transformers: Any) -> Any:
             if state.is_world_process_zero:
                 squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
                 tell(step=state.global_step, norm=float(torch.stack(squares).sum().sqrt()))
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if STOP in os.environ and state.is_world_process_zero:
-                print(f"\nloss {state.global_step}", flush=True)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             if state.is_world_process_zero:

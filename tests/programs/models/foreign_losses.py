@@ -1,4 +1,4 @@
-"""Losses of bench/foreign_table.py, as training loops of those packages write them."""
+"""Computes the losses of foreign_table.py, as training loops of those packages write them."""
 
 from __future__ import annotations
 

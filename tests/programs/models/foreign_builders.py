@@ -1,4 +1,4 @@
-"""Models of bench/foreign_table.py that users put together from a package's layers."""
+"""Builds the models of foreign_table.py that users put together from a package's layers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""bench/results/breadth.json and docs/architectures.md from the lines that bench/breadth.py wrote.
+"""Write docs/architectures.md from the lines of bench/breadth.py and bench/foreign_models.py, each its own part.
 
-python bench/breadth.py --table
+    python bench/breadth.py --table
+    python bench/foreign_models.py --table
+
+Counts go to bench/results.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -14,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from keep import keep
+import foreign_table
+from keep import keep, machine
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 AXES = {"data": "data=2", "shard": "shard=2", "tensor": "tensor=2", "pipeline": "pipeline=2", "context": "context=2"}
@@ -31,21 +36,23 @@ TASKS = {
     "torchvision": "torchvision",
 }
 WRONG = ("wrong", "crash", "timeout")
+FOREIGN = "## Models of other packages"
 Rows = Mapping[tuple[str, str], dict[str, Any]]
 
 
 def results_of(rows: Rows) -> dict[str, Any]:
-    """The results that are kept: of each architecture what each plan gave, and the sentences of what is refused."""
+    """Of each architecture what each plan gave, and the sentences of what is refused."""
     found: dict[str, dict[str, Any]] = {}
     for (name, plan), row in rows.items():
-        entry = found.setdefault(name, {"task": row["task"], "type": row["type"]})
-        entry[plan] = {"status": row["status"]} | {
-            key: row[key] for key in ("largest", "share", "text", "first", "module", "cause") if row.get(key)
-        }
+        found.setdefault(name, {"task": row["task"]})[plan] = told(row)
     commits = Counter(row["commit"] for row in rows.values())
-    packages = ("transformers", "timm", "torchvision")
-    versions = {name: metadata.version(name) for name in packages}
-    return {"versions": versions, "commits": dict(commits.most_common()), "architectures": found}
+    versions = {name: metadata.version(name) for name in ("transformers", "timm", "torchvision")}
+    return {"machine": machine(), "versions": versions, "commits": dict(commits.most_common()), "architectures": found}
+
+
+def told(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page says of a pair."""
+    return {key: row[key] for key in ("status", "largest", "share", "text") if row.get(key)}
 
 
 def counts_of(results: Mapping[str, Any]) -> dict[str, Counter[str]]:
@@ -65,7 +72,7 @@ def page(results: Mapping[str, Any]) -> str:
     lines = [
         "# Published architectures under each axis",
         "",
-        "Written by `python bench/breadth.py --table` from bench/results/breadth.json. Do not edit it by hand.",
+        "Written by `python bench/breadth.py --table`. Do not edit it by hand.",
         "",
         f"A tiny random model of each architecture of transformers {of['transformers']}, timm {of['timm']} and",
         f"torchvision {of['torchvision']} was trained for two steps on one device and on two CPU workers under",
@@ -140,18 +147,91 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def write(rows: Rows) -> None:
-    """Write both files."""
-    keep("breadth", results_of(rows))
-    write_page()
+    """Write the counts, and the first part of the page."""
+    results = results_of(rows)
+    counts = {plan: dict(each) for plan, each in counts_of(results).items()}
+    keep("breadth", {"versions": results["versions"], "commits": results["commits"], "counts": counts})
+    PAGE.write_text(page(results) + "\n" + FOREIGN + PAGE.read_text().partition(FOREIGN)[2])
 
 
-def write_page() -> None:
-    """Write the page, with the models of bench/foreign_models.py behind these."""
-    import json
+# ---- Models of other packages ---------------------------------------------------------------------------------------
 
-    from foreign_page import part
-    from keep import RESULTS
 
-    breadth, foreign = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("breadth", "foreign_models"))
-    PAGE.write_text(page(breadth) + "\n" + "\n".join(part(foreign)) + "\n")
-    print(f"written: {PAGE}")
+def foreign_of(lines: Path) -> dict[str, Any]:
+    """Of each model what each plan gave, at last, and how many gave what, at last and at first."""
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    first: dict[tuple[str, str], str] = {}
+    for row in rows:
+        if row["status"] != "not built":  # a mistake of the table here
+            first.setdefault((row["name"], row["plan"]), row["status"])
+    models = foreign_table.MODELS
+    last = {
+        (row["name"], row["plan"]): row
+        for row in rows
+        if row["name"] in models
+        and row["plan"] in models[row["name"]].plans
+        and row["call"] == models[row["name"]].call
+    }
+    counted = {key: row for key, row in last.items() if not models[key[0]].apart}
+    found: dict[str, dict[str, Any]] = {}
+    for (name, plan), row in last.items():
+        facts = {"package": f"{models[name].package} {row['version']}", "apart": models[name].apart, "plans": {}}
+        found.setdefault(name, facts)["plans"][plan] = told(row)
+    return {
+        "pairs": len(counted),
+        "models": len({name for name, _ in counted}),
+        "packages": len({models[name].package for name in found}),
+        "counts": dict(Counter(row["status"] for row in counted.values()).most_common()),
+        "counts at first": dict(Counter(first.get(key, row["status"]) for key, row in counted.items()).most_common()),
+        "commits": dict(Counter(row["commit"] for row in last.values()).most_common()),
+        "architectures": found,
+    }
+
+
+def part(results: Mapping[str, Any]) -> list[str]:
+    """The lines of the page."""
+    counts = ", ".join(f"{count} {status}" for status, count in results["counts"].items())
+    models = results["architectures"]
+    return [
+        FOREIGN,
+        "",
+        "Written by `python bench/foreign_models.py --table` from tests/programs/models/foreign_table.py, which has",
+        f"the constructor calls. {results['models']} tiny random models of {results['packages']} packages in the",
+        f"losses that train them, {results['pairs']} pairs of a model and a plan, compared as above: {counts}.",
+        "",
+        *_foreign_table({name: entry for name, entry in models.items() if not entry["apart"]}),
+        "",
+        "Not counted are programs of which no division of a batch computes what one device does, and which `check`",
+        "tells; the same models without that are above.",
+        "",
+        *_foreign_table({name: entry for name, entry in models.items() if entry["apart"]}),
+    ]
+
+
+def _foreign_table(models: Mapping[str, Any]) -> list[str]:
+    lines = ["| model | package | plans | |", "|---|---|---|---|"]
+    for name, entry in models.items():
+        fine = [plan for plan, found in entry["plans"].items() if found["status"] == "equal"]
+        other = [
+            f"{plan}: {found['status']}{_share(found)}{_why(name, found)}"
+            for plan, found in entry["plans"].items()
+            if found["status"] != "equal"
+        ]
+        other += [f"Why: {entry['apart']}."] if entry["apart"] else []
+        lines.append(f"| {name} | {entry['package']} | {', '.join(fine) or '–'} | {'<br>'.join(other)} |")
+    return lines
+
+
+def _share(found: Mapping[str, Any]) -> str:
+    return f", {found.get('share', 0.0):.0%}" if found["status"] == "equal, hardly divided" else ""
+
+
+def _why(name: str, found: Mapping[str, Any]) -> str:
+    return "" if found["status"].startswith("equal") else f" ({reason(name, found).replace('|', '/')})"
+
+
+def write_foreign(lines: Path) -> None:
+    """Write the counts, and the second part of the page."""
+    results = foreign_of(lines)
+    keep("foreign_models", {key: value for key, value in results.items() if key != "architectures"})
+    PAGE.write_text(PAGE.read_text().partition(FOREIGN)[0] + "\n".join(part(results)) + "\n")

@@ -1,6 +1,6 @@
-"""Small models with random weights, tokenizers of words and files of samples, in place of those of the hub.
+"""Write small models with random weights, tokenizers of words and samples, in place of those of the hub.
 
-`frameworks_trainer.py` names them; each is written into the folder of a script before it starts.
+scripts.toml names them; each is written into the folder of a script before it starts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision_ops
 
-Made = Callable[[Path], None]
-"""What writes into the folder of a script."""
+from tests.programs.models import torchvision_ops
+
 WORDS = [f"w{number}" for number in range(60)]
 torchvision_ops.complete()
 SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask", "bos", "eos")}
@@ -220,9 +219,18 @@ def chats(at: Path) -> None:
 
 def pictures(at: Path) -> None:
     """Folders of pictures, a class each."""
-    from frameworks_probe import write_folders
+    import numpy
+    from PIL import Image
 
-    write_folders(str(at / "pictures"))
+    for word in ("train", "val", "validation"):
+        draw = numpy.random.default_rng(len(word))
+        for label in range(2):
+            place = at / "pictures" / word / f"class{label}"
+            place.mkdir(parents=True, exist_ok=True)
+            for number in range(14):
+                pixels = draw.integers(0, 120, (40, 40, 3)).astype("uint8")
+                pixels[:, :, label % 3] += 100
+                Image.fromarray(pixels).save(place / f"{number:03}.png")
 
 
 def mae(at: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `frameworks.py` puts into a script of others: small data in place of downloads, and what a run leaves.
+"""Puts small data in place of downloads into a Lightning script, and notes what a run of it leaves.
 
 Imported behind the script's first `import torch`. Of each step the norm of the gradient and the loss, of each fit and
 test the metrics and the weights are written to `probe.jsonl` and `weights-N.pt` of the working folder, by rank 0.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 import torchvision_ops
 from torch.utils.data import Dataset
 
-STOP = "FRAMEWORKS_STOP"
-"""Set where a run is to get a Ctrl-C: each step is shown."""
 ABSENT = ("pandas", "seaborn", "matplotlib", "matplotlib.pyplot", "matplotlib.colors", "IPython", "IPython.display")
 ABSENT += ("matplotlib_inline", "matplotlib_inline.backend_inline")
 """What draws, which is not installed and computes nothing."""
@@ -69,27 +66,6 @@ class Words(Dataset):
         return row[:-1], row[1:]
 
 
-def write_folders(root: str = "pictures", classes: int = 2, count: int = 14) -> None:
-    """Folders of pictures, a class each."""
-    from PIL import Image
-
-    for word in ("train", "val", "validation"):
-        draw = numpy.random.default_rng(len(word))
-        for label in range(classes):
-            at = Path(root) / word / f"class{label}"
-            at.mkdir(parents=True, exist_ok=True)
-            for number in range(count):
-                pixels = draw.integers(0, 120, (40, 40, 3)).astype("uint8")
-                pixels[:, :, label % 3] += 100
-                Image.fromarray(pixels).save(at / f"{number:03}.png")
-
-
-def newest() -> str | None:
-    """The checkpoint that a stopped run has left."""
-    found = sorted(Path().rglob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
-    return str(found[-1]) if found and STOP not in os.environ else None
-
-
 def begin(package: str) -> None:
     """Stand in for what is downloaded or drawn, and look at each Trainer of a package."""
     torchvision_ops.complete()
@@ -129,8 +105,6 @@ def _probe(lightning: Any) -> Any:
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
             tell(trainer, loss=float((outputs or {}).get("loss", 0)), step=trainer.global_step)
-            if STOP in os.environ and trainer.global_rank == 0:
-                print(f"\nloss {trainer.global_step}", flush=True)
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             tell(trainer, epoch=trainer.current_epoch, metrics=numbers(trainer))
