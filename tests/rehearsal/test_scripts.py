@@ -102,6 +102,19 @@ def test_a_plan_comes_to_it_as_to_a_worker(script, plan):
     assert kinds >= {launch.what.kind for launch in of_job.launches if hasattr(launch.what, "kind")}
 
 
+@pytest.mark.parametrize("plan", [Plan(), Plan(data=2), Plan(shard=2)], ids=str)
+def test_a_script_that_sees_whole_batches_is_rehearsed_as_one_that_sees_rows(script, plan):
+    whole = SCRIPT.replace("optimizer, loader)\n#", "optimizer, loader, view='whole')\n#")
+    whole = whole.replace("loss = mw.backward(nn.functional.cross_entropy(model(x), y))", "loss = CE(model(x), y)")
+    whole = whole.replace("# changed", "loss.backward()").replace("CE", "nn.functional.cross_entropy")
+    ours, theirs = trace_script(script(whole), plan)[0].step, trace_script(script(), plan)[0].step
+    for phase in ("forward", "optimizer"):
+        assert launched(ours, [phase]) == launched(theirs, [phase]) != []
+    assert ours.flops == theirs.flops > 0
+    kinds, others = ([each.what.kind for each in w.launches if hasattr(each.what, "kind")] for w in (ours, theirs))
+    assert kinds == others
+
+
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 @pytest.mark.parametrize("plan", [Plan(data=2), Plan(tensor=2)], ids=str)
 def test_a_script_that_averages_its_model_is_rehearsed(script, plan, kind):

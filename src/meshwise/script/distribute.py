@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from meshwise.compat.fake import rehearsing
 from meshwise.data.order import BatchSlice
 from meshwise.data.split_loader import split_loader
 from meshwise.data.wrapped_loader import loader_inside, read_through
@@ -142,7 +143,8 @@ def _see(engine: Engine, view: str, models: list[nn.Module], *, others: bool) ->
             f"view='whole' supports no pipeline and no context, but the plan is {plan}. Write a Job for it."
         )
     if engine.whole is None:
-        engine.whole = WholeView(engine) if engine.world.size > 1 else OneDevice(engine)
+        alone = engine.world.size == 1 or rehearsing()  # tensors without values have no rows to be proven by
+        engine.whole = OneDevice(engine) if alone else WholeView(engine)
     engine.whole.add_models(models)
 
 
