@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,8 +57,10 @@ class DataAxis:
 
     def _note(self, wholes: Iterable[Tensor]) -> None:
         for p in wholes:
-            key = id(p)
-            self._averaged[key] = weakref.ref(p, lambda _, key=key: self._averaged.pop(key, None))
+            self._averaged[id(p)] = weakref.ref(p, partial(self._forget, id(p)))
+
+    def _forget(self, key: int, _: object) -> None:
+        self._averaged.pop(key, None)
 
     def averages(self, whole: Tensor) -> bool:
         if id(whole) not in self._averaged and self._sharded and isinstance(whole, nn.Parameter):  # gathered just now

@@ -102,13 +102,15 @@ class Backwards:
             self._third()
         value = None
         try:
-            with self._hooks.behind_the_reduction():
+            with engine.watched_backward(True), self._hooks.behind_the_reduction():
                 value = self._reduced(loss)
         finally:
             for hear in engine.events.backward_ends:
                 hear(value, value)
         if program.backwards >= engine.events.due:
             engine.events.tell()
+        if engine.watcher is not None:
+            engine.watcher.loss_known(loss.detach() if value is None else value)
 
     def _reduced(self, loss: Tensor) -> Tensor | None:
         """Run the backward of a loss, and return the loss if all ranks know it."""
@@ -117,7 +119,7 @@ class Backwards:
             _backward(_local(loss), **self._options or {})
             return None
         if not isinstance(loss, Term):
-            reduction.backward(loss)
+            reduction.backward(loss, value=None if self._axis is not None else loss.detach())  # of a rehearsal
             return loss.detach()
         root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
         local, waits = plain(loss), loss.assumed and root.value is None
