@@ -70,10 +70,9 @@ site: | $(PY)  ## build the pages of docs/ into site/, with a search: open site/
 	$(PY) -m pip install -q -c constraints.txt -e ".[site]"
 	$(PY) -m mkdocs build --strict
 
-bench: $(DEV)  ## every benchmark, one script a claim; results go to bench/results (not those for a GPU or the fake one)
-	@set -e; for script in $(filter-out bench/gpu.py bench/gpu_jobs.py bench/races.py bench/device_branches.py bench/release.py bench/matrix.py bench/suite.py,$(sort $(wildcard bench/*.py))); do \
-		echo "$(PY) $$script"; $(PY) $$script; \
-	done
+BENCHES := arrays checkpoint_kills checkpoints edge equivalence faults frozen_ranks journey overhead pairs path predict startup unequal whole whole_overhead
+bench: $(DEV)  ## every benchmark that needs no GPU, no programs of others and no published runs; results go to bench/results
+	@set -e; for script in $(BENCHES); do echo "$(PY) bench/$$script.py"; $(PY) bench/$$script.py; done
 
 release: | $(PY)  ## build sdist and wheel, check them with twine, install the wheel into a clean environment and use it there
 	$(PY) bench/release.py

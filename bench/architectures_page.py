@@ -1,7 +1,7 @@
-"""Write docs/architectures.md from the lines of bench/breadth.py and bench/foreign_models.py, each its own part.
+"""Write docs/architectures.md from the lines of bench/breadth.py, each kind its own part.
 
     python bench/breadth.py --table
-    python bench/foreign_models.py --table
+    python bench/breadth.py --packages --table
 
 Counts go to bench/results.
 """
@@ -195,8 +195,8 @@ def part(results: Mapping[str, Any]) -> list[str]:
     return [
         FOREIGN,
         "",
-        "Written by `python bench/foreign_models.py --table` from tests/programs/models/foreign_table.py, which has",
-        f"the constructor calls. {results['models']} tiny random models of {results['packages']} packages in the",
+        "Written by `python bench/breadth.py --packages --table` from tests/programs/models/foreign_table.py, which",
+        f"has the constructor calls. {results['models']} tiny random models of {results['packages']} packages in the",
         f"losses that train them, {results['pairs']} pairs of a model and a plan, compared as above: {counts}.",
         "",
         *_foreign_table({name: entry for name, entry in models.items() if not entry["apart"]}),

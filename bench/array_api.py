@@ -28,7 +28,7 @@ from typing import Any
 from keep import keep
 
 SEED = 2026
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "tests" / "programs"
 
 
 def outcomes(suite: Path, module: str, examples: int, words: str, environment: dict[str, str]) -> dict[str, str]:

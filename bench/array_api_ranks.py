@@ -28,7 +28,7 @@ from keep import keep
 
 from tests.pool import CaseFailed, Pool
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "tests" / "programs"
 READS = ("numpy", "item", "__array__", "__float__", "__int__", "__bool__", "__complex__", "__index__")
 
 

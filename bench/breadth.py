@@ -1,13 +1,18 @@
 """Published architectures under each axis: whether two workers compute what one device computes, in float64.
 
     python bench/breadth.py [--lines FILE] [--only WORD ...] [--plan NAME ...] [--again STATUS ...] [--limit SECONDS]
+    python bench/breadth.py --packages [...]
     python bench/breadth.py --table
 
 Every architecture of tests/programs/models/tiny_models.py is trained for two steps, one of them ragged, on one device
 and under data=2, shard=2, tensor=2, pipeline=2 with 4 microbatches, and context=2, and everything that `meshwise check`
-compares is compared. Each result is a line of JSON, written as it is known: `equal`, `refused` (with the sentence), `wrong` (the
-largest difference and where it began), `crash` or `timeout`. What has a line is not run again, unless its status is
-named with `--again`. `--table` writes docs/architectures.md from the lines.
+compares is compared. Each result is a line of JSON, written as it is known: `equal`, `refused` (with the sentence),
+`wrong` (the largest difference and where it began), `crash` or `timeout`. What has a line is not run again, unless its
+status is named with `--again`. `--table` writes docs/architectures.md from the lines.
+
+`--packages`: the models of tests/programs/models/foreign_table.py, each the constructor call of a package that no other
+bench names, with random weights, random samples in real shapes and the loss that the package's own training uses. The
+packages lie in a folder of PYTHONPATH (`pip install --target FOLDER --no-deps ...`, as docs/architectures.md has them).
 
 An equal model counts under shard if 80 % of its parameters were divided, under tensor if half of them were, and under
 pipeline if both stages had a block and 4 microbatches were trained; else it is `equal, hardly divided`. A model that
@@ -35,6 +40,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "programs" / "models"))
 sys.path.insert(0, str(Path(__file__).parent))
+import foreign_table
 import tiny_models
 from torch.distributed.tensor import DTensor
 
@@ -60,10 +66,14 @@ PLANS = {
     "pipeline": Plan(pipeline=2, accumulate=MICROBATCHES),
     "context": Plan(context=2),
 }
+OTHER_PLANS = PLANS | {
+    "data × tensor": Plan(data=2, tensor=2),
+    "shard × tensor": Plan(shard=2, tensor=2),
+    "zero1": Plan(data=2, zero1=True),
+}
 LEAST = {"shard": 0.8, "tensor": 0.5, "data × tensor": 0.5, "shard × tensor": 0.8}
 """Share of the parameters that must be divided."""
 REFUSALS = ("PlanError", "UsageError", "DataError")
-LINES = ROOT / "runs" / "breadth.jsonl"
 Row = dict[str, Any]
 
 
@@ -205,19 +215,6 @@ def read(lines: Path) -> dict[tuple[str, str], Row]:
     return {(row["name"], row["plan"]): row for row in rows}
 
 
-def options(doc: str | None, lines: Path, plans: Iterable[str]) -> argparse.ArgumentParser:
-    """The command line that benches of this kind share. lines: where results lie by default."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=Path, default=lines)
-    parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--plan", nargs="*", default=list(plans), choices=list(plans))
-    parser.add_argument("--again", nargs="*", default=[])
-    parser.add_argument("--limit", type=float, default=120)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no pair begins after so many")
-    parser.add_argument("--table", action="store_true")
-    return parser
-
-
 def play(
     asked: argparse.Namespace,
     entries: Mapping[str, tuple[Row, Iterable[str]]],
@@ -257,14 +254,31 @@ def play(
 
 def main() -> None:
     """Run what has no line yet."""
-    asked = options(__doc__, LINES, PLANS).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packages", action="store_true", help="models of other packages, under more plans")
+    parser.add_argument("--lines", type=Path, help="where results lie")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--plan", nargs="*", default=list(OTHER_PLANS), choices=list(OTHER_PLANS))
+    parser.add_argument("--again", nargs="*", default=[])
+    parser.add_argument("--limit", type=float, default=120)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no pair begins after so many")
+    parser.add_argument("--table", action="store_true")
+    asked = parser.parse_args()
+    asked.lines = asked.lines or ROOT / "runs" / ("foreign_models.jsonl" if asked.packages else "breadth.jsonl")
     if asked.table:
         import architectures_page
 
-        architectures_page.write(read(asked.lines))
+        architectures_page.write_foreign(asked.lines) if asked.packages else architectures_page.write(read(asked.lines))
         return
-    found = tiny_models.architectures()
-    play(asked, {name: (Row(task=task, type=kind), asked.plan) for name, (task, kind, _) in found.items()})
+    if not asked.packages:
+        found = tiny_models.architectures()
+        play(asked, {name: (Row(task=task, type=kind), PLANS) for name, (task, kind, _) in found.items()})
+        return
+    entries = {
+        name: (Row(package=model.package, version=foreign_table.version_of(model), call=model.call), model.plans)
+        for name, model in foreign_table.MODELS.items()
+    }
+    sys.exit(0 if play(asked, entries, foreign_table, OTHER_PLANS) else 75)
 
 
 def commit() -> str:

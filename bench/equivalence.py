@@ -1,19 +1,19 @@
 """Every model under every plan, and fifty clean runs more: how far each is from one device, in float64.
 
-    python bench/equivalence.py [--only WORD] [--missing] [--older] [--minutes M] [--seeds 52]
+    python bench/equivalence.py [--only WORD] [--missing] [--minutes M] [--seeds 52]
+    python bench/equivalence.py --table
 
 Claims: no difference above 1e-9 after five steps, no false alarm over runs that differ in model, plan and seed. What is
 refused is told with what was said. With `--only` the cases whose name holds the word replace those of the last result;
-`--missing` runs those that have none, `--older` those of other code than this, the quickest first. Each result says of
-which commit of the code and the suite it is, with a `+` where they were changed after it. The same cases and the same
-code as in tests/equivalence, where what each technique is for is asserted too.
+`--missing` runs those that have none or are of other code than this. Each result says of which commit of the code and
+the suite it is, with a `+` where they were changed after it. The same cases and the same code as in tests/equivalence,
+where what each technique is for is asserted too. `--table` writes docs/models.md (models_page.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import subprocess
 import sys
 import time
@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from keep import RESULTS, keep
+from keep import keep, kept, machine
+from models_page import write_page
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from meshwise.api.check import uncompiled_plan
@@ -151,21 +152,21 @@ def main() -> None:
     words = argparse.ArgumentParser()
     words.add_argument("--only", default="")
     words.add_argument("--missing", action="store_true")
-    words.add_argument("--older", action="store_true")
     words.add_argument("--minutes", type=float, default=float("inf"), help="after which no new case is begun")
     words.add_argument("--seeds", type=int, default=52)
+    words.add_argument("--table", action="store_true")
     asked = words.parse_args()
-    path, pools, until = RESULTS / "equivalence.json", Pools(), time.monotonic() + 60 * asked.minutes
+    if asked.table:
+        write_page(kept("equivalence"))
+        return
+    pools, until = Pools(), time.monotonic() + 60 * asked.minutes
     commit()  # now: this process keeps the code that it began with
-    some = asked.only or asked.missing or asked.older
-    earlier = json.loads(path.read_text()) if some and path.exists() else {"measured": {}, "clean_runs": []}
+    earlier = (kept("equivalence") if asked.only or asked.missing else {}) or {"measured": {}, "clean_runs": []}
     measured = {str(case): earlier["measured"].get(str(case)) for case in cases()}
     runs = earlier["clean_runs"]
     made = {(run["model"], run["plan"]) for run in runs}
     seeds = [run["seed"] for run in runs]
     due = [case for case in cases() if is_due(asked, str(case), measured[str(case)])]
-    if asked.older:
-        due.sort(key=lambda case: age(measured[str(case)] or {}))
     try:
         for case in due:
             if time.monotonic() < until:
@@ -185,14 +186,7 @@ def main() -> None:
 
 def is_due(asked: argparse.Namespace, name: str, earlier: dict[str, Any] | None) -> bool:
     """Whether a case is to be run, by the words of the command line."""
-    if asked.only not in name or (asked.missing and earlier is not None):
-        return False
-    return not asked.older or earlier is None or earlier.get("commit") != commit()
-
-
-def age(earlier: dict[str, Any]) -> tuple[bool, float]:
-    """The order in which cases are run again: first those of which no commit is known, and of these the quickest."""
-    return not earlier.get("commit", "").startswith("before"), earlier.get("seconds", 0.0)
+    return asked.only in name and not (asked.missing and earlier is not None and earlier.get("commit") == commit())
 
 
 def write(measured: dict[str, Any], runs: list[dict[str, Any]]) -> None:
@@ -200,27 +194,23 @@ def write(measured: dict[str, Any], runs: list[dict[str, Any]]) -> None:
     found = {name: result for name, result in measured.items() if result is not None}
     equal = [result for result in found.values() if result.get("equal")]
     sizes = [max(result["largest"].values()) for result in [*equal, *runs] if "largest" in result]
-    keep(
-        "equivalence",
-        {
-            "transformers": transformers.__version__,
-            "claims": {"largest": f"<= {LIMIT}", "false_alarms": 0},
-            "steps": STEPS,
-            "cases": len(found),
-            "equal": len(equal),
-            "refused": sum("refused" in result for result in found.values()),
-            "failed": sum("failed" in result for result in found.values()),
-            "not_checked": sum("not_checked" in result for result in found.values()),
-            "commits": dict(Counter(result["commit"] for result in [*found.values(), *runs])),
-            "largest": max(sizes, default=0.0),
-            "clean_runs_made": len(runs),
-            "false_alarms": sum(not run["equal"] for run in [*found.values(), *runs] if "equal" in run),
-            "seconds": round(sum(result.get("seconds", 0) for result in [*found.values(), *runs])),
-            "models": about_models(),
-            "measured": found,
-            "clean_runs": runs,
-        },
-    )
+    result = {
+        "transformers": transformers.__version__,
+        "claims": {"largest": f"<= {LIMIT}", "false_alarms": 0},
+        "steps": STEPS,
+        "cases": len(found),
+        "equal": len(equal),
+        "refused": sum("refused" in result for result in found.values()),
+        "failed": sum("failed" in result for result in found.values()),
+        "not_checked": sum("not_checked" in result for result in found.values()),
+        "commits": dict(Counter(result["commit"] for result in [*found.values(), *runs])),
+        "largest": max(sizes, default=0.0),
+        "clean_runs_made": len(runs),
+        "false_alarms": sum(not run["equal"] for run in [*found.values(), *runs] if "equal" in run),
+        "seconds": round(sum(result.get("seconds", 0) for result in [*found.values(), *runs])),
+    }
+    of_cases = {"machine": machine(), "models": about_models(), "measured": found, "clean_runs": runs}
+    keep("equivalence", result, result | of_cases)
 
 
 if __name__ == "__main__":

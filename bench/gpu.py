@@ -45,9 +45,10 @@ from meshwise.timeline.spans import LANES
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from arrays import cases, seconds  # noqa: E402
+from arrays import seconds_of_one, small_cases  # noqa: E402
 from overhead import measure  # noqa: E402
 
+PROGRAMS = HERE.parent / "tests" / "programs" / "gpu"
 STEPS = 50
 SMALL = "--small" in sys.argv
 PLANS = (
@@ -198,7 +199,7 @@ def scripts(ways: tuple[str, ...]) -> dict[str, Any]:
     for way in ways:
         with tempfile.TemporaryDirectory() as folder:
             ours, plain = Path(folder) / "ours.json", Path(folder) / "plain.json"
-            file = str(HERE / "gpu_script.py")
+            file = str(PROGRAMS / "gpu_script.py")
             bare = [sys.executable, file, way, str(plain), "plain"]
             told = words("run", "--devices", "1xcuda", file, way, str(ours), may_fail=True)
             done = subprocess.run(bare, capture_output=True, text=True, timeout=200)
@@ -262,7 +263,7 @@ def forecast(first: int, last: int) -> dict[str, Any]:
     for name in list(CONFIGURATIONS)[first:last]:
         job, settings = CONFIGURATIONS[name]
         try:
-            found[name] = forecast_of(f"{HERE / 'gpu_jobs.py'}:{job}", settings)
+            found[name] = forecast_of(f"{PROGRAMS / 'gpu_jobs.py'}:{job}", settings)
         except RuntimeError as error:
             found[name] = {"failed": str(error)}
         print(name, found[name], flush=True)
@@ -293,7 +294,7 @@ CONFIGURATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     for settings in (("precision=bf16",), (), ("precision=bf16", "recompute=full"), ("offload=optimizer",))
     for job in ("decoder", "wide", "long", "encoder", "convolutions")
 }
-"""Twenty: bench/gpu_jobs.py under four plans."""
+"""Twenty: tests/programs/gpu/gpu_jobs.py under four plans."""
 
 
 def watched(job: str) -> dict[str, Any]:
@@ -340,8 +341,8 @@ def arrays() -> dict[str, Any]:
     raises where the host does, until a value is read."""
     places = ["cuda:0", "cuda:0"]
     beyond = {
-        name: statistics.median((seconds(ours) - seconds(bare)) * 1e6 for _ in range(50))
-        for name, (ours, bare) in cases(places).items()
+        name: statistics.median((seconds_of_one(ours) - seconds_of_one(bare)) * 1e6 for _ in range(50))
+        for name, (ours, bare) in small_cases(places).items()
     }
     xp = mw.array_namespace(places)
     x, y = xp.ones(20_000_000, dtype=xp.float32), xp.full(20_000_000, 2.0, dtype=xp.float32)

@@ -126,7 +126,7 @@ def calibrated(cluster: Cluster, call: Call) -> Machine:
     answers = call(measured_links, own, names, sizes, ACROSS if cluster.rate else CALIBRATING)
     found = [machine for machine, _ in answers]
     bare = merged(found) if cluster.rate else only_devices(found[0], names)
-    cores = min(cluster.workers, CORES)  # of one worker: a device is a core here, as in bench/speedup.py
+    cores = min(cluster.workers, CORES)  # of one worker: a device is a core here
     bare = replace(bare, hosts=tuple(replace(host, cores=cores) for host in bare.hosts))
     return bench_of(bare, answers[0][1], (), measured="now", seconds=CALIBRATING).machine
 

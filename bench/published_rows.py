@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
-from published_models import Gpt, Llama, Random, Size, own_loss
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "programs" / "models"))
+from published_models import Bert, Gpt, Llama, Random, ResNet50, Size, own_loss
 from published_pieces import SWITCHED, Case, Pipeline, Replicas, padded
-from published_vision import Bert, ResNet50
 from torch import nn
 
 import meshwise as mw

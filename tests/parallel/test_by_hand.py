@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 
 from meshwise.spec.plan import Plan
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import by_hand
-
-cloudpickle.register_pickle_by_value(by_hand)
+from tests.parallel import by_hand
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ The upper estimate is the work of all ranks, one after the other: one device wai
 do not compute slower. Work that all ranks do alike counts once: the optimizer's step, if every rank steps all
 parameters. The lower estimate is the work of one rank, since one device has that rank's samples, and more.
 
-Measured against the truth by bench/speedup.py; tested in tests/timeline/test_findings.py and test_alone.py.
+Measured against the truth in docs/measurements.md; tested in tests/timeline/test_findings.py and test_alone.py.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""Our plans against PyTorch written by hand: collectives and operators counted exactly, time as a ratio.
+"""Makes a step of a plan, and the same step as PyTorch written by hand, and counts what each runs.
 
-    python bench/by_hand.py [--steps 200]
-
-One transformer, on each side in the same process group: `fully_shard` on each layer and on the model against `shard`,
-DistributedDataParallel against `data`. A step is a forward, a backward, clipping and an AdamW step, once steady.
-Counted are the operators that reach the dispatcher, and of collectives the kind, the number and the bytes.
-The claims: the same collectives, at most 2 % more operators; time has no verdict where its interval is wider than 3 %.
+`fully_shard` on each layer and on the model stands against `shard`, DistributedDataParallel against `data`, in one
+process group. A step is a forward, a backward, clipping and an AdamW step, once steady. Counted are the operators that
+reach the dispatcher, and of collectives the kind, the number and the bytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import meshwise as mw
 from meshwise.compat.dispatch import intercept_operators
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.apply import apply
@@ -30,7 +24,6 @@ from meshwise.spec.plan import Plan
 from meshwise.workers.join import join
 
 Step = Callable[[], None]
-WIDEST = 0.03  # of an interval: beyond it a ratio says nothing
 WARM = 4  # steps before a steady one: reducers are made, optimizers have their state
 
 
@@ -127,51 +120,13 @@ def counts(plan: Plan, width: int = 64, layers: int = 4) -> dict[str, Any]:
     return found
 
 
-def times(plan: Plan, steps: int) -> dict[str, Any]:
-    """Interleaved times of both sides, who goes first alternating."""
-    from overhead import compare  # beside this script
-
-    ours, hand = (side(plan, mine, 256, 6, 64) for mine in (True, False))
-    found = compare(ours, hand, steps)
-    width = found["high"] - found["low"]
-    found["verdict"] = None if width > WIDEST else "slower" if found["low"] > 1.0 else "not slower"
-    return found
-
-
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """Numbers of both sides beside each other."""
     ours, hand = found["ours"], found["by hand"]
     total, theirs = ours["operators"].total(), hand["operators"].total()
-    more = copy.copy(ours["operators"])
-    more.subtract(hand["operators"])
     return {
         "collectives": ours["collectives"],
-        "collectives by hand": hand["collectives"],
         "same collectives": ours["collectives"] == hand["collectives"],
         "operators": total,
-        "operators by hand": theirs,
         "more operators %": round(100 * (total - theirs) / theirs, 2),
-        "difference by operator": {name: count for name, count in sorted(more.items()) if count},
     }
-
-
-def main() -> None:
-    """Count, measure, print, keep."""
-    from keep import keep  # beside this script
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200, help="that are timed; 0 counts alone")
-    steps = parser.parse_args().steps
-    result: dict[str, Any] = {"claims": ["same collectives", "at most 2 % more operators"], "measured": {}}
-    for plan in (Plan(shard=2), Plan(shard=4), Plan(shard=2, reshard=False), Plan(data=2)):
-        devices = f"{plan.devices}xcpu"
-        facts = summary(mw.launch(counts, plan, devices=devices)[0])
-        if plan.devices == 2 and steps:  # more processes than cores measure the scheduler
-            facts["time"] = mw.launch(times, plan, steps, devices=devices)[0]
-        result["measured"][repr(plan)] = facts
-        print(plan, facts, flush=True)
-    keep("by_hand", result)
-
-
-if __name__ == "__main__":
-    main()

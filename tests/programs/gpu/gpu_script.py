@@ -1,7 +1,7 @@
 """A script with the two lines, of bench/gpu.py: a small transformer, trained the ways that exist on a GPU alone.
 
-meshwise run bench/gpu_script.py WAY LOSSES         writes the losses of each step to the file LOSSES
-python bench/gpu_script.py WAY LOSSES plain         the same without the two lines
+meshwise run gpu_script.py WAY LOSSES         writes the losses of each step to the file LOSSES
+python gpu_script.py WAY LOSSES plain         the same without the two lines
 """
 
 import json

@@ -1,15 +1,10 @@
-"""docs/models.md from the committed results of bench/equivalence.py: which model works under which plan.
-
-python bench/model_table.py
-"""
+"""Write docs/models.md: which model works under which plan, for `python bench/equivalence.py --table`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "equivalence.json"
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 
@@ -74,8 +69,7 @@ def _head(results: dict[str, Any]) -> list[str]:
         "name meshwise count.",
     ]
     by = [
-        "Written by `python bench/model_table.py` from `bench/results/equivalence.json`, the results of",
-        "`python bench/equivalence.py`. Do not edit it by hand.",
+        "Written by `python bench/equivalence.py --table`. Do not edit it by hand.",
     ]
     return ["# Models under plans", "", *by, "", *sentences, "", *about, ""]
 
@@ -110,6 +104,7 @@ def _reason(result: dict[str, Any]) -> str:
     return f"Not checked: {result['not_checked']}." if "not_checked" in result else ""
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+def write_page(results: dict[str, Any]) -> None:
+    """Write it."""
+    PAGE.write_text(page(results))
     print(f"written: docs/{PAGE.name}")
