@@ -40,7 +40,7 @@ PARTS = {
 MOST_WIDE = 110
 FAILURES = Path(__file__).with_name("failures.md")
 OF_FAILURES = (
-    *("save_every", "redundancy", "restarts", "min_nodes", "hang_limit", "on_failure"),
+    *("save_every", "restarts", "min_nodes", "hang_limit", "on_failure"),
     *("on_nan", "memory_limit", "time_limit", "resume", "folder", "fault"),
 )
 """The options of `meshwise run` that say what happens when something fails."""
