@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from keep import RESULTS, keep
+from keep import keep, kept
 from outside import MARK, act, processes_of
 
 TESTS = Path(__file__).parents[1] / "tests" / "faults"
@@ -371,6 +371,24 @@ def print_table(tries: Sequence[dict[str, Any]]) -> None:
     print(f"held {sum(one['held'] for one in tries)} of {len(tries)}")
 
 
+def short(result: dict[str, Any]) -> dict[str, Any]:
+    """How many tries of each fault held, and how soon it was told and the next step was done, medians."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for one in result["tries"]:
+        rows.setdefault(one["row"], []).append(one)
+
+    def of(tries: list[dict[str, Any]]) -> str:
+        times = [
+            [one[word] for one in tries if one.get(word) is not None]
+            for word in ("seconds_to_detect", "seconds_to_step")
+        ]
+        seconds = ", ".join(f"{median(each):.2f} s" if each else "–" for each in times)
+        return f"{sum(one['held'] for one in tries)} of {len(tries)}: {seconds}"
+
+    told = {name: of(tries) for name, tries in rows.items()}
+    return {"claim": result["claim"], "tries": len(result["tries"]), "faults": told, "ends": result.get("ends", {})}
+
+
 def main() -> None:
     """Measure, keep after each run, print."""
     parser = argparse.ArgumentParser()
@@ -381,9 +399,8 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="forget what was measured before")
     parser.add_argument("--name", default="faults", help="of the result")
     given = parser.parse_args()
-    until, path = time.monotonic() + 60 * given.minutes, RESULTS / f"{given.name}.json"
-    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not given.anew else {}
-    result.pop("machine", None)
+    until = time.monotonic() + 60 * given.minutes
+    result = {} if given.anew else kept(given.name)
     tries: list[dict[str, Any]] = result.setdefault("tries", [])
     result["claim"] = " ".join((__doc__ or "").partition("Claim: ")[2].split())
     pairs = [(row, case) for row in ROWS for case in CASES if applies(row, case) and given.only in row.name]
@@ -401,7 +418,7 @@ def main() -> None:
         done[row.name, case.settings] += 1
         wrong = "held" if one["held"] else f"FAILED: {', '.join(one['wrong'])} {one['seen']} {one['left_over']}"
         print(f"{row.name:20} {case.settings:32} rank {victim}  {wrong}", flush=True)
-        keep(given.name, result)
+        keep(given.name, short(result), result)
     print_table(tries)
 
 

@@ -262,7 +262,8 @@ def main() -> None:
                     file.writelines(json.dumps(row) + "\n" for row in found)
     score = scored(rows)
     print(json.dumps(score, indent=2))
-    keep("pairs", {"cores": len(allowed_cores()), "threads": torch.get_num_threads(), "score": score, "rows": rows})
+    about = {"cores": len(allowed_cores()), "threads": torch.get_num_threads(), "pairs": len(rows)}
+    keep("pairs", about | {"score": score})
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -132,6 +132,9 @@ def main() -> None:
         print(f"{name}, from cli.main to the end of the first step: {len(start)} files\n")
         result[name] = {"a steady step": step, "to the first step": start}
     write_page(result)
+    for step in (found["a steady step"] for found in result.values()):
+        entered = step["entered"]
+        step["entered"] = [f"{calls} x {file} {function}, {lines} lines" for file, function, calls, lines in entered]
     keep("path", result)
 
 
