@@ -2,7 +2,7 @@
 
 The events are those of torch.profiler (`profile_memory=True`), of the first steps of a job on CPU workers, in the order
 of their time. What gloo copies inside a collective is not among them: it is let go in threads that the profiler does
-not see, and NCCL has none of it (bench/memory.py). What such a thread lets go of counts until its place is taken again.
+not see, and NCCL has none of it. What such a thread lets go of counts until its place is taken again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""The models of bench/foreign_models.py: constructor calls of packages, tiny, and the losses that train them.
+"""Names the models of `bench/breadth.py --packages`: constructor calls of packages, tiny, and losses for them.
 
 `call` is `module:constructor(...)`, evaluated with `nn` and `transformers` beside the names of its module. Losses are
 as a training loop of the package has them; a mean over less than samples says what it is a mean over.
@@ -58,7 +58,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def job_of(name: str) -> Job:
-    """The job: AdamW; of batch norms SGD, for which bench/tiny_models.py says why."""
+    """The job: AdamW; of batch norms SGD, for which tiny_models.py says why."""
     model, normed = MODELS[name], list[bool]()
 
     def made() -> nn.Module:
