@@ -1,12 +1,12 @@
-"""Judges the scripts of tests/programs/mistakes: NAME.py with a mistake, NAME_right.py without it.
+"""Judges the scripts of tests/programs/mistakes, each with a mistake, and its right twin.
 
-Each runs on one CPU worker and on two; what it prints is compared. A mistake is `right` where two print what one prints
-(with --exact-random, where the run says that masks are drawn apart), `refused` where the run on two ends with a
-sentence, `said` where two are told a line of the script that one is not, `check` where only `meshwise check` names it;
-else it is silent. `raw` is a traceback of two alone without a remedy or a crash, `stuck` more than 150 s. A twin is
-clean where it runs, prints the same, and is told nothing of its lines; that a loss is not finite is a fact of its data,
-and no alarm. Where a docstring names a plan, `(--set shard=2)`, two run under it. `# After` is the thread of somebody
-who met it.
+Lines that end with `# wrong` are the mistake; what is right stands in comments, `# right: …`, in their place. Each runs
+on one CPU worker and on two; what it prints is compared. A mistake is `right` where two print what one prints (with
+--exact-random, where the run says that masks are drawn apart), `refused` where the run on two ends with a sentence,
+`said` where two are told a line of the script that one is not, `check` where only `meshwise check` names it; else it is
+silent. `raw` is a traceback of two alone without a remedy or a crash, `stuck` more than 150 s. A twin is clean where it
+runs, prints the same, and is told nothing of its lines; that a loss is not finite is a fact of its data, and no alarm.
+Where a docstring names a plan, `(--set shard=2)`, two run under it. `# After` is the thread of somebody who met it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parents[1] / "programs" / "mistakes"
 SOURCE = Path(__file__).parents[2] / "src"
+RIGHT = re.compile(r"(\s*)# right: ?")
 NUMBER = re.compile(r"-?(?:\d+\.\d*(?:e[+-]?\d+)?|\d+|nan|inf)\b", re.IGNORECASE)
 OURS = re.compile(  # lines of the run itself: its beginning, its findings, its records
     r"starting |records |more with |weights |Attempt |\w+-bound[: ]|Rank \d+ is|Load imbalance|Between phases"
@@ -47,6 +48,17 @@ class Ran:
     def last(self) -> str:
         lines = [line for line in self.text.splitlines() if line.strip()]
         return next((line for line in reversed(lines) if "Error" in line or ":" in line), "")[:300]
+
+
+def sides(script: Path, folder: Path) -> tuple[Path, Path]:
+    """Write the mistake and its right twin into a folder."""
+    lines = script.read_text(encoding="utf-8").splitlines()
+    wrong = [line.removesuffix("  # wrong") for line in lines if not RIGHT.match(line)]
+    right = [RIGHT.sub(r"\1", line) for line in lines if not line.endswith("  # wrong")]
+    paths = folder / script.name, folder / f"{script.stem}_right.py"
+    for path, text in zip(paths, (wrong, right), strict=True):
+        path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    return paths
 
 
 def run(path: Path, devices: int, *options: str) -> Ran:

@@ -6,28 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.mistakes import SCRIPTS, of_mistake, of_twin
+from tests.guards.mistakes import SCRIPTS, of_mistake, of_twin, sides
 
-TWINS = sorted(SCRIPTS.glob("*_right.py"))
-MISTAKES = [twin.with_name(f"{twin.stem.removesuffix('_right')}.py") for twin in TWINS]
+MISTAKES = sorted(SCRIPTS.glob("*.py"))
 BY_CHECK = ("rate_times_ranks", "scheduler_times_ranks", "steps_divided")
 """What only `meshwise check` names."""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("path", MISTAKES, ids=lambda path: path.stem)
-def test_a_mistake_is_never_silent(path: Path) -> None:
-    verdict, said = of_mistake(path)
-    assert verdict in ("right", "refused", "said") or (verdict == "check" and path.stem in BY_CHECK), (verdict, said)
+@pytest.mark.parametrize("script", MISTAKES, ids=lambda path: path.stem)
+def test_a_mistake_is_never_silent(script: Path, tmp_path: Path) -> None:
+    verdict, said = of_mistake(sides(script, tmp_path)[0])
+    assert verdict in ("right", "refused", "said") or (verdict == "check" and script.stem in BY_CHECK), (verdict, said)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("path", TWINS, ids=lambda path: path.stem)
-def test_a_right_twin_is_let_alone(path: Path) -> None:
-    assert of_twin(path) == ("clean", "")
+@pytest.mark.parametrize("script", MISTAKES, ids=lambda path: path.stem)
+def test_a_right_twin_is_let_alone(script: Path, tmp_path: Path) -> None:
+    assert of_twin(sides(script, tmp_path)[1]) == ("clean", "")
 
 
-def test_every_script_is_one_of_a_pair() -> None:
-    assert {*MISTAKES, *TWINS} == {*SCRIPTS.glob("*.py")}
+def test_every_script_has_a_twin_that_python_reads(tmp_path: Path) -> None:
+    for script in MISTAKES:
+        wrong, right = sides(script, tmp_path)
+        assert compile(wrong.read_text(), script.name, "exec") and compile(right.read_text(), script.name, "exec")
+        assert wrong.read_text() != right.read_text(), script.name

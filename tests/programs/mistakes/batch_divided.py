@@ -10,7 +10,8 @@ torch.manual_seed(0)
 X = torch.randn(128, 4)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=32 // mw.world_size(), shuffle=True)
+loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=32 // mw.world_size(), shuffle=True)  # wrong
+# right: loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=32, shuffle=True)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 steps = 0
 for _ in range(2):

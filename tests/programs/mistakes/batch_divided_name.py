@@ -19,13 +19,15 @@ def main() -> None:
     per_rank = batch // world_size
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), per_rank, shuffle=True)
+    loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), per_rank, shuffle=True)  # wrong
+    # right: loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch, shuffle=True)
     model, optimizer, loader = mw.distribute(model, optimizer, loader)
     for x, target in loader:
         loss = mw.backward((model(x) - target).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    mw.print(f"{len(loader)} steps, loss {loss.item():.6f}")
+    mw.print(f"{len(loader)} steps, loss {loss.item():.6f}")  # wrong
+    # right: mw.print(f"{per_rank * world_size} samples a step, {len(loader)} steps, loss {loss.item():.6f}")
 
 
 main()

@@ -13,7 +13,8 @@ X = torch.randn(65, 4)
 Y = (X.sum(1) > 0).long()
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+loader = DataLoader(TensorDataset(X, Y), batch_size=16)  # wrong
+# right: loader = DataLoader(TensorDataset(X, Y), batch_size=16, drop_last=True)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for x, y in loader:

@@ -15,8 +15,9 @@ loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for x, y in loader:
-        loss = (model(x) - y).square().mean()
-        mw.backward(loss)
+        loss = (model(x) - y).square().mean()  # wrong
+        mw.backward(loss)  # wrong
+        # right: loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         if loss.item() < 3.0:

@@ -20,6 +20,7 @@ for epoch in range(2):
         loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        if number == 3 and mw.rank() == mw.world_size() - 1:
+        if number == 3 and mw.rank() == mw.world_size() - 1:  # wrong
+        # right: if number == 3:
             break
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

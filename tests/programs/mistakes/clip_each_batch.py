@@ -18,8 +18,9 @@ model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for number, (x, y) in enumerate(loader):
         loss = mw.backward((model(x) - y).square().mean() / 2)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # wrong
         if number % 2:
+            # right: nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

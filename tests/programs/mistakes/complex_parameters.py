@@ -14,11 +14,13 @@ class Rotation(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.complex64) * 0.3)
+        self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.complex64) * 0.3)  # wrong
+        # right: self.weight = nn.Parameter(torch.view_as_real(torch.randn(4, 8, dtype=torch.complex64) * 0.3).clone())
         self.out = nn.Linear(16, 2)
 
     def forward(self, x):
-        z = x.to(torch.complex64) @ self.weight
+        z = x.to(torch.complex64) @ self.weight  # wrong
+        # right: z = x.to(torch.complex64) @ torch.view_as_complex(self.weight)
         return self.out(torch.cat([z.real, z.imag], 1).tanh())
 
 

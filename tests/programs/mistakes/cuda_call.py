@@ -9,7 +9,8 @@ import meshwise as mw
 torch.manual_seed(0)
 X = torch.randn(96, 4)
 Y = X.sum(1, keepdim=True)
-model = nn.Linear(4, 1).cuda()
+model = nn.Linear(4, 1).cuda()  # wrong
+# right: model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)

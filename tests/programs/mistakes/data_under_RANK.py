@@ -10,9 +10,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 
-torch.manual_seed(int(os.environ.get("RANK", 0)))
+torch.manual_seed(int(os.environ.get("RANK", 0)))  # wrong
+# right: rank = int(os.environ.get("RANK", 0))
+# right: torch.manual_seed(0)
 X = torch.randn(128, 4)
 Y = (X.sum(1) > 0).long()
+# right: own = torch.Generator().manual_seed(rank)  # of this rank's log
 
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

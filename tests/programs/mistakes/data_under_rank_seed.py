@@ -6,9 +6,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 
-torch.manual_seed(mw.rank())
+torch.manual_seed(mw.rank())  # wrong
+# right: torch.manual_seed(0)
 X = torch.randn(128, 4)
 Y = (X.sum(1) > 0).long()
+# right: torch.manual_seed(mw.rank())
 
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel  # wrong
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
@@ -14,8 +14,8 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
-if mw.world_size() > 1:
-    model = DistributedDataParallel(model)
+if mw.world_size() > 1:  # wrong
+    model = DistributedDataParallel(model)  # wrong
 for epoch in range(2):
     for x, y in loader:
         loss = mw.backward((model(x) - y).square().mean())

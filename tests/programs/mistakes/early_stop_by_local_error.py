@@ -24,7 +24,8 @@ for epoch in range(20):  # noqa: B007
     error = 0.0
     with torch.no_grad():
         for x, y in val_loader:
-            error += (model(x) - y).square().mean().item()
+            error += (model(x) - y).square().mean().item()  # wrong
+            # right: error += mw.sum((model(x) - y).square().sum().item()) / 32
     if error < 0.5:
         break
 mw.print(f"epochs {epoch} error {error:.5f}")

@@ -18,6 +18,6 @@ for epoch in range(2):
         loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    if mw.rank() == mw.world_size() - 1:
-        raise ValueError("a fault of this rank")
+    if mw.rank() == mw.world_size() - 1:  # wrong
+        raise ValueError("a fault of this rank")  # wrong
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

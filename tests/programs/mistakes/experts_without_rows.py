@@ -14,16 +14,19 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.ffns = nn.Linear(64, 4), nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.gate, self.ffns = nn.Linear(64, 4), nn.ModuleList(nn.Linear(64, 64) for _ in range(4))  # wrong
+        # right: self.gate, self.experts = nn.Linear(64, 4), nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the chosen layers give."""
         chosen = self.gate(x).softmax(-1).max(-1)
         out = torch.zeros_like(x)
-        for number, expert in enumerate(self.ffns):
+        for number, expert in enumerate(self.ffns):  # wrong
+        # right: for number, expert in enumerate(self.experts):
             rows = (chosen.indices == number).nonzero().flatten()
-            if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]) * chosen.values[rows, None])
+            if len(rows):  # wrong
+                out = out.index_add(0, rows, expert(x[rows]) * chosen.values[rows, None])  # wrong
+            # right: out = out.index_add(0, rows, expert(x[rows]) * chosen.values[rows, None])
         return out
 
 

@@ -22,6 +22,8 @@ for epoch in range(2):
         optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")
 model.eval()
-if mw.is_main():
+if mw.is_main():  # wrong
+# right: with torch.no_grad():
     guess = model(X[:4]).sum().item()
-    print(f"guess {guess:.5f}")
+    print(f"guess {guess:.5f}")  # wrong
+# right: mw.print(f"guess {guess:.5f}")

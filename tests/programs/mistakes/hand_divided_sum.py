@@ -15,7 +15,8 @@ loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for x, y in loader:
-        loss = mw.backward((model(x) - y).square().sum() / len(x))
+        loss = mw.backward((model(x) - y).square().sum() / len(x))  # wrong
+        # right: loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

@@ -11,8 +11,10 @@ second = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=3)
 loaders = list(mw.distribute(first, second))
 total = 0.0
 for (x,) in loaders[0]:
-    total += x.sum().item()
+    total += x.sum().item()  # wrong
+    # right: total += mw.sum(x.sum().item())
 other = 0
 for (x,) in loaders[1]:
     other += mw.sum(len(x))
-mw.print(f"{mw.sum(total):.5f} {other}")
+mw.print(f"{mw.sum(total):.5f} {other}")  # wrong
+# right: mw.print(f"{total:.5f} {other}")

@@ -22,10 +22,13 @@ for epoch in range(2):
         optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")
 mw.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "state.pt")
-if mw.is_main():
-    state = torch.load("state.pt")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+if mw.is_main():  # wrong
+    state = torch.load("state.pt")  # wrong
+    model.load_state_dict(state["model"])  # wrong
+    optimizer.load_state_dict(state["optimizer"])  # wrong
+# right: state = mw.load("state.pt")
+# right: model.load_state_dict(state["model"])
+# right: optimizer.load_state_dict(state["optimizer"])
 for x, y in loader:
     loss = mw.backward((model(x) - y).square().mean())
     optimizer.step()

@@ -21,6 +21,9 @@ for epoch in range(2):
         loss = mw.backward((model(x) - target).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        running += loss.item() * len(x)
-        seen += len(x)
+        running += loss.item() * len(x)  # wrong
+        seen += len(x)  # wrong
+        # right: samples = mw.sum(len(x))
+        # right: running += loss.item() * samples
+        # right: seen += samples
     mw.print(f"epoch {epoch} loss {running / seen:.6f}")

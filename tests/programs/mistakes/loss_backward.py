@@ -17,8 +17,9 @@ loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for x, y in loader:
-        loss = (model(x) - y).square().mean()
-        loss.backward()
+        loss = (model(x) - y).square().mean()  # wrong
+        loss.backward()  # wrong
+        # right: loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

@@ -24,5 +24,7 @@ model.eval()
 correct = 0
 with torch.no_grad():
     for x, y in val_loader:
-        correct += mw.mean((model(x).argmax(1) == y).float().mean().item())
-mw.print(f"accuracy {correct / len(val_loader):.4f}")
+        correct += mw.mean((model(x).argmax(1) == y).float().mean().item())  # wrong
+mw.print(f"accuracy {correct / len(val_loader):.4f}")  # wrong
+        # right: correct += mw.sum((model(x).argmax(1) == y).sum().item())
+# right: mw.print(f"accuracy {correct / len(Y):.4f}")

@@ -11,7 +11,7 @@ import meshwise as mw
 torch.manual_seed(0)
 X = torch.randn(96, 4)
 Y = X.sum(1, keepdim=True)
-torch.manual_seed(mw.rank())
+torch.manual_seed(mw.rank())  # wrong
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)

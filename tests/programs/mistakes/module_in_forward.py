@@ -13,13 +13,16 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 8)
-        self.head: nn.Module | None = None
+        self.head: nn.Module | None = None  # wrong
+        # right: self.head = nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.first(x))
-        if self.head is None:
-            self.head = nn.Linear(hidden.shape[1], 2)
-        return self.head(hidden)
+        if self.head is None:  # wrong
+            self.head = nn.Linear(hidden.shape[1], 2)  # wrong
+        return self.head(hidden)  # wrong
+        # right: norm = nn.LayerNorm(hidden.shape[1])
+        # right: return self.head(norm(hidden))
 
 
 torch.manual_seed(0)

@@ -24,7 +24,7 @@ class Momentum(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """How far both are apart."""
-        self.average()
+        self.average()  # wrong
         return (self.online(x) - self.target(x)).square().mean()
 
 
@@ -38,4 +38,5 @@ for epoch in range(2):
         loss = mw.backward(model(x))
         optimizer.step()
         optimizer.zero_grad()
+        # right: model.average()
     mw.print(f"epoch {epoch}: {loss:.6f} {model.target.weight.norm().item():.6f}")

@@ -17,5 +17,6 @@ for epoch in range(2):
     for x, y in loader:
         loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
-        optimiser.zero_grad()  # noqa: F821
+        optimiser.zero_grad()  # noqa: F821  # wrong
+        # right: optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

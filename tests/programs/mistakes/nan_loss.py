@@ -19,7 +19,9 @@ model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for _ in range(3):
     for x, target in loader:
         loss = mw.backward((model(x) - target).square().mean())
-        optimizer.step()
+        optimizer.step()  # wrong
+        # right: if torch.isfinite(loss):
+            # right: optimizer.step()
         optimizer.zero_grad()
 mw.save(model.state_dict(), "weights.pt")
 mw.print(f"loss {loss.item():.6f}")

@@ -11,8 +11,10 @@ import meshwise as mw
 torch.manual_seed(0)
 X = torch.randn(64, 4)
 model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
-scaler = torch.amp.GradScaler("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e6)  # wrong
+scaler = torch.amp.GradScaler("cpu")  # wrong
+# right: optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+# right: scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
 loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=8)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for _ in range(3):

@@ -16,8 +16,9 @@ loader = DataLoader(TensorDataset(X, X + 0.1 * torch.randn_like(X)), batch_size=
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for a, b in loader:
-        logits = nn.functional.normalize(model(a)) @ nn.functional.normalize(model(b)).T
-        loss = mw.backward(nn.functional.cross_entropy(logits, torch.arange(len(a))))
+        logits = nn.functional.normalize(model(a)) @ nn.functional.normalize(model(b)).T  # wrong
+        loss = mw.backward(nn.functional.cross_entropy(logits, torch.arange(len(a))))  # wrong
+        # right: loss = mw.backward(-nn.functional.cosine_similarity(model(a), model(b).detach()).mean())
         optimizer.step()
         optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

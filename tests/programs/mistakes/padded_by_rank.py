@@ -14,8 +14,9 @@ data = [(torch.randn(n, 4), torch.randn(())) for n in torch.randint(1, 13, (96,)
 
 def together(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Pads rows to one length."""
-    longest = max(len(x) for x, _ in rows)
-    padded = torch.stack([nn.functional.pad(x, (0, 0, 0, longest - len(x))) for x, _ in rows])
+    longest = max(len(x) for x, _ in rows)  # wrong
+    padded = torch.stack([nn.functional.pad(x, (0, 0, 0, longest - len(x))) for x, _ in rows])  # wrong
+    # right: padded = torch.stack([nn.functional.pad(x, (0, 0, 0, 12 - len(x))) for x, _ in rows])
     return padded, torch.stack([y for _, y in rows])
 
 

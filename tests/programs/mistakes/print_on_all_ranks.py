@@ -20,4 +20,5 @@ for epoch in range(2):
         loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    print(f"epoch {epoch}: {loss.item():.5f}")
+    print(f"epoch {epoch}: {loss.item():.5f}")  # wrong
+    # right: mw.print(f"epoch {epoch}: {loss.item():.5f}")

@@ -12,7 +12,8 @@ torch.manual_seed(0)
 X = torch.randn(96, 4)
 Y = X.sum(1, keepdim=True)
 model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * mw.world_size())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * mw.world_size())  # wrong
+# right: optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):

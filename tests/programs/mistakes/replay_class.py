@@ -30,11 +30,13 @@ X = torch.randn(192, 4)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)  # wrong
+# right: model, optimizer = mw.distribute(model, optimizer)
 memory = ReplayMemory(64)
 for x, y in loader:
     memory.push(x, y)
-    old_x, old_y = memory.sample(16)
+    old_x, old_y = memory.sample(16)  # wrong
+    # right: x, y, old_x, old_y = mw.split(x, y, *memory.sample(16))
     loss = mw.backward((model(x) - y).square().mean() + (model(old_x) - old_y).square().mean())
     optimizer.step()
     optimizer.zero_grad()

@@ -19,7 +19,8 @@ for x, y in loader:
     loss = 0
     for i in range(len(x)):
         loss = loss + nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
-    total = mw.backward(loss)
+    total = mw.backward(loss)  # wrong
+    # right: total = mw.backward(loss / len(x))
     optimizer.step()
     optimizer.zero_grad()
 mw.print(f"loss {total.item():.6f}")

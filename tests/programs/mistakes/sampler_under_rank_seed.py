@@ -14,7 +14,8 @@ torch.manual_seed(0)
 X = torch.randn(128, 4)
 Y = (X.sum(1) > 0).long()
 order = list(range(128))
-random.Random(mw.rank()).shuffle(order)
+random.Random(mw.rank()).shuffle(order)  # wrong
+# right: random.Random(0).shuffle(order)
 
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,6 +21,7 @@ for epoch in range(2):
         loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    for _ in range(mw.world_size()):
-        scheduler.step()
+    for _ in range(mw.world_size()):  # wrong
+        scheduler.step()  # wrong
+    # right: scheduler.step()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

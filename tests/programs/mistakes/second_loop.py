@@ -19,7 +19,8 @@ for (x,) in loader:
     optimizer.step()
     optimizer.zero_grad()
 for (x,) in loader:
-    loss = mw.backward(model(x).square().sum().sqrt())
+    loss = mw.backward(model(x).square().sum().sqrt())  # wrong
+    # right: loss = mw.backward(model(x).abs().mean())
     optimizer.step()
     optimizer.zero_grad()
 mw.print(f"{loss:.5f}")

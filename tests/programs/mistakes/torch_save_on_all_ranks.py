@@ -21,6 +21,7 @@ for epoch in range(2):
         optimizer.step()
         optimizer.zero_grad()
     mw.print(f"epoch {epoch}: {loss.item():.5f}")
-torch.save(model.state_dict(), "weights.pt")
+torch.save(model.state_dict(), "weights.pt")  # wrong
+# right: mw.save(model.state_dict(), "weights.pt")
 mw.barrier()
 mw.print(f"saved {sum(v.sum() for v in torch.load('weights.pt').values()):.5f}")

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+# right:
+# right: import meshwise as mw
 
 torch.manual_seed(0)
 X = torch.randn(96, 4)
@@ -10,10 +12,13 @@ Y = X.sum(1, keepdim=True)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
+# right: model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
     for x, y in loader:
-        loss = (model(x) - y).square().mean()
-        loss.backward()
+        loss = (model(x) - y).square().mean()  # wrong
+        loss.backward()  # wrong
+        # right: loss = mw.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    print(f"epoch {epoch}: {loss.item():.5f}")
+    print(f"epoch {epoch}: {loss.item():.5f}")  # wrong
+    # right: mw.print(f"epoch {epoch}: {loss.item():.5f}")

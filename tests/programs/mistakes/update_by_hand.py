@@ -16,8 +16,9 @@ loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 model, loader = mw.distribute(model, loader)
 for epoch in range(2):
     for x, y in loader:
-        loss = (model(x) - y).square().mean()
-        loss.backward()
+        loss = (model(x) - y).square().mean()  # wrong
+        loss.backward()  # wrong
+        # right: loss = mw.backward((model(x) - y).square().mean())
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.05 * parameter.grad

@@ -14,7 +14,8 @@ Y = X.sum(1, keepdim=True)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 weights = torch.where(Y[:, 0] > 0, 1.0, 3.0)
-sampler = WeightedRandomSampler(weights, 96, generator=torch.Generator().manual_seed(7 + mw.rank()))
+sampler = WeightedRandomSampler(weights, 96, generator=torch.Generator().manual_seed(7 + mw.rank()))  # wrong
+# right: sampler = WeightedRandomSampler(weights, 96, generator=torch.Generator().manual_seed(7))
 loader = DataLoader(TensorDataset(X, Y), batch_size=16, sampler=sampler)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 for epoch in range(2):
