@@ -6,12 +6,14 @@ whole/reads.py, splits/term.py and whole/view.py."""
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwise.spec import errors
+from meshwise.whole import call
 from tests.pool import CaseFailed
 from tests.whole.running import PROGRAMS, SWITCHES, apart, run, whole
 from tests.whole.shared import Distribute, fit, mlp
@@ -28,6 +30,26 @@ def with_dropout(distribute: Distribute) -> Any:
     return fit(
         distribute, lambda model, x, y: F.cross_entropy(model(x), y), nn.Sequential(mlp(8), nn.Dropout(), mlp(3, 8))
     )
+
+
+class Sliced(nn.Module):
+    """Takes a slice of its layers, which is a new module at each call, as transformers' decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([mlp(6), mlp(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return x
+
+
+def proofs_of_sliced_layers() -> int:
+    """How often a model that slices its layers is proven in six calls."""
+    with patch.object(call, "prove", Mock(wraps=call.prove)) as proofs:
+        whole(lambda distribute: fit(distribute, lambda model, x, y: F.cross_entropy(model(x), y), Sliced()))
+    return proofs.call_count
 
 
 def assert_equal(got: Any, want: Any) -> None:
@@ -64,6 +86,10 @@ def test_a_model_that_begins_to_mix_rows_is_equal_or_caught(name: str, pool: Any
         return
     for got in results:
         assert_equal(got, run(SWITCHES[name]))
+
+
+def test_a_slice_of_layers_is_no_new_layer(pool: Any) -> None:
+    assert pool(2).run(proofs_of_sliced_layers) == [1, 1]
 
 
 def test_ranks_with_dropout_end_alike(pool: Any) -> None:

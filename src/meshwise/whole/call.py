@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -42,9 +41,9 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.hooks import is_of_program
-from meshwise.whole.new_code import attributes, listen, look_again, new_code, set_attributes
+from meshwise.whole.new_code import listen, look_again, new_code
 from meshwise.whole.proof import Verdict, holds_values, outputs, prove
-from meshwise.whole.reads import Otherwise, Reads, apart, registered
+from meshwise.whole.reads import Otherwise, Reads, apart, looked_at, registered
 
 AGAIN = 64
 """A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at each 64th after that."""
@@ -60,6 +59,7 @@ class Divided:
         self.engine, self.axis, self.exact, self.draws = engine, axis, engine.draws is not None, 0
         self.verdicts: dict[str, Verdict] = {}
         """The newest verdict on each class of modules."""
+        self.alone = axis.size == collectives.world_size(collectives.everyone())
         listen()
 
     @contextlib.contextmanager
@@ -91,8 +91,8 @@ class Call:
         """Look which modules there are. A program may add some at any time."""
         self._registered = registered[0]
         self._modules = list(self.module.modules())
-        every = collectives.world_size(collectives.everyone())
-        self._alone = every == self.divided.axis.size and not any(sharded_modules(self.module))
+        self._alone = self.divided.alone and not any(sharded_modules(self.module))
+        looked_at.update(self._modules)
         self._parameters = [held for m in self._modules if (held := parameters_in(m))]
         self._hooks: list[Any] = [getattr(m, name) for m in self._modules for name in HOOKS]
 
@@ -151,8 +151,7 @@ class Call:
         """Return whether the module's gradients are averaged, or need not be."""
         if not torch.is_grad_enabled():
             return True
-        every = list(itertools.chain.from_iterable(map(dict.values, self._parameters)))
-        return self.own and self.divided.axis.averages_all(every)
+        return self.own and self.divided.axis.averages_all([p for held in self._parameters for p in held.values()])
 
     def _kind(self, leaves: Any, kwargs: Any, part: SplitPart) -> Any:
         """Return what tells calls apart that are proven one by one, or why a call cannot run apart."""
@@ -178,7 +177,7 @@ class Call:
         if any(is_of_program(hook) for held in self._hooks for hook in held.values()):
             verdict = Verdict(why="has hooks of the program")
         else:
-            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine.world.device, axis.agreed)
+            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine, axis.agreed)
         if verdict.draws and self.divided.exact:
             verdict = Verdict(why="draws the numbers of one device")
         every = collectives.gather_objects((verdict.dims, verdict.why), axis.group)
@@ -200,8 +199,8 @@ class Call:
         if verdict.answers:
             found += filter(None, [self._proven(args, kwargs).why])
         drawing = self.divided.drawing(alike=True) if verdict.draws else contextlib.nullcontext()
-        written, heard = attributes(verdict), self._hearing()
-        with drawing, self.divided.axis.watched(None if verdict.answers else found), heard as new:
+        written, crossing = verdict.attributes(), self.divided.axis.watched(None if verdict.answers else found)
+        with drawing, crossing, self._hearing() as new:
             made = self._run_through(args, kwargs)
         if found:
             verdict.dims, verdict.why = None, found[0]
@@ -210,8 +209,8 @@ class Call:
                 f"{verdict.calls} needs all rows. Earlier calls, which ran on each rank's rows, may have needed them. "
                 "Let the model mix rows from its first call on, or use one device."
             )
-        if new and (why := self._proven_anew(args, kwargs, verdict, written, new)[0]):
-            verdict.dims, verdict.why = None, why
+        if new:
+            self._proven_anew(args, kwargs, verdict, written, new)
         return made
 
     def _run_through(self, args: Any, kwargs: Any) -> Any:
@@ -221,24 +220,20 @@ class Call:
     def _apart(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
         begun, nodes, outside, why = next_node() if grad else 0, -1, [False], cast(Any, None)
-        before = self._versions()
-        written = attributes(verdict)
+        before, written, forget = self._versions(), verdict.attributes(), engine.attempt(part)
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
         of_loop = engine.part
         if engine.program.coupled_gradients:
             engine.part = BatchSlice(torch.empty(0), part.own, part.length)
-        dynamo_reads = is_used() and not verdict.answers
-        apart.reads = None if dynamo_reads else Reads(verdict, self.divided.axis)
+        apart.reads = None if is_used() and not verdict.answers else Reads(verdict, self.divided.axis)
         try:
-            drawing = self.divided.drawing(alike=False) if verdict.draws else contextlib.nullcontext()
-            with drawing, self._hearing() as new:
+            with self.divided.drawing(False) if verdict.draws else contextlib.nullcontext(), self._hearing() as new:
                 made = self.inner(*own_args, **own_kwargs)
             nodes, again = next_node() - begun, False
             if new:
                 apart.reads = None
                 why, again = self._proven_anew(args, kwargs, verdict, written, new)
-                nodes = -1 if why else nodes
             if grad and why is None and nodes not in verdict.nodes:
                 why = "another number of operators" if verdict.nodes and not again else None
                 verdict.nodes |= set() if why else {nodes}
@@ -247,7 +242,8 @@ class Call:
         finally:
             apart.reads, engine.part = None, of_loop
         if why is not None:
-            set_attributes(written)
+            forget()
+            verdict.set_attributes(written)
             self._check_unwritten(before, why)
             if isinstance(why, str):
                 return self._otherwise(args, kwargs, verdict, why, nodes)
@@ -267,21 +263,19 @@ class Call:
 
     def _proven_anew(self, args: Any, kwargs: Any, verdict: Verdict, before: Any, new: Any) -> tuple[str | None, bool]:
         """Return why a call that ran new code cannot run apart, and whether its proof has run all of this code."""
-        device, drew = self.divided.engine.world.device, verdict.draws
-        again = functools.partial(prove, self.module, self.inner, args, kwargs, device)
-        why, repeated = look_again(new, verdict, before, again)
-        if verdict.draws and not drew:  # from the loop's stream, of which ranks may have taken more or less
-            why = why or ("draws the numbers of one device" if self.divided.exact else None)
-            seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))
+        device = self.divided.engine.world.device
+        again = functools.partial(prove, self.module, self.inner, args, kwargs, self.divided.engine)
+        why, repeated = look_again(new, verdict, before, again, device)
+        if verdict.draws and self.divided.exact:
+            why = "draws the numbers of one device"
         if why:  # a rank that is alone here is reported by its verb log
+            verdict.dims, verdict.why = None, why
             self.divided.axis.all_reduce(torch.zeros(1, device=device))
         return why, repeated
 
     def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
         """Run a call anew that gets other answers of all rows than the proven one: it is proven with these."""
-        other = verdict.others.get(answers)
-        if other is None:
-            other = verdict.others[answers] = self._proven(args, kwargs)
+        other = verdict.others.get(answers) or verdict.others.setdefault(answers, self._proven(args, kwargs))
         return self._through(args, kwargs) if other.dims is None else self._apart(args, kwargs, other, part)
 
     def _versions(self) -> list[int]:

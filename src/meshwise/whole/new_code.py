@@ -18,16 +18,15 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
 
+from meshwise.engine.seeds import seed_generators
 from meshwise.spec.user_code import OURS, is_users
+from meshwise.transfer.splitmix import mixed
 from meshwise.whole.proof import Verdict
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 TOOLS = (3, 4)  # numbers that Python keeps for no debugger, profiler or coverage
 Instructions = set[tuple[CodeType, int]]
-Attributes = list[tuple[nn.Module, str, Any]]
-Ask = Callable[[bool, str], bool]
 
 
 class _Heard(threading.local):
@@ -47,29 +46,20 @@ def new_code() -> Iterator[Instructions]:
         _heard.new = before
 
 
-def attributes(verdict: Verdict) -> Attributes:
-    """Return the attributes that a call writes, with their values."""
-    return [(module, name, vars(module).get(name)) for module, name in verdict.written]
-
-
-def set_attributes(values: Attributes) -> None:
-    """Set these attributes."""
-    for module, name, value in values:
-        setattr(module, name, value)
-
-
 def look_again(
-    new: Instructions, verdict: Verdict, before: Attributes, prove: Callable[[Ask], Verdict]
+    new: Instructions, verdict: Verdict, before: Any, prove: Callable[[Any], Verdict], device: str
 ) -> tuple[str | None, bool]:
     """Prove a call that has run new code as it began. Return why it cannot run apart, and whether its proof ran all
     of this code, which is new no more."""
-    after, answers = attributes(verdict), iter([answer for op, answer in verdict.answers if op])
-    set_attributes(before)
+    after, answers = verdict.attributes(), iter([answer for op, answer in verdict.answers if op])
+    verdict.set_attributes(before)
     with new_code() as again:
         found = prove(lambda own, _: next(answers, own))
-    set_attributes(after)
+    verdict.set_attributes(after)
     _known.update(new, again)
-    verdict.draws |= found.draws
+    if found.draws and not verdict.draws:  # it drew from the loop's stream, of which ranks took more or less
+        verdict.draws = True
+        seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))
     return found.why or ("returns other tensors" if found.dims != verdict.dims else None), new <= again
 
 

@@ -73,6 +73,14 @@ class Verdict:
     written: list[tuple[nn.Module, str]] = field(default_factory=list)
     others: dict[Any, Verdict] = field(default_factory=dict)
 
+    def attributes(self) -> list[Any]:
+        """Return the values of the attributes that a call writes."""
+        return [vars(module).get(name) for module, name in self.written]
+
+    def set_attributes(self, values: list[Any]) -> None:
+        for (module, name), value in zip(self.written, values, strict=True):
+            setattr(module, name, value)
+
 
 class Answer(Tensor):
     """This rank's answer to a question about all rows, or their largest or smallest value. Nothing but comparing that

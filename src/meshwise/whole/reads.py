@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,10 @@ from meshwise.compat.modules import parameters_in
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.proof import ASKED, Verdict
 
+looked_at = weakref.WeakSet[nn.Module]()
+"""The modules in which registrations are counted. A slice of a ModuleList is a new module at each call."""
 registered = [0]
-"""How often any module got a submodule or a parameter."""
+"""How often one of them got a submodule or a parameter."""
 
 
 class Otherwise(Exception):
@@ -70,7 +73,8 @@ def watch_reads() -> None:
     """Let calls that run apart have their reads answered, from now on. Count what modules register."""
 
     def registers(module: nn.Module, name: str, _: Any) -> None:
-        registered[0] += parameters_in(module).get(name) is None  # FSDP puts gathered ones in the place of shards
+        is_new = parameters_in(module).get(name) is None  # FSDP puts gathered ones in the place of shards
+        registered[0] += is_new and module in looked_at
 
     register_module_module_registration_hook(registers)
     register_module_parameter_registration_hook(registers)
