@@ -70,7 +70,7 @@ site: | $(PY)  ## build the pages of docs/ into site/, with a search: open site/
 	$(PY) -m pip install -q -c constraints.txt -e ".[site]"
 	$(PY) -m mkdocs build --strict
 
-BENCHES := arrays checkpoint_kills checkpoints edge equivalence faults frozen_ranks journey overhead pairs path predict startup unequal whole whole_overhead
+BENCHES := arrays checkpoint_kills checkpoints edge equivalence faults frozen_ranks journey overhead pairs path predict startup whole whole_overhead
 bench: $(DEV)  ## every benchmark that needs no GPU, no programs of others and no published runs; results go to bench/results
 	@set -e; for script in $(BENCHES); do echo "$(PY) bench/$$script.py"; $(PY) bench/$$script.py; done
 
