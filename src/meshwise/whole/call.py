@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -151,7 +152,8 @@ class Call:
         """Return whether the module's gradients are averaged, or need not be."""
         if not torch.is_grad_enabled():
             return True
-        return self.own and self.divided.axis.averages_all([p for held in self._parameters for p in held.values()])
+        every = list(itertools.chain.from_iterable(map(dict.values, self._parameters)))
+        return self.own and self.divided.axis.averages_all(every)
 
     def _kind(self, leaves: Any, kwargs: Any, part: SplitPart) -> Any:
         """Return what tells calls apart that are proven one by one, or why a call cannot run apart."""
@@ -177,7 +179,7 @@ class Call:
         if any(is_of_program(hook) for held in self._hooks for hook in held.values()):
             verdict = Verdict(why="has hooks of the program")
         else:
-            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine, axis.agreed)
+            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine.world.device, axis.agreed)
         if verdict.draws and self.divided.exact:
             verdict = Verdict(why="draws the numbers of one device")
         every = collectives.gather_objects((verdict.dims, verdict.why), axis.group)
@@ -220,7 +222,7 @@ class Call:
     def _apart(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
         begun, nodes, outside, why = next_node() if grad else 0, -1, [False], cast(Any, None)
-        before, written, forget = self._versions(), verdict.attributes(), engine.attempt(part)
+        before, written = self._versions(), verdict.attributes()
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
         of_loop = engine.part
@@ -242,7 +244,6 @@ class Call:
         finally:
             apart.reads, engine.part = None, of_loop
         if why is not None:
-            forget()
             verdict.set_attributes(written)
             self._check_unwritten(before, why)
             if isinstance(why, str):
@@ -264,7 +265,7 @@ class Call:
     def _proven_anew(self, args: Any, kwargs: Any, verdict: Verdict, before: Any, new: Any) -> tuple[str | None, bool]:
         """Return why a call that ran new code cannot run apart, and whether its proof has run all of this code."""
         device = self.divided.engine.world.device
-        again = functools.partial(prove, self.module, self.inner, args, kwargs, self.divided.engine)
+        again = functools.partial(prove, self.module, self.inner, args, kwargs, device)
         why, repeated = look_again(new, verdict, before, again, device)
         if verdict.draws and self.divided.exact:
             why = "draws the numbers of one device"
