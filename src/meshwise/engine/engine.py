@@ -34,7 +34,7 @@ from meshwise.engine.notices import Notices
 from meshwise.engine.phases import Phases
 from meshwise.engine.program import Program
 from meshwise.engine.seeds import StepDraws
-from meshwise.engine.watcher import Watcher
+from meshwise.engine.watcher import CallWatcher, Watcher
 from meshwise.parallel.holding import is_absent
 from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.parallel.precision import cast_batch, computing
@@ -61,6 +61,7 @@ class Engine:
     recording: Recording | None = None
     """The recording of the run, which is closed together with the engine."""
     watcher: Watcher | None = None
+    calls: CallWatcher | None = None
     whole: Any = None
     """The `WholeView` of a program that sees whole batches; None if it sees this rank's rows."""
     part: BatchSlice | None = None
@@ -164,6 +165,18 @@ class Engine:
         """Return a context manager by which `self.watcher` observes a backward. If the engine has no watcher, it does
         nothing."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING
+
+    def on_trial(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for a run of a model whose results the program does not get."""
+        return self.calls.on_trial() if self.calls else NOTHING
+
+    def attempt(self, part: Any) -> Callable[[], None]:
+        """Return a function to call if the call that begins now runs anew. See `CallWatcher`."""
+        return self.calls.attempt(part) if self.calls else _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def _samples(part: BatchSlice | None) -> int | None:

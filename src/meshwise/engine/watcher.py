@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -69,3 +70,14 @@ class Watcher(Protocol):
 
     def shown(self, where: str, text: str) -> None:
         """Record a text that the program prints by `mw.print` or logs by `mw.log`. where: the user's source line."""
+
+
+class CallWatcher(Protocol):
+    """Observes the calls of models in a program that sees whole batches, as `meshwise check` does."""
+
+    def on_trial(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for a run of a model whose results the program does not get."""
+
+    def attempt(self, part: Any) -> Callable[[], None]:
+        """Record that a call begins on the rows that this rank has of a split tensor, a `SplitPart`. Return a function
+        that takes back what was recorded since, because the call runs anew."""

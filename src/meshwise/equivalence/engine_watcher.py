@@ -35,6 +35,7 @@ from meshwise.equivalence.passes import say_step
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
 from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
+from meshwise.equivalence.whole_view import own_rows
 from meshwise.guards.undistributed import UndistributedLoops
 from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.job.job import Job
@@ -138,6 +139,7 @@ class EngineWatcher:
         self._see_update_by_hand()
         self.complete_step()
         self._split = split
+        part, batch = own_rows(self._engine, part, batch)
         (samples,), (rows,) = across_ranks.slices_of_ranks([part], self._world)
         self._batch, self._contents = (rows, samples), batch
         if loader is not None and loader is not self._loader:
@@ -156,8 +158,9 @@ class EngineWatcher:
         if not models:
             raise UsageError("mw.distribute was given no model before the first batch. Give it the model that trains.")
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self.tracer = ModelTracer(
-            self._model, self._seed, self._drawn, upcast=self._spec.in_float64, perturb=self._spec.perturb
+        spec, whole = self._spec, self._engine.whole is not None
+        self._engine.calls = self.tracer = ModelTracer(
+            self._model, self._seed, self._drawn, upcast=spec.in_float64, perturb=spec.perturb, whole=whole
         )
         trace = self.found.trace = self.tracer.trace
         for model in models:
@@ -290,6 +293,9 @@ class EngineWatcher:
         """Record that an optimizer has made its step, and begin the next step."""
         if self.tracer is None:
             return
+        if self._engine.whole is not None and not self.tracer.step.samples:  # but torch.autograd.grad
+            with self.backward(False):
+                pass
         if self.found.backwards == 0:  # not in a closure that the step has called either
             raise UsageError(
                 "optimizer.step() was called before any mw.backward. Write mw.backward(loss) instead of "

@@ -39,9 +39,10 @@ from meshwise.equivalence.pairs import noting_pairs
 from meshwise.equivalence.sketches import pieces, sketches
 from meshwise.equivalence.trace import Draws, Named, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
+from meshwise.equivalence.whole_view import RowDraws, part_of
 from meshwise.parallel.recompute import recomputed
 from meshwise.spec.user_code import place_of
-from meshwise.splits.crossing import gather
+from meshwise.splits.axis import SplitPart
 from meshwise.transfer import stages
 from meshwise.transfer.sharded import full_tensor
 
@@ -56,8 +57,16 @@ class ModelTracer:
     """
 
     def __init__(
-        self, model: nn.Module, seed: int, reference: Draws | None = None, *, upcast: bool, perturb: bool = False
+        self,
+        model: nn.Module,
+        seed: int,
+        reference: Draws | None = None,
+        *,
+        upcast: bool,
+        perturb: bool = False,
+        whole: bool = False,
     ) -> None:
+        """whole: whether the program sees whole batches. No rank has a loss of its own then."""
         kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
         again = tuple(clean(name) for name in recomputed(model))
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed_modules=again)
@@ -66,11 +75,12 @@ class ModelTracer:
         }
         self.step = StepTrace()
         self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
+        self._whole = whole
         self._at = 0, -1  # the step that began last, its newest microbatch
         self._begun = 0  # of those before this step
         self._forwards = 0  # of microbatches, and of batches that became none
         self._rows: Rows  # of that microbatch, as its draws
-        self.draws: KeyedDraws
+        self.draws: RowDraws
         """The random draws of the current microbatch."""
         self._calls: dict[str, int] = {}
         self.in_forward = False
@@ -120,13 +130,14 @@ class ModelTracer:
             self.step.contents.append(contents_of(self._at[1], batch, rows.count, reading))
         count = self._forwards if number is None else self._begun + number
         layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
-        self.draws = KeyedDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
+        self.draws = RowDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
         self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
         of_numpy = NUMPY.state()
         try:
-            pairs = noting_pairs(rows.count, self.step.pairs, lambda: self._running[-1] if self._running else None)
+            several = 0 if self._whole else rows.count
+            pairs = noting_pairs(several, self.step.pairs, lambda: self._running[-1] if self._running else None)
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
             self._numbers = NotedNumbers()
             nan = noting_nan(self.step.nan_while_open, self._perturb)
@@ -152,6 +163,32 @@ class ModelTracer:
         self.step.outputs = [output for output in self.step.outputs if output.microbatch < number]
         self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
 
+    @contextlib.contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Record nothing inside the with block, in which a model runs whose results the program does not get."""
+        traced, redraw = self.in_forward, self.draws.attempt()
+        self.in_forward = False
+        try:
+            yield
+        finally:
+            self.in_forward = traced
+            redraw()
+
+    def attempt(self, part: SplitPart) -> Callable[[], None]:
+        """Let modules draw for this part of a split tensor. Return a function that forgets their calls and draws since,
+        because they are made anew."""
+        if self._reference is not None:
+            self.draws.draw_for(part, self._reference.get(self._forwards - 1, ()))
+        redraw, outputs, calls = self.draws.attempt(), len(self.step.outputs), dict(self._calls)
+        running, open_calls = list(self._running), [list(each) for each in self._open_calls]
+
+        def forget() -> None:
+            redraw()
+            del self.step.outputs[outputs:]
+            self._calls, self._running, self._open_calls = calls, running, open_calls
+
+        return forget
+
     def _noting(self, layout: DrawLayout) -> DrawLayout:
         """Wrap `layout` so that it records in `trace.drawn_alike` the draws outside of modules, if each rank draws only
         for its own rows. In a run without a check, all ranks draw equal numbers there."""
@@ -172,7 +209,7 @@ class ModelTracer:
         number: the number of the microbatch. None is the newest one.
         """
         self.step.ready_order.clear()
-        if self._reference is not None:
+        if self._reference is not None and not self._whole:
             self._own = self.step.own_gradients.setdefault((0, self._at[1] if number is None else number), {})
             self._watch_own()
         self._compare_with_last_backward()
@@ -198,6 +235,8 @@ class ModelTracer:
     def loss_made(self, loss: Tensor) -> None:
         """Record the scalars that this rank's loss is computed from, and the factor by which the plan multiplies the
         gradient of the loss."""
+        if self._whole:
+            return
         if self._at[1] == 0 and self._rows.samples:
             self.step.numbers[:] = [self._numbers.of(loss)]
 
@@ -285,12 +324,13 @@ class ModelTracer:
     def _keep(self, name: str, kind: str, tensor: Tensor) -> None:
         number = self._calls[name] = self._calls.get(name, -1) + 1
         with without_interception():  # selective recomputation counts the operators of a block
-            value = gather(full_tensor(tensor.detach()))
+            value = full_tensor(part_of(tensor, self._rows.total))
             found = sketches(value, self._rows.count)
         if self._rows.samples > 0:
             output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)
             self.step.outputs.append(output)
-            if self._at == (0, 0) and type(tensor) is Tensor and tensor.grad_fn is not None:  # a hook of the tensor
+            first = self._at == (0, 0) and not self._whole
+            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # a hook of the tensor
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:

@@ -72,7 +72,7 @@ def _begin(engine: Engine, backwards: Backwards, guards: Iterable[type[Any]]) ->
     engine.events.without("meshwise.guards.")
     for each in kept:
         engine.events.listen(each, only=("backward_ends", "loop_ends"))
-    engine.generator.seeded = False
+    engine.generator.seeded = engine.watcher is not None  # a check keys the draws of a loop
     engine.program.by_construction = True
 
 
@@ -93,7 +93,8 @@ class WholeView:
         engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
         _begin(engine, self.backwards, (SameData, FiniteLosses, LastLook))
         engine.events.listen(OwnCollectives(engine, sized), only=("backward_begins",))
-        engine.events.listen(SameProgram(engine), only=("backward_begins",))
+        if engine.watcher is None:  # a check compares what the ranks compute, and names the module
+            engine.events.listen(SameProgram(engine), only=("backward_begins",))
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Divide the calls of these models. Their plan is applied already."""
