@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -152,8 +151,7 @@ class Call:
         """Return whether the module's gradients are averaged, or need not be."""
         if not torch.is_grad_enabled():
             return True
-        every = list(itertools.chain.from_iterable(map(dict.values, self._parameters)))
-        return self.own and self.divided.axis.averages_all(every)
+        return self.own and self.divided.axis.averages_all([p for held in self._parameters for p in held.values()])
 
     def _kind(self, leaves: Any, kwargs: Any, part: SplitPart) -> Any:
         """Return what tells calls apart that are proven one by one, or why a call cannot run apart."""
@@ -179,7 +177,7 @@ class Call:
         if any(is_of_program(hook) for held in self._hooks for hook in held.values()):
             verdict = Verdict(why="has hooks of the program")
         else:
-            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine.world.device, axis.agreed)
+            verdict = prove(self.module, self.inner, args, kwargs, self.divided.engine, axis.agreed)
         if verdict.draws and self.divided.exact:
             verdict = Verdict(why="draws the numbers of one device")
         every = collectives.gather_objects((verdict.dims, verdict.why), axis.group)
@@ -222,7 +220,7 @@ class Call:
     def _apart(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
         begun, nodes, outside, why = next_node() if grad else 0, -1, [False], cast(Any, None)
-        before, written = self._versions(), verdict.attributes()
+        before, written, forget = self._versions(), verdict.attributes(), engine.attempt(part)
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
         of_loop = engine.part
@@ -244,6 +242,7 @@ class Call:
         finally:
             apart.reads, engine.part = None, of_loop
         if why is not None:
+            forget()
             verdict.set_attributes(written)
             self._check_unwritten(before, why)
             if isinstance(why, str):
@@ -265,7 +264,7 @@ class Call:
     def _proven_anew(self, args: Any, kwargs: Any, verdict: Verdict, before: Any, new: Any) -> tuple[str | None, bool]:
         """Return why a call that ran new code cannot run apart, and whether its proof has run all of this code."""
         device = self.divided.engine.world.device
-        again = functools.partial(prove, self.module, self.inner, args, kwargs, device)
+        again = functools.partial(prove, self.module, self.inner, args, kwargs, self.divided.engine)
         why, repeated = look_again(new, verdict, before, again, device)
         if verdict.draws and self.divided.exact:
             why = "draws the numbers of one device"

@@ -27,6 +27,7 @@ from meshwise.compat.compiling import without_compiling
 from meshwise.compat.modules import buffers_in
 from meshwise.compat.torch_function import called, on_parts
 from meshwise.compat.tree import all_leaves, map_kind
+from meshwise.engine.engine import Engine
 from meshwise.engine.seeds import set_states, states
 from meshwise.spec.user_code import OURS
 from meshwise.splits.axis import SplitPart
@@ -223,11 +224,12 @@ def prove(
     inner: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    device: str,
+    engine: Engine,
     ask: Callable[[bool, str], bool],
 ) -> Verdict:
     """Return whether calls like `inner(*args, **kwargs)` may run apart. args, kwargs: trees with split tensors. ask:
     returns all ranks' answer to a question about all rows, given this rank's answer and a reduction."""
+    device = engine.world.device
     state, before, quiet = _State(list(module.modules())), states(device), _Quiet(ask)
 
     def run(own: Callable[[SplitTensor], Tensor]) -> tuple[Any, list[Any]]:
@@ -235,7 +237,7 @@ def prove(
             new_args, new_kwargs = map_kind(SplitTensor, own, (args, kwargs))
         listening, heard[:] = heard[:], []
         try:
-            with torch.no_grad(), without_compiling(), quiet:
+            with engine.on_trial(), torch.no_grad(), without_compiling(), quiet:
                 made = inner(*new_args, **new_kwargs)
             return list(outputs(made)), state.now()
         finally:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from meshwise.compat.modules import parameters_in
+from meshwise.compat.torch_function import is_asked
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.proof import ASKED, Verdict
 
@@ -91,7 +92,7 @@ def ask_all_of_masks() -> None:
 
 def _answered(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if apart.reads is not None:
+        if apart.reads is not None and is_asked():  # not where a check looks below autograd
             return apart.reads.read(name, self, lambda: original(self, *args, **kwargs))
         return original(self, *args, **kwargs)
 
