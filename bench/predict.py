@@ -4,7 +4,7 @@
 
 By hand: eval, no_grad, a slice of each batch, its outputs to the host; at the end JSON lines or a tensor is
 saved (on two devices each rank takes its part of each batch, and rank 0 gets the others' rows by all_gather). Ours: the
-loop of `mw.predict`, written as it goes; opening, joining, syncing and moving the file count. Starting
+loop of `mw.predict`, written in parts; opening, joining, syncing and moving the file count. Starting
 workers and making the model is on neither side. Which side goes first alternates. CPU: of this rank's process, where
 other programs take turns with it. The claim is made for batches of 5 ms or more; a small model is shown beside it.
 """
@@ -86,9 +86,9 @@ def by_hand(job: mw.Job, out: Path) -> float:
 def ours(job: mw.Job, out: Path) -> float:
     """The seconds of all of it but the model."""
     options = PredictOptions(job, out=out, overwrite=True, plan=mw.Plan(data=join().world.size))
-    found = run_predict(job, options, {}, lambda kind, **facts: None)
-    assert found["computed"] == len(job.data()[0])
-    return float(found["seconds"])
+    found = run_predict(job, options)
+    assert found.computed == len(job.data()[0])
+    return found.seconds
 
 
 def measured(case: str, suffix: str, runs: int, folder: str) -> list[tuple[float, ...]]:

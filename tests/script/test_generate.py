@@ -14,7 +14,7 @@ import meshwise as mw
 from meshwise.parallel.apply import apply
 from meshwise.parallel.precision import compute_in
 from meshwise.prediction.options import PredictOptions
-from meshwise.prediction.predict import run_predict
+from meshwise.prediction.predict import run_predict, whole
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.world import World
@@ -117,9 +117,9 @@ def job(kind: str) -> mw.Job:
 
 
 def generated(kind: str, plan: dict[str, int]) -> Any:
-    return run_predict(job(kind), PredictOptions(job(kind), plan=mw.Plan(**plan)), {})["outputs"]
+    return run_predict(job(kind), PredictOptions(job(kind), plan=mw.Plan(**plan)))
 
 
 @pytest.mark.parametrize("axis", ["shard", "tensor"])
 def test_predictions_may_be_generated_texts(axis: str, pool: Any) -> None:
-    assert pool(2).run(generated, "llama", {axis: 2})[0] == generated("llama", {})
+    assert whole(pool(2).run(generated, "llama", {axis: 2})).outputs == whole([generated("llama", {})]).outputs

@@ -37,5 +37,4 @@ def predict(options: PredictOptions) -> None:
             f"{options.job}:job, or call mw.predict in the script."
         )
     print("starting", file=sys.stderr, flush=True)
-    given = replace(options, out=options.out or "predictions.jsonl")
-    raise typer.Exit(api.predict.predict_with(given, Console())[1])
+    api.predict.predict_with(replace(options, out=options.out or "predictions.jsonl"), Console())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Micro
             engine.part = part
             current().come_to("evaluate")
             with engine.computing():
-                measured = _measured(engine, job, model, batch, part)
+                measured = on_batch(engine, batch, partial(_measure, job, model, part))
             for name, (value, weight) in measured.items():
                 total, weights = sums.get(name, (0.0, 0.0))
                 sums[name] = (total + value * weight, weights + weight)
@@ -45,15 +46,15 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Micro
     return result
 
 
-def _measured(engine: Engine, job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
-    """Return each metric of a batch with its weight. Only the last pipeline stage has them. Other stages return an
-    empty dict."""
+def on_batch(engine: Engine, batch: Any, call: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
+    """Return what `call` returns for a batch in the dtype of the plan. Only the last pipeline stage has it. Other
+    stages return an empty dict. Collective."""
     pipeline, cast = engine.program.pipeline, engine.cast(batch)
     if pipeline is None:
-        return _measure(job, model, cast, part)
-    found: dict[str, Sum] = {}
+        return call(cast)
+    found: dict[Any, Any] = {}
     for action in pipeline.begin_forward(shapes_of(batch)):
-        _, result = pipeline.run(action, lambda: _measure(job, model, cast, part))
+        _, result = pipeline.run(action, lambda: call(cast))
         found = result or found
     pipeline.finish_forward()
     return found
@@ -72,7 +73,7 @@ def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
     return {name: (pair[0], pair[1]) for name, pair in pairs.items()}
 
 
-def _measure(job: Job, model: nn.Module, batch: Any, part: BatchSlice) -> dict[str, Sum]:
+def _measure(job: Job, model: nn.Module, part: BatchSlice, batch: Any) -> dict[str, Sum]:
     named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
     summed = 1 if job.reduction == "sum" and not job.metrics else None
     measured = {}

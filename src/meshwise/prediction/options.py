@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwise.job.options import ARGUMENT, PlanText, RunOptions, settle
+from meshwise.records.folder import RUN, WEIGHTS
 from meshwise.spec.arguments import Plain
 from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
@@ -38,23 +39,17 @@ class PredictOptions:
         Option("what to predict: file.py:name, or a folder for the job's parameter `data`; default: its test set"),
     ] = None
     _: KW_ONLY
-    weights: Annotated[
-        str | Path | None, Option("a run folder, a .safetensors file, or a Hugging Face folder", metavar="PATH")
-    ] = None
+    weights: Annotated[str | Path | None, Option("a folder of a run or a model, or a .safetensors file")] = None
     out: Annotated[str | Path | None, Option("a .jsonl or .safetensors file", metavar="FILE")] = None
     devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one CPU worker")] = None
-    plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; default: replicas", metavar="FILE")] = (
-        None
-    )
+    plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; else replicas", metavar="FILE")] = None
     settings: Annotated[tuple[str, ...], OfThePlan("a field of the plan: shard=2, tensor=2")] = ()
     precision: Annotated[str | None, Option("fp32, bf16, fp16 or fp64")] = None
     batch_size: Annotated[int | None, Option("samples of the global batch, over all devices")] = None
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, Option("seed of the start values and the random draws")] = None
     train: Annotated[bool, Option("predict the job's training set, in its own order", name="--train")] = False
-    overwrite: Annotated[bool, Option("start over, and overwrite what an earlier run wrote", name="--overwrite")] = (
-        False
-    )
+    overwrite: Annotated[bool, Option("start over, and overwrite what is there", name="--overwrite")] = False
     predict: Callable[[Any, Any], Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
 
@@ -67,13 +62,18 @@ class PredictOptions:
                 f"--out {self.out}: predictions are written as JSON lines or safetensors. Name a file that ends in "
                 f"{' or '.join(FORMATS)}."
             )
-        plan = self.run_options.plan  # refuses wrong options of the plan now
-        object.__setattr__(self, "plan", plan)
+        if self.weights is not None:
+            path = Path(self.weights, WEIGHTS) if Path(self.weights, RUN).exists() else Path(self.weights)
+            if not path.exists():
+                raise UsageError(
+                    f"--weights {self.weights}: {path} does not exist. Name a run that has finished, a folder or a "
+                    ".safetensors file. For a run that was stopped, write its newest weights with meshwise weights."
+                )
+            object.__setattr__(self, "weights", path)
+        object.__setattr__(self, "plan", self.run_options.plan)  # refuses wrong options of the plan now
 
     @property
     def run_options(self) -> RunOptions:
         """The options of `meshwise predict` that `meshwise run` has as well, such as `devices` and `plan`."""
-        given = {
-            name: getattr(self, name) for name in ("devices", "plan", "settings", "precision", "batch_size", "seed")
-        }
-        return RunOptions(**given)
+        names = ("devices", "plan", "settings", "precision", "batch_size", "seed")
+        return RunOptions(**{name: getattr(self, name) for name in names})

@@ -1,112 +1,135 @@
 """Predict every sample once, in order, on any number of devices.
 
-Predictions are written during the run. This code runs on every rank.
+This code runs on every rank. Each rank predicts a range of the samples, of each global batch as many as in an
+evaluation, and writes the rows in parts. At the end, rank 0 joins the parts of all ranks.
 
-Each global batch is divided over the ranks as in an evaluation. Every few batches, rank 0 collects the rows of all
-ranks and writes them. The number of batches depends on the time and the bytes of the last ones.
+Tested in tests/prediction/test_predict.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwise.compat.tree import all_leaves
-from meshwise.data.order import BatchSlice, epoch_slices
+from meshwise.data.order import BatchSlice, batch_slices
 from meshwise.engine.engine import Engine
 from meshwise.engine.seeds import seed_all, seed_draws
 from meshwise.engine.steps import batches as read_batches
+from meshwise.job.evaluate import on_batch
 from meshwise.job.job import Job
 from meshwise.job.run import Data, make_engine, open_data, read_parts
-from meshwise.job.step import shapes_of
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.fits import check_fits
 from meshwise.parallel.load import load_weights
 from meshwise.parallel.own_draws import OF_DRAWS
-from meshwise.prediction.files import InMemory, Lines, Outputs, PartialFolder, Pieces, Store, saying_what_is_kept
 from meshwise.prediction.options import PredictOptions
-from meshwise.prediction.rows import Predict, plain_call, rows_of
-from meshwise.prediction.writer import Send, Writer
-from meshwise.records import folder as names
-from meshwise.recovery.loading import load
-from meshwise.recovery.state import compare_states, load_model
-from meshwise.spec.errors import CheckpointError, UsageError
+from meshwise.prediction.parts import folder_of, join_parts, left_of, locked_folder, write_parts
+from meshwise.prediction.rows import Outputs, Predict, merged, plain_call, rows_of
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
+from meshwise.spec.world import World
 from meshwise.transfer import collectives
 from meshwise.workers.join import join
 
-SAID = 5  # samples that are named where more have no number
+PART_SECONDS = 10
+"""From one part to the next, and from one line of progress to the next. A kill loses as much."""
 
 
-def run_predict(
-    job: Job, options: PredictOptions, origin: Mapping[str, str], send: Send | None = None
-) -> dict[str, Any]:
-    """Run the predictions as one of several ranks. Return a summary of what was done. If the outputs are kept in
-    memory, the summary contains them. Collective.
+@dataclass(frozen=True)
+class Predictions:
+    """The result of `mw.predict`.
 
-    origin: digests of the job's source file or model.
-    send: called with notes and progress. By default they are sent to the launcher.
+    outputs: the model's outputs for all samples, in the order of the data set. This is a tensor with one row per
+        sample, or a list of rows if they cannot form a tensor. If the model returns a dict or tuple, this is a dict or
+        tuple of such tensors or lists. None if the outputs were written to a file.
+    samples: the number of samples in the data set.
+    computed: the number of samples that this call computed. It is below `samples` if the call continued an earlier
+        call.
+    """
+
+    samples: int
+    computed: int
+    outputs: Any
+    path: Path | None
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def run_predict(job: Job, options: PredictOptions) -> Predictions:
+    """Run the predictions as one of several ranks, and return this rank's share of the result. `whole` makes the result
+    of all shares. Collective.
 
     Raises UsageError if the job cannot be predicted.
     """
-    session = join()
-    plan = options.run_options.plan_on(session.world.size)
+    session, out = join(), None if options.out is None else Path(options.out)
+    plan, first = options.run_options.plan_on(session.world.size), session.world.rank == 0
     check_fits(plan, session.world)
-    say = send or (session.channel.send if session.channel is not None else _nobody)
-    first = session.world.rank == 0
 
-    def note(text: str) -> None:
+    def say(text: str) -> None:
         if first and text not in OF_DRAWS:  # nothing is dropped here
-            say("note", text=text)
+            print(text, file=sys.stderr, flush=True)
 
-    engine = make_engine(session, plan, note)
-    try:
-        data = open_data(job, data_of(job, options)(), "data", engine)
+    engine = make_engine(session, plan, say)
+    with contextlib.ExitStack() as stack:
+        stack.callback(engine.close)
+        data = open_data(job, (job.data if options.train or job.test is None else job.test)(), "data", engine)
         model, call = predicting(job, plan, engine, options.weights)
         if options.weights is None and isinstance(options.job, str | Job):
             engine.notify("no weights are given, so the model is as the job builds it. Give weights with --weights")
-        out, began = None if options.out is None else Path(options.out), time.perf_counter()
-        with _stored(first, out) as store:
-            facts = {**origin, **_facts(job, data, plan, options)} if first and out is not None else {}
-            done = _begun(store, facts, options, job.batch_size, engine)
-            say("begun", samples=data.samples)
-            if done:
-                engine.notify(f"going on after {done:,} of {data.samples:,} samples")
-            with Writer(store, out, plan, session.world.rank, done, say) as writer:
-                predict_rows(engine, job, model, call, data, writer)
-            with saying_what_is_kept(out):
-                outputs = store.finish() if first and not engine.stopped else None
-            seconds = time.perf_counter() - began
+        began = told = time.perf_counter()
+        if out is not None and first:
+            stack.enter_context(locked_folder(out, _facts(job, data, plan, options), overwrite=options.overwrite))
+            say(f"parts are written to {folder_of(out)}: after a stop, the same command continues")
+        left = collectives.broadcast_object(left_of(data.samples, out) if first else None, collectives.everyone())
+        earlier = done = data.samples - len(left)
+        writes = session.world.rank % (plan.within_samples // plan.pipeline) == 0  # the ranks beside it have the same
+        pieces, indices, world = list[Outputs](), list[Tensor](), engine.world
+        batches = read_parts(data, own_slices(left, job.batch_size, world), 0, world.device)
+        stack.enter_context(torch.no_grad())
+        for batch, part in read_batches(engine, "the predictions", batches, job.batch_size):
+            engine.part = part
+            seed_draws(world, job.seed, done)
+            with engine.computing():
+                rows = on_batch(engine, batch, partial(rows_of, job.name, model, call, part))
+            done += part.total
+            if writes and rows and part.samples:
+                pieces.append(rows)
+                indices.append(part.indices)
+            if time.perf_counter() - told > PART_SECONDS:
+                told = time.perf_counter()
+                say(f"{done:,} of {data.samples:,} samples ({done / data.samples:.0%})")
+                if out is not None and pieces:
+                    write_parts(out, indices, pieces)
+                    pieces, indices = [], []
+        if out is not None and pieces:
+            write_parts(out, indices, pieces)
+        if engine.stopped:
+            raise KeyboardInterrupt(f"stopped after {done:,} of {data.samples:,} samples")
         collectives.barrier(collectives.everyone())
-    finally:
-        engine.close()
-    return {
-        "samples": data.samples,
-        "done": writer.written,
-        "computed": writer.written - done,
-        "nan": writer.nan,
-        "seconds": seconds,
-        "outputs": outputs,
-        "notes": tuple(engine.notes),
-    }
+        if out is not None and first:
+            join_parts(out, data.samples)
+        collectives.barrier(collectives.everyone())
+    outputs, seconds = pieces if out is None else [], time.perf_counter() - began
+    return Predictions(data.samples, done - earlier, outputs, out, seconds, tuple(engine.notes))
 
 
-def _nobody(kind: str, **facts: Any) -> None:
-    """Ignore a message. Used if there is no launcher."""
-
-
-def data_of(job: Job, options: PredictOptions) -> Callable[[], Any]:
-    """Return the function that opens the data to predict. This is the job's test set. It is the training set if the job
-    has no test set, or with `--train`."""
-    found = job.data if options.train or job.test is None else job.test
-    return cast("Callable[[], Any]", found)
+def whole(shares: Sequence[Predictions]) -> Predictions:
+    """Return the result of all ranks, whose shares are given in rank order."""
+    pieces = [piece for share in shares for piece in share.outputs]
+    named = merged(pieces) if pieces else {"": None}
+    outputs = named[""] if "" in named else tuple(named.values()) if 0 in named else named
+    return replace(shares[0], outputs=outputs)
 
 
 def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None) -> tuple[nn.Module, Predict]:
@@ -120,127 +143,44 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
         )
     engine.notify(note)
     call = job.predict or plain_call(model, engine.notify)
-    state = _load(model, Path(weights)) if weights is not None else None
+    if weights is not None:
+        load_weights(model, weights)
     engine.add_models([model], plan)
-    if state is not None:
-        saved = load(state, join().world, engine.notify).tree["model"]
-        compare_states(model.state_dict(), saved)
-        load_model(model, saved)
     return model.eval(), call
 
 
-def _load(model: nn.Module, path: Path) -> Path | None:
-    """Load weights from a file, a folder or the folder of a run into the model.
-
-    Returns None if weights were loaded. A run that has not finished has no weights yet. For such a run, load nothing
-    and return its folder of checkpoints. Raises CheckpointError if this folder does not exist.
-    """
-    if not (path / names.RUN).exists():
-        load_weights(model, path)
-        return None
-    if (path / names.WEIGHTS).exists():
-        load_weights(model, path / names.WEIGHTS)
-        return None
-    if not (path / names.CHECKPOINTS).exists():
-        raise CheckpointError(f"{path}: this run has no weights and no checkpoint. Continue it, or use another run.")
-    return path / names.CHECKPOINTS
-
-
-def predict_rows(engine: Engine, job: Job, model: nn.Module, call: Predict, data: Data, writer: Writer) -> None:
-    """Predict all samples from index `writer.written` on, and pass their rows to the writer. Collective."""
-    world, at = engine.world, writer.written
-    slices = epoch_slices(torch.arange(data.samples), job.batch_size, world, begin=at)
-    batches = read_parts(data, (parts[0] for parts in slices), 0, world.device)
-    with torch.no_grad():
-        for batch, part in read_batches(engine, "the predictions", batches, job.batch_size):
-            engine.part = part
-            seed_draws(world, job.seed, at)
-            with engine.computing():
-                rows = _rows(engine, job, model, call, batch, part)
-            at += part.total
-            writer.take(rows, part.indices, at)
-    writer.flush(at)
-
-
-def _rows(engine: Engine, job: Job, model: nn.Module, call: Predict, batch: Any, part: BatchSlice) -> Outputs:
-    """Return the predicted rows of a batch. In a pipeline, only ranks of the last stage have them. Collective."""
-    pipeline, cast = engine.program.pipeline, engine.cast(batch)
-    if pipeline is None:
-        return rows_of(call(model, cast), part, job.name)
-    found: Outputs = {}
-    for action in pipeline.begin_forward(shapes_of(batch)):
-        _, rows = pipeline.run(action, lambda: rows_of(call(model, cast), part, job.name))
-        found = rows or found
-    pipeline.finish_forward()
-    return found
-
-
-@contextlib.contextmanager
-def _stored(first: bool, out: Path | None) -> Iterator[Store]:
-    """Yield the store for predictions. On ranks other than the first, this is a store in memory that stays empty."""
-    if out is None or not first:
-        yield InMemory()
-        return
-    folder = PartialFolder(out)
-    try:
-        yield Lines(folder) if out.suffix == ".jsonl" else Pieces(folder)
-    finally:
-        folder.close()
-
-
-def _begun(store: Store, facts: dict[str, Any], options: PredictOptions, batch: int, engine: Engine) -> int:
-    """Open the store, and return how many samples it already has. If this fails on rank 0, every rank raises the same
-    error. Collective."""
-    done, wrong, note = 0, None, ""
-    if isinstance(store, Lines | Pieces):
-        try:
-            with saying_what_is_kept(store.folder.out):
-                note = store.folder.open(facts, overwrite=options.overwrite)
-                done = store.begin(batch)
-        except UsageError as error:
-            wrong = str(error)
-    done, wrong, note = collectives.broadcast_object((done, wrong, note), collectives.everyone())
-    if wrong:
-        raise UsageError(wrong)
-    engine.notify(note)
-    return int(done)
+def own_slices(left: Tensor, batch_size: int, world: World) -> Iterator[BatchSlice]:
+    """Yield this rank's part of each global batch. All parts of a rank together are one range of the samples `left`, so
+    that it can write its rows one after the other."""
+    positions = torch.arange(len(left))
+    at = sum(part.first for part in batch_slices(positions, batch_size, world))  # what the ranks before have
+    for part in batch_slices(positions, batch_size, world):
+        yield replace(part, indices=left[at : at + part.samples] if part.samples else left[part.indices])
+        at += part.samples
 
 
 def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
-    """Return the facts on which the outputs depend, such as the job, the data and the weights. The program itself is
-    not included. A stopped run can only be continued with equal facts."""
+    """Return the facts on which the outputs depend, except the program itself. A stopped run can only be continued
+    with equal facts."""
     ends = torch.tensor([0, data.samples // 2, data.samples - 1])
-    weights = None if options.weights is None else digest_of_file(Path(options.weights))
+    weights: list[Any] = list(options.job.state_dict().values()) if isinstance(options.job, nn.Module) else []
+    if options.weights is not None:
+        path = Path(options.weights)
+        files = [file.stat() for file in ([path] if path.is_file() else sorted(path.glob("*.safetensors")))]
+        weights += [f"{file.st_size} bytes at {file.st_mtime}" for file in files]
     return {
         "job": job.name,
         "samples": data.samples,
-        "data": digest_of(list(all_leaves(next(iter(data.read([ends], 0)))))),
-        "weights": weights,
+        "data": digest_of(all_leaves(next(iter(data.read([ends], 0))))),
+        "weights": digest_of(weights),
         "seed": job.seed,
         "arguments": list(options.args),
         "precision": f"{plan.dtypes.stored} computed in {plan.dtypes.computed}",
     }
 
 
-def digest_of(leaves: Sequence[Any]) -> str:
-    """Return a digest of tensors and plain values."""
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            digest.update(leaf.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, str | int | float | bytes):
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()[:16]
-
-
-def digest_of_file(path: Path) -> str:
-    """Return a digest of about 64 excerpts of each weights file at `path`. It changes with training, but not if the
-    folder is moved."""
-    digest = hashlib.sha256()
-    for file in sorted(path.rglob("*.safetensors")) or sorted(path.rglob("step-*.pt")) if path.is_dir() else [path]:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            for place in range(0, size, max(size // 64, 1)):
-                opened.seek(place)
-                digest.update(opened.read(4096))
-    return digest.hexdigest()[:16]
+def digest_of(values: Iterable[Any]) -> str:
+    """Return a digest of plain values, and of up to 4096 elements of each tensor."""
+    some = [v.flatten()[:: v.numel() // 4096 + 1].tolist() if isinstance(v, Tensor) else v for v in values]
+    plain = [value for value in some if isinstance(value, list | str | bytes | int | float)]
+    return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]

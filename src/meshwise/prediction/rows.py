@@ -6,7 +6,7 @@ Tested in tests/prediction/test_predict.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from meshwise.compat.tree import map_tensors
 from meshwise.data.order import BatchSlice
-from meshwise.prediction.files import Outputs
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
 from meshwise.splits.crossing import gather
 
+Outputs = Mapping[str | int, Any]
+"""For each output, the rows of some samples. The key is its name, its index in a tuple, or "" for a single output."""
 Predict = Callable[[nn.Module, Any], Any]
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 HOW = "Write Job(predict=lambda model, batch: model(...)), or mw.predict(..., predict=...)."
 
 
@@ -29,44 +31,43 @@ def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
 
     A dict is passed as keyword arguments, without the keys that the forward does not take. For a tuple or list, as many
     of its first entries are passed as the forward has required arguments, but at least one entry. Any other batch is
-    passed whole. The returned function raises UsageError if a required argument is missing in the batch.
+    passed whole. The returned function raises UsageError if the forward cannot take them.
 
     Call `plain_call` before a plan is applied to `model`, because a plan replaces the forward and hides its arguments.
 
     notify: called with a note for the user if keys of a dict are left out.
     """
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    asks = f"{type(model).__name__}.forward takes {', '.join(names) or 'no named argument'}"
+    signature, name = inspect.signature(model.forward), type(model).__name__
+    kinds = [p.kind for p in signature.parameters.values()]
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind in POSITIONAL]
 
     def call(model: nn.Module, batch: Any) -> Any:
+        given: tuple[Any, ...] = (batch,)
+        named: dict[str, Any] = {}
         if isinstance(batch, Mapping):
-            known = {name: value for name, value in batch.items() if takes_all or name in names}
-            lacking = [p.name for p in needed if p.name not in known and not takes_all]
-            if lacking or not known:
-                raise UsageError(f"the keys of the batches are {some(list(map(str, batch)))}, but {asks}. {HOW}")
-            if left := [name for name in batch if name not in known]:
-                notify(f"{asks}, so the model does not get {some(list(map(str, left)))} of the batches")
-            return model(**known)
-        if isinstance(batch, tuple | list):
-            if len(needed) > len(batch):
-                raise UsageError(f"the batches have {len(batch)} parts, but {asks}. {HOW}")
-            return model(*batch[: max(1, len(needed))])
-        return model(batch)
+            known = batch if inspect.Parameter.VAR_KEYWORD in kinds else signature.parameters
+            given, named = (), {key: value for key, value in batch.items() if key in known}
+            if left := [str(key) for key in batch if key not in known]:
+                notify(f"{name}.forward takes {signature}, so it does not get {some(left)} of the batches")
+        elif isinstance(batch, tuple | list):
+            given = tuple(batch[: max(1, len(needed))])
+        try:
+            signature.bind(*given, **named)
+        except TypeError as error:
+            raise UsageError(f"{name}.forward takes {signature}, but of the batches: {error}. {HOW}") from None
+        return model(*given, **named)
 
     return call
 
 
-def rows_of(result: Any, part: BatchSlice, job: str) -> Outputs:
-    """Return the rows of this rank's samples on the host, without padding samples. Collective, since sharded tensors
-    are gathered.
+def rows_of(job: str, model: nn.Module, call: Predict, part: BatchSlice, batch: Any) -> dict[str | int, Any]:
+    """Call the model on a batch. Return the rows of this rank's samples on the host, without padding samples.
+    Collective, since sharded tensors are gathered.
 
-    Raises UsageError if `result` does not have a row for each sample.
+    Raises UsageError if the result does not have a row for each sample.
     """
-    size = max(part.samples, 1)
-    return {name: _rows(value, size, job)[: part.samples] for name, value in _named(result).items()}
+    named, size = _named(call(model, batch)), max(part.samples, 1)
+    return {name: _rows(value, size, job)[: part.samples] for name, value in named.items()}
 
 
 def _named(result: Any) -> Mapping[str | int, Any]:
@@ -81,16 +82,28 @@ def _named(result: Any) -> Mapping[str | int, Any]:
 def _rows(value: Any, samples: int, job: str) -> Any:
     if isinstance(value, numpy.ndarray):
         value = torch.as_tensor(value)
+    rows, found = -1, f"a {type(value).__name__}"
     if isinstance(value, Tensor):
         value = gather(value.detach()).cpu()
-        found = f"a tensor of shape {tuple(value.shape)}"
-        if value.is_complex():
-            raise UsageError(f"job '{job}' cannot predict complex numbers. Return torch.view_as_real(out). {HOW}")
+        found = f"a tensor of {value.dtype} and of shape {tuple(value.shape)}"
+        rows = len(value) if value.dim() and not value.is_complex() else -1
     elif isinstance(value, list):
         value = map_tensors(lambda tensor: gather(tensor.detach()).tolist(), value)
-        found = f"a list of length {len(value)}"
-    else:
-        found = f"a {type(value).__name__}"
-    if not isinstance(value, Tensor | list) or (isinstance(value, Tensor) and not value.dim()) or len(value) != samples:
+        rows, found = len(value), f"a list of length {len(value)}"
+    if rows != samples:
         raise UsageError(f"job '{job}' must predict a row for each of {samples} samples, but predicts {found}. {HOW}")
     return value
+
+
+def merged(pieces: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return the rows of all pieces in one: for each output a tensor, or a list of rows if they form no tensor."""
+    names = {tuple(piece): None for piece in pieces}
+    if len(names) > 1:
+        raise UsageError(f"the outputs are called {' and elsewhere '.join(map(str, names))}. Return the same for all.")
+    return {name: _one([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _one(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Tensor) and len({(rows.dtype, rows.shape[1:]) for rows in values}) == 1:
+        return torch.cat(list(values))
+    return [row for rows in values for row in rows]

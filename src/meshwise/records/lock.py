@@ -25,11 +25,12 @@ from meshwise.spec.errors import UsageError
 if sys.platform != "win32":  # there nobody holds anything
     import fcntl
 
-LOCK, STATE_LOCK, TRIES = "run.lock", "state.lock", 5
+LOCK, STATE_LOCK, PREDICTIONS_LOCK, TRIES = "run.lock", "state.lock", "predict.lock", 5
 REFUSALS = {
     LOCK: "this run is still going on, {by}. Stop it first, or wait for its end.",
     STATE_LOCK: "another program saves its state in this folder, {by}. Give mw.checkpoint another folder, or wait "
     "until that program has ended.",
+    PREDICTIONS_LOCK: "another process is writing these predictions, {by}. Wait for its end, or name another --out.",
 }
 
 

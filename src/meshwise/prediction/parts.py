@@ -1,0 +1,156 @@
+"""Write predictions as parts that survive a kill, and join them.
+
+    OUT.partial/                               until every sample is there
+        facts.json                             what they are predictions of
+        000000000000-000000000512.jsonl        rows of samples 0 to 511; or the same as .safetensors
+
+Each rank writes its own parts, and each part is whole or not there. At the end, rank 0 joins them to OUT.
+
+Tested in tests/prediction/test_predict.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from meshwise.prediction.rows import Outputs, merged
+from meshwise.records.files import atomic_file, write_text
+from meshwise.records.lock import PREDICTIONS_LOCK, FolderLock
+from meshwise.spec.errors import UsageError
+
+FACTS, LINES = "facts.json", ".jsonl"
+
+
+def folder_of(out: Path) -> Path:
+    """Return the folder that holds the parts of the file `out`."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def _parts(out: Path) -> list[Path]:
+    return sorted(folder_of(out).glob(f"[0-9]*-[0-9]*{out.suffix}"))
+
+
+@contextlib.contextmanager
+def locked_folder(out: Path, facts: Mapping[str, Any], *, overwrite: bool) -> Iterator[None]:
+    """Create the folder for the parts of `out`, or continue in the folder of an earlier run, and lock it within the
+    context.
+
+    facts: what the predictions depend on. They are stored in the folder.
+    overwrite: whether to remove an earlier folder first.
+
+    Raises UsageError if the earlier run had other facts, or if another process uses the folder.
+    """
+    folder = folder_of(out)
+    if overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(FolderLock(folder, PREDICTIONS_LOCK)):
+        if not (folder / FACTS).exists():
+            write_text(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+        before = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        for name in facts:
+            if before.get(name) != facts[name]:
+                raise UsageError(
+                    f"{folder} contains predictions with {name} {before.get(name)!s:.80}, but this command has {name} "
+                    f"{facts[name]!s:.80}. Use the earlier {name} to continue, name another --out, or start over with "
+                    "--overwrite."
+                )
+        yield
+
+
+def left_of(samples: int, out: Path | None) -> Tensor:
+    """Return the indices of the samples that no part of `out` has."""
+    left = torch.ones(samples, dtype=torch.bool)
+    for path in _parts(out) if out is not None else ():
+        first, stop = map(int, path.stem.split("-"))
+        left[first:stop] = False
+    return left.nonzero().flatten()
+
+
+def write_parts(out: Path, indices: Sequence[Tensor], pieces: Sequence[Outputs]) -> None:
+    """Write rows to the folder of `out`, a file for each range of samples. Raises UsageError for rows that `out` cannot
+    hold.
+
+    indices: the samples of each piece. All together ascend.
+    """
+    lines, tensors, samples = list[str](), dict[str, Tensor](), torch.cat(list(indices))
+    if out.suffix == LINES:
+        lines = [line for piece in pieces for line in _lines(piece)]
+    else:
+        before = [{name: rows[:0] for name, rows in load_file(path).items()} for path in _parts(out)[:1]]
+        tensors = _tensors(before + [{_name(key): rows for key, rows in piece.items()} for piece in pieces])
+    ends = [*((samples.diff() != 1).nonzero().flatten() + 1).tolist(), len(samples)]
+    for start, end in itertools.pairwise([0, *ends]):
+        first = int(samples[start])
+        content = "".join(lines[start:end]).encode() or save({key: rows[start:end] for key, rows in tensors.items()})
+        with atomic_file(folder_of(out) / f"{first:012}-{first + end - start:012}{out.suffix}") as file:
+            file.write(content)
+
+
+def _name(key: str | int) -> str:
+    return f"output.{key}" if isinstance(key, int) else key or "output"
+
+
+def _tensors(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    found = merged(pieces)
+    for name, rows in found.items():
+        if not isinstance(rows, Tensor):
+            raise UsageError(
+                f"a safetensors file holds tensors whose rows have one shape and dtype, but the rows of the prediction "
+                f"{name} do not, or are no tensors. Name a {LINES} file, or pad all rows."
+            )
+    return found
+
+
+def _lines(piece: Outputs) -> Iterator[str]:
+    """Yield the predictions as lines of JSON, one line for each sample in `piece`."""
+    columns = [_texts(rows) for rows in piece.values()]
+    names = [json.dumps(name, ensure_ascii=False) for name in piece]
+    for row in zip(*columns, strict=True):
+        if 0 in piece:
+            yield f"[{', '.join(row)}]\n"
+        elif set(piece) == {""}:
+            yield f"{row[0]}\n"
+        else:
+            yield f"{{{', '.join(f'{name}: {text}' for name, text in zip(names, row, strict=True))}}}\n"
+
+
+def _texts(rows: Any) -> list[str]:
+    if not isinstance(rows, Tensor):
+        try:
+            return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"a prediction cannot be written as JSON: {error}. Return tensors, numbers or strings."
+            ) from None
+    texts = list(map(json.dumps, rows.tolist()))
+    if rows.is_floating_point() and not math.isfinite(rows.sum()):
+        texts = [text.replace("NaN", "null").replace("Infinity", "1e999") for text in texts]
+    return texts
+
+
+def join_parts(out: Path, samples: int) -> None:
+    """Join all parts to the file `out`, and remove their folder. Raises UsageError if samples are missing."""
+    if lacking := len(left_of(samples, out)):
+        raise UsageError(
+            f"{folder_of(out)} lacks {lacking:,} of {samples:,} samples. Name an --out in a folder that all processes "
+            "see, and run the command again."
+        )
+    with atomic_file(out) as file:
+        if out.suffix == LINES:
+            for path in _parts(out):
+                file.write(path.read_bytes())
+        else:
+            save_file(_tensors([load_file(path) for path in _parts(out)]), file.name, {"format": "pt"})
+    shutil.rmtree(folder_of(out), ignore_errors=True)
