@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.whole.shared import Distribute, fit, mlp, rows, step, tokens, usual, weights
 
@@ -304,3 +306,52 @@ def batch_norm_of_rows_and_noise(distribute: Distribute) -> Any:
         loss = F.cross_entropy(model(x), y) + model(torch.randn(len(x) // 2, 6)).square().mean()
         losses.append(step(loss, optimizer))
     return losses, {k: v.clone() for k, v in model.state_dict().items()}
+
+
+SEEN: list[int] = []
+CALLS = 0
+
+
+def note(held: dict[str, list[int]], value: int) -> None:
+    held["noted"].append(value)
+
+
+class Noting(nn.Module):
+    """Counts its calls, and notes a number of each batch in a list of its script, in a dict and in its own list."""
+
+    def __init__(self, number: Callable[[Tensor], int], held: dict[str, list[int]], own: list[int]) -> None:
+        super().__init__()
+        self.body, self.number, self.held, self.own = mlp(), number, held, own
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        SEEN.append(self.number(x))
+        note(self.held, self.number(x))
+        self.own.append(self.number(x))
+        return self.body(x)
+
+
+def numbers_noted_outside(distribute: Distribute) -> Any:
+    global CALLS
+    left = []
+    for number in (len, lambda x: x.shape[1]):
+        CALLS, own, held = 0, [], defaultdict(list)
+        SEEN.clear()
+        model = Noting(number, held, own)
+        losses = fit(distribute, lambda model, x, y: F.cross_entropy(model(x), y), model)
+        left.append((losses, CALLS, [*SEEN], dict(held), own, model.own is own))
+    return left
+
+
+def noise_beside_convolved_rows(distribute: Distribute) -> Any:
+    """Noise follows the order of memory, which convolutions choose otherwise for a single row."""
+    images = TensorDataset(torch.randn(14, 3, 8, 8), torch.randint(0, 3, (14,)))
+    convolve = nn.Conv2d(3, 8, 3, padding=1)
+    model, optimizer, loader = usual(distribute, nn.Sequential(convolve, nn.Tanh()), images, batch_size=7)
+    left = []
+    for x, _ in loader:
+        rows = F.linear(x.flatten(2).transpose(1, 2), torch.ones(3, 3)).transpose(1, 2).reshape(x.shape)
+        out = model(rows)
+        left.append(step(((out - torch.randn_like(out)) ** 2).mean(), optimizer))
+    return left, weights(model)
