@@ -5,6 +5,7 @@ The graphs are captured and run as they are (`aot_eager`): no compiler of the ma
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Iterator
@@ -117,6 +118,16 @@ def test_a_model_compiled_whole_is_compiled_block_by_block_and_it_says_so(how: s
             "compile: torch.compile of the whole model is removed, and each of 3 blocks is compiled separately: "
             "layers.0, layers.1, layers.2."
         ]
+
+
+def test_a_deep_copy_of_a_compiled_model_computes_with_its_own_weights() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.ones(2, 3)
+    compiled.compile_blocks(model)
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.zero_()
+        assert model(x).any() and not made(x).any()
 
 
 def test_what_another_technique_laid_into_a_part_is_left_out_of_the_graph(pool: Any) -> None:

@@ -7,17 +7,20 @@ state_dict keys stay. Layers of one class share a graph, which is compiled once.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwise.compat.compiling import unwrapped
+from meshwise.compat.modules import put_forward
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.devices import has_streams
@@ -41,9 +44,25 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
             if isinstance(part.forward, functools.partial):  # another technique's: it communicates
                 changed: Any = part
                 changed.forward = torch.compiler.disable(part.forward)
-        compiled: Any = block
-        compiled.forward = torch.compile(block.forward, backend=backend or BACKEND)
+        put_forward(block, _Compiled(block.forward, backend or BACKEND))
     return [name or "the whole model" for name, _ in blocks]
+
+
+class _Compiled:
+    """A compiled forward. A deep copy of its module has one of its own."""
+
+    def __init__(self, forward: Callable[..., Any], backend: str) -> None:
+        self._forward, self._backend = forward, backend
+        self._run = torch.compile(forward, backend=backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
+        return _Compiled(copy.deepcopy(self._forward, memo), self._backend)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Compiled, (self._forward, self._backend)
 
 
 def check_can_compile(device: str) -> None:
