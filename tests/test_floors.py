@@ -83,7 +83,6 @@ SHARED_BY_TECHNIQUES |= {
     "gather_order",
     "single_numbers",
     "skipped",
-    "computes",
     "own_draws",
 }
 JOIN_TECHNIQUES = {"apply", "fits"}

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import meshwise as mw
 from meshwise.data.generators import NUMPY
-from meshwise.parallel import computes
+from meshwise.parallel import precision
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.transfer import collectives
 
@@ -115,7 +115,7 @@ def test_several_devices_take_the_order_of_rank_0(size: int, pool: Any) -> None:
 
 def test_applying_a_plan_draws_nothing(pool: Any) -> None:
     def case(plan: mw.Plan) -> bool:
-        computes._tried.cache_clear()
+        precision._tried.cache_clear()
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
         before = torch.get_rng_state()
         mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)

@@ -1,4 +1,4 @@
-"""Precision: what is stored in what, computed in what (parallel/computes.py), and when the loss is scaled."""
+"""Precision: what is stored in what, computed in what (parallel/precision.py), and when the loss is scaled."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def check_fits(plan: Plan, world: World) -> None:
     plan."""
     check_devices(plan, world.size)
     if world.kind == "cpu" and plan.dtypes.computed not in ("fp64", "fp32"):  # a launcher leaves GPUs alone
-        parallel.computes.check_computes(None, world.device, plan.dtypes)
+        parallel.precision.check_computes(None, world.device, plan.dtypes)
     if plan.compile:
         parallel.compiled.check_can_compile(world.device)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwise.compat.complex_numbers import store_model, stored_in
+from meshwise.compat.driver import computes_bf16
 from meshwise.compat.modules import put_forward
 from meshwise.compat.tree import map_tensors
-from meshwise.parallel.computes import check_computes, instead, lacks
 from meshwise.parallel.reduction import TORCH, reduced_in
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.dtypes import Dtypes
@@ -28,6 +29,52 @@ from meshwise.spec.errors import PlanError
 LACKS = ("not implemented for", "could not create a primitive", "does not support")  # how torch says that it lacks one
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # whose weights autocast casts
+
+
+def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:
+    """Raise PlanError if torch cannot compute in the precision of `dtypes` on `device`.
+
+    A short trial decides this. It runs a matrix product, and also an LSTM if `model` contains an LSTM, because torch
+    2.13 cannot compute an LSTM in float16 on CPU.
+    """
+    computed = dtypes.computed
+    if computed in ("fp64", "fp32"):
+        return
+    if computed == "bf16" and not computes_bf16(device):
+        raise PlanError(f"{_lacks(device, computed)}: this GPU is too old for {computed}. {_instead(computed)}")
+    with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
+    for kind_of, wrong in _tried(device, computed, with_lstm):
+        other = "fp32" if _tried(device, "bf16", with_lstm) else "bf16"
+        raise PlanError(f"{_lacks(device, computed)}: a trial of {kind_of} failed ({wrong}). {_use(other)}")
+
+
+@functools.cache
+def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
+    """Run an `nn.Linear` on the device in the precision `computed`, forward and backward. With `with_lstm`, run an
+    `nn.LSTM`, too. Returns the class name and torch's error message for each module that fails."""
+    failed = []
+    with torch.random.fork_rng(), torch.enable_grad():  # start values are drawn
+        parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
+        for part in parts:
+            try:
+                with torch.autocast(device.split(":")[0], TORCH[computed]):
+                    result = part.to(device)(torch.ones(2, 1, 1, device=device))
+                (result if isinstance(result, Tensor) else result[0]).float().sum().backward()
+            except RuntimeError as error:
+                failed.append((type(part).__name__, textwrap.shorten(str(error), 100, placeholder=" …")))
+    return failed
+
+
+def _lacks(device: str, computed: str) -> str:
+    return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute {computed} on {device.split(':')[0]}"
+
+
+def _instead(computed: str) -> str:
+    return _use("bf16" if computed == "fp16" else "fp32")
+
+
+def _use(precision: str) -> str:
+    return f"Use precision='{precision}', or a device that can compute in this dtype."
 
 
 def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
@@ -80,7 +127,7 @@ def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
     except RuntimeError as error:
         if computed in ("fp64", "fp32") or not any(words in str(error) for words in LACKS):
             raise
-        raise PlanError(f"{lacks(device, computed)}: {str(error).splitlines()[0]}. {instead(computed)}") from error
+        raise PlanError(f"{_lacks(device, computed)}: {str(error).splitlines()[0]}. {_instead(computed)}") from error
 
 
 def cast_batch(batch: Any, dtypes: Dtypes) -> Any:
