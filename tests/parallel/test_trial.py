@@ -116,7 +116,7 @@ BY_PARAMETERS: dict[Any, str] = {
     ClippedTogether: "its results differ by",
     ClippedTogetherLater: "its results differ by",
     Noisy: "its results differ by",
-    Raising: r"a trial on small matrices raised KeyError: 'ema'",
+    Raising: "a trial on small matrices raised KeyError('ema')",
 }
 
 
@@ -153,11 +153,11 @@ def test_an_optimizer_of_the_programs_own_is_rehearsed_under_shard() -> None:
 def test_an_optimizer_that_steps_parameters_together_is_known(kind: Any) -> None:
     m = model()
     optimizer = kind(m.parameters())
-    before = torch.get_rng_state(), random.getstate(), [p.clone() for p in m.parameters()]
+    before = torch.get_rng_state(), [p.clone() for p in m.parameters()]
     found = unlike_by_parameters(optimizer)
     assert bool(found) == bool(BY_PARAMETERS[kind]) and BY_PARAMETERS[kind] in found
-    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
-    assert not optimizer.state and all(torch.equal(a, b) for a, b in zip(before[2], m.parameters(), strict=True))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert not optimizer.state and all(torch.equal(a, b) for a, b in zip(before[1], m.parameters(), strict=True))
 
 
 def test_it_is_refused_where_parameters_are_stepped_some_at_a_time() -> None:
