@@ -12,13 +12,12 @@ Tested in tests/parallel/test_skipped.py.
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import inspect
+import re
 import sysconfig
 import textwrap
 from collections.abc import Iterator, Sequence
-from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -27,8 +26,10 @@ from meshwise.compat.compiling import unwrapped
 from meshwise.parallel.blocks import CONTAINERS
 
 EXPERT = "expert"
-SAME_AS_GIVEN = ("isinstance", "hasattr", "getattr", "range", "int", "bool", "callable", "min", "max")
+SAME_AS_GIVEN = {"isinstance", "hasattr", "getattr", "callable", "int", "bool", "len", "min", "max"}
+SAME_AS_GIVEN |= {"range", "enumerate", "zip", "reversed"}
 SAME_EVERYWHERE = {"jit", "compiler", "is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabled"}
+BINDS = (ast.For, ast.comprehension, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
 
 
 def may_be_skipped(root: nn.Module, name: str) -> str | None:
@@ -38,25 +39,30 @@ def may_be_skipped(root: nn.Module, name: str) -> str | None:
     Return None if the source code does not show this: it is missing, or it does not mention the module. Also return
     None if a library's code may skip the module, because that usually depends on a setting that all ranks share.
     """
-    owner, path = unwrapped(root), name.split(".")
     why: str | None = ""
-    while path:
-        if type(owner) is nn.Sequential:
-            owner = getattr(owner, path.pop(0))
-            continue
-        attribute = path.pop(0)
-        child = getattr(owner, attribute)
-        listed = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if listed and path and EXPERT in f"{attribute} {type(getattr(child, path[0])).__name__}".lower():
+    for kind, attribute, child, entry in _on_the_way(root, name):
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and EXPERT in f"{attribute} {type(entry).__name__}".lower():
             return "they are experts"
-        found = skips(type(owner), attribute)
-        if found and not is_of_a_library(type(owner)):
+        calls = _calls(kind, attribute)
+        found = next((each.where for each in calls if each.where), "")
+        if found and not is_of_a_library(kind):
             return found
-        why = why if found == "" else None
-        while path and isinstance(child, CONTAINERS) and type(child).__module__.startswith("torch.nn"):
-            child = getattr(child, path.pop(0))
-        owner = child
+        if found or not any(each.seen for each in calls):
+            why = None
     return why
+
+
+def _on_the_way(root: nn.Module, name: str) -> Iterator[tuple[type[Any], str, nn.Module, nn.Module]]:
+    """Yield what calls what on the way to a module: a class, its attribute, the module or list there, and the entry."""
+    owner, path = unwrapped(root), name.split(".")
+    while path:
+        kind, attribute = type(owner), path.pop(0)
+        child = owner = getattr(owner, attribute)
+        if kind is nn.Sequential:
+            continue
+        while path and isinstance(owner, CONTAINERS) and type(owner).__module__.startswith("torch.nn"):
+            owner = getattr(owner, path.pop(0))
+        yield kind, attribute, child, owner
 
 
 def parameters_that_may_be_skipped(model: nn.Module, roots: Sequence[nn.Module]) -> set[str]:
@@ -74,46 +80,27 @@ def is_of_a_library(kind: Any) -> bool:
     return code is not None and code.co_filename.startswith(places)
 
 
-def skips(kind: type, attribute: str) -> str | None:
-    """Return the source line, as `file:line`, at which a method of the class `kind` may call the module
-    `self.attribute` on some ranks only. If `self.attribute` is a list of modules, calls of its entries count as well.
-
-    Return an empty string if no rank may skip such a call. Return None if no method mentions the attribute, or if the
-    source is missing.
-    """
-    seen = False
-    for code, calls in _calls(kind, attribute):
-        if calls.where is not None:
-            return f"{code.co_filename}:{code.co_firstlineno + calls.where - 1}"
-        seen = seen or calls.seen
-    return "" if seen else None
-
-
 def called_in_parts(root: nn.Module, name: str) -> bool:
-    """Return whether code calls a submodule of the block `name` directly, e.g. `self.blocks[0].norm(x)` for a block in
-    `self.blocks`. Only the class that has the attribute `blocks` is searched."""
-    path, block = name.split("."), root.get_submodule(name)
-    place = len(path) - 1
-    while place > 0 and isinstance(root.get_submodule(".".join(path[:place])), CONTAINERS):
-        place -= 1
-    kind: Any = type(unwrapped(root.get_submodule(".".join(path[:place]))))
-    known, entry = dict(block.named_modules()), path[place + 1 :][:1]
-    parts = {part for _, calls in _calls(kind, path[place]) for part in calls.parts}
-    return any(part in known and ([index] == entry or not index.isdigit()) for index, part in parts)
+    """Return whether a submodule of a block is called directly: `self.blocks[0].norm(x)`.
+
+    Only the class that has `blocks` is searched.
+    """
+    called, block = list(_on_the_way(root, name))[-1:], root.get_submodule(name)
+    texts = [text for kind, attribute, *_ in called for each in _calls(kind, attribute) for text in each.texts]
+    whole = [text[: -len(part) - 1] for part, _ in block.named_modules() for text in texts if text.endswith(f".{part}")]
+    return any(not re.search(r"\[\d+\]$", each) or each.endswith(f"[{name.split('.')[-1]}]") for each in whole)
 
 
 @functools.cache
-def _calls(kind: Any, attribute: str) -> list[tuple[CodeType, _Calls]]:
-    """Return the calls of `self.attribute` in each method of a class, together with the code object of the method."""
-    found, own = [], kind.__mro__[: list(kind.__mro__).index(nn.Module)]
-    for name in sorted({name for each in own for name in vars(each)} - {"__init__"}):
-        function: Any = inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name, None)) else None
-        tree = _parsed(function) if inspect.isfunction(function) else None
-        if tree is not None:
-            found.append((function.__code__, _Calls(tree, attribute)))
-    return found
+def _calls(kind: Any, attribute: str) -> list[_Calls]:
+    """Return the calls of `self.attribute` in each method of a class."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    names = sorted({name for each in own for name in vars(each)} - {"__init__"})
+    methods = [inspect.unwrap(each) for name in names if callable(each := getattr(kind, name, None))]
+    return [_Calls(each, tree, attribute) for each in methods if inspect.isfunction(each) and (tree := _parsed(each))]
 
 
+@functools.lru_cache(maxsize=32)
 def _parsed(function: Any) -> ast.FunctionDef | None:
     try:
         found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -123,148 +110,90 @@ def _parsed(function: Any) -> ast.FunctionDef | None:
 
 
 class _Calls:
-    """Finds the calls of `self.<attribute>` in the source of one function. The attribute is a module, or a list of
-    modules whose entries are called. An entry counts as called where it is an argument, too: `checkpoint(layer, x)`.
+    """Finds the calls of `self.<attribute>`, or of entries of that list, in a function.
 
-    where: the line, in the function, of the first call that some ranks may skip. None if there is no such call.
-    parts: the modules inside of entries that are called by themselves, each as (index of the entry, name).
+    An argument counts as called: `checkpoint(layer, x)`.
+
+    seen: whether there is such a call.
+    where: the first such call that some ranks may skip, as `file:line`. Empty if there is none.
+    texts: what is called of the attribute or its entries, as written: `self.blocks[0].norm`.
     """
 
-    def __init__(self, function: ast.FunctionDef, attribute: str) -> None:
-        self._attribute, every = attribute, list(ast.walk(function))
-        self._above = {child: node for node in every for child in ast.iter_child_nodes(node)}
-        given = function.args
-        self._flags = {each.arg for each in [*given.posonlyargs, *given.args, *given.kwonlyargs]} - {"self"}
-        self._entries = set[str]()  # names of entries
+    def __init__(self, function: Any, tree: ast.FunctionDef, attribute: str) -> None:
+        self._entries = {f"self.{attribute}"}  # and names of its entries
+        self._flags = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)} - {"self"}
         self._varying = set[str]()  # names of what differs from rank to rank
-        for _ in range(2):  # what the end of a loop assigns is there in its beginning
-            for node in every:
+        for node in [*ast.walk(tree)] * 2:  # what the end of a loop assigns is there in its beginning
+            if isinstance(node, BINDS):
                 self._note_names(node)
-        self._used = {node for node in every if isinstance(node, ast.Call) and self._entries_in(node)}
-        self.seen = bool(self._used)
-        exits = [n for n in every if isinstance(n, ast.Continue | ast.Break | ast.Return) and self._is_guarded(n)]
-        skipped = [
-            call.lineno
-            for call in self._used
-            if self._is_guarded(call)
-            or any(isinstance(e, ast.Subscript) and self._varies(e.slice) for e in self._entries_in(call))
-            or any(self._ends(each, call) for each in exits)
-        ]
-        self.where: int | None = min(skipped, default=None)
-        self.parts = {part for node in every if isinstance(node, ast.Call) for part in self._parts_in(node.func)}
+        code, left, self.seen, self.where, self.texts = function.__code__, False, False, "", set[str]()
+        for statement in tree.body:
+            every = list(self._with_guards(statement))
+            calls = {node: guarded for node, guarded in every if isinstance(node, ast.Call) and self._entries_in(node)}
+            exits = {type(node) for node, guarded in every if guarded} & {ast.Continue, ast.Break, ast.Return}
+            lines = [call.lineno for call, guarded in calls.items() if guarded or exits or left]
+            if lines and not self.where:
+                self.where = f"{code.co_filename}:{code.co_firstlineno + min(lines) - 1}"
+            self.texts |= {ast.unparse(call.func) for call in calls}
+            self.seen, left = self.seen or bool(calls), left or ast.Return in exits
 
-    def _note_names(self, node: ast.AST) -> None:
-        if isinstance(node, ast.For | ast.comprehension):
-            self._note_loop(node.target, node.iter)
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-            if self._is_entry(node.value):
-                self._entries |= names
-            elif self._varies(node.value):
-                self._varying |= names
+    def _note_names(self, node: Any) -> None:
+        loop = isinstance(node, ast.For | ast.comprehension)
+        value, targets = node.iter if loop else node.value, getattr(node, "targets", None) or [node.target]
+        names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+        over = loop and not ast.unparse(value).startswith("range(") and any(map(self._is_entry, ast.walk(value)))
+        if over or self._is_entry(value):
+            self._entries |= names
+        if not over and value is not None and self._varies(value):
+            self._varying |= names - self._flags
 
-    def _note_loop(self, target: ast.expr, over: ast.expr) -> None:
-        names = [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
-        held = [False] * (len(names) - 1) + [self._holds(over)]  # of items(), the key is the same on all ranks
-        if isinstance(over, ast.Call) and ast.unparse(over.func) in ("enumerate", "zip", "reversed"):
-            held = [False] * (ast.unparse(over.func) == "enumerate") + [self._holds(each) for each in over.args]
-        if any(held):
-            self._entries |= {name for name, of in zip(names, held, strict=False) if of}
-        elif self._varies(over):
-            self._varying |= set(names)
-
-    def _holds(self, node: ast.expr) -> bool:
-        """Return whether the node is `self.attribute`, or a part or view of it, e.g. `self.attribute.items()`."""
-        while isinstance(node, ast.Call | ast.Subscript | ast.Attribute):
-            if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr == self._attribute:
-                return True
-            if isinstance(node, ast.Call):
-                plain = isinstance(node.func, ast.Name)
-                node = node.func if not plain else node.args[0] if node.args else node.func
-            else:
-                node = node.value
-        return False
-
-    def _is_entry(self, node: ast.expr) -> bool:
-        if isinstance(node, ast.Name):
-            return node.id in self._entries
-        return isinstance(node, ast.Subscript | ast.Attribute) and self._holds(node)
+    def _is_entry(self, node: ast.AST | None) -> bool:
+        """Return whether a node is the attribute, an entry of it, or a part of one."""
+        while isinstance(node, ast.Subscript | ast.Attribute) and ast.unparse(node) not in self._entries:
+            node = node.value
+        return node is not None and ast.unparse(node) in self._entries
 
     def _entries_in(self, call: ast.Call) -> list[ast.expr]:
-        return [each for each in [call.func, *call.args] if self._is_entry(each)]
+        return [] if _is_same(call) else [each for each in [call.func, *call.args] if self._is_entry(each)]
 
     def _varies(self, node: ast.expr) -> bool:
-        """Return whether the value of an expression may differ between ranks."""
-        if isinstance(node, ast.Name):
-            known = node.id in self._flags or hasattr(builtins, node.id) or node.id == "self"
-            return node.id in self._varying and not known
-        if isinstance(node, ast.Attribute):
-            return _first_name(node) in self._varying | self._flags and not self._is_entry(node.value)
-        if isinstance(node, ast.Call):
-            text = ast.unparse(node.func)
-            if text == "len" or text in SAME_AS_GIVEN:
-                return any(map(self._varies_inside if text == "len" else self._varies, node.args))
-            return not SAME_EVERYWHERE & set(text.split("."))
-        if isinstance(node, ast.Subscript):
-            return self._varies_inside(node.value) or self._varies(node.slice)
-        return any(self._varies(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
+        """Return whether a value may differ between ranks: not a flag, but what is in an argument."""
+        return any(map(self._differs, ast.walk(node)))
 
-    def _varies_inside(self, node: ast.expr) -> bool:
-        """Return whether the contents of a value may differ between ranks, such as the rows of an argument `x`, and so
-        `len(x)`. An argument by itself is taken for a flag."""
-        if isinstance(node, ast.Name):
-            return node.id != "self" and node.id not in self._entries and not hasattr(builtins, node.id)
-        return self._varies(node)
-
-    def _is_guarded(self, node: ast.AST) -> bool:
-        """Return whether a condition that may differ between ranks decides whether a node is run."""
-        while (up := self._above.get(node)) is not None:
-            tests: Sequence[ast.expr] = ()
-            if isinstance(up, ast.If | ast.IfExp | ast.While) and node is not up.test:
-                both = isinstance(up, ast.If) and all(map(self._uses, (up.body, up.orelse)))
-                tests = () if both else [up.test]
-            elif isinstance(up, ast.BoolOp) and node is not up.values[0]:
-                tests = up.values[:1]
-            elif isinstance(up, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-                tests = [test for each in up.generators for test in each.ifs]
-            if any(map(self._varies, tests)):
+    def _differs(self, node: ast.AST) -> bool:
+        match node:
+            case ast.Name(name):
+                return name in self._varying
+            case ast.Attribute(ast.Name(name)):
+                return name in self._flags
+            case ast.Subscript(ast.Name()) | ast.Call(ast.Name("len"), [ast.Name()]):
                 return True
-            node = up
-        return False
+        return isinstance(node, ast.Call) and not _is_same(node)
 
-    def _uses(self, body: Sequence[ast.stmt]) -> bool:
-        return any(node in self._used for statement in body for node in ast.walk(statement))
+    def _with_guards(self, node: ast.AST, guarded: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+        """Yield each node with whether a condition that may differ decides over it."""
+        guarded = guarded or any(map(self._varies, self._conditions(node)))
+        yield node, guarded
+        for child in ast.iter_child_nodes(node):
+            yield from self._with_guards(child, guarded)
 
-    def _ends(self, end: ast.stmt, call: ast.Call) -> bool:
-        """Return whether a call is not reached after this return, break or continue."""
-        loops, around = self._loops(end), self._loops(call)
-        if isinstance(end, ast.Return):
-            return end.lineno < call.lineno or any(loop in around for loop in loops)
-        return loops[0] in around and (isinstance(end, ast.Break) or end.lineno < call.lineno)
+    def _conditions(self, node: ast.AST) -> Sequence[ast.expr]:
+        match node:
+            case ast.If(test, body, orelse):
+                return () if all(any(map(self._uses, each)) for each in (body, orelse)) else [test]
+            case ast.IfExp(test) | ast.While(test):
+                return [test]
+            case ast.BoolOp(_, [first, *_]):
+                return [first]
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                return [test for each in node.generators for test in each.ifs]
+        return self._entries_in(node) if isinstance(node, ast.Call) else ()
 
-    def _loops(self, node: ast.AST) -> list[ast.AST]:
-        """Return the loops around a node, the innermost first."""
-        found = list[ast.AST]()
-        while (up := self._above.get(node)) is not None:
-            found += [up] if isinstance(up, ast.For | ast.While) else []
-            node = up
-        return found
-
-    def _parts_in(self, called: ast.expr) -> Iterator[tuple[str, str]]:
-        part = list[str]()
-        while isinstance(called, ast.Attribute):
-            part.insert(0, called.attr)
-            called = called.value
-            if self._is_entry(called):
-                yield ast.unparse(called.slice) if isinstance(called, ast.Subscript) else "", ".".join(part)
+    def _uses(self, statement: ast.stmt) -> bool:
+        return any(isinstance(node, ast.Call) and self._entries_in(node) for node in ast.walk(statement))
 
 
-def _is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
-
-
-def _first_name(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+def _is_same(call: ast.Call) -> bool:
+    """Return whether a call of the same arguments has the same result on all ranks."""
+    text = ast.unparse(call.func)
+    return text in SAME_AS_GIVEN or not SAME_EVERYWHERE.isdisjoint(text.split("."))
