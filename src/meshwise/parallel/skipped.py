@@ -52,7 +52,7 @@ def may_be_skipped(root: nn.Module, name: str) -> str | None:
     return why
 
 
-def _on_the_way(root: nn.Module, name: str) -> Iterator[tuple[type[Any], str, nn.Module, nn.Module]]:
+def _on_the_way(root: nn.Module, name: str) -> Iterator[tuple[Any, str, nn.Module, nn.Module]]:
     """Yield what calls what on the way to a module: a class, its attribute, the module or list there, and the entry."""
     owner, path = unwrapped(root), name.split(".")
     while path:
