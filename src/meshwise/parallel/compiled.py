@@ -26,6 +26,7 @@ from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
+from meshwise.splits.tensor import SplitTensor
 
 BACKEND = "inductor"
 
@@ -56,7 +57,8 @@ class _Compiled:
         self._run = torch.compile(forward, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        split = any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values()))  # which no graph can hold
+        return (self._forward if split else self._run)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
         return _Compiled(copy.deepcopy(self._forward, memo), self._backend)

@@ -234,7 +234,7 @@ class Call:
             if new:
                 apart.reads = None
                 why, again = self._proven_anew(args, kwargs, verdict, written, new)
-            if grad and why is None and nodes not in verdict.nodes:
+            if grad and why is None and nodes not in verdict.nodes and not is_used():  # compiling makes some too
                 why = "another number of operators" if verdict.nodes and not again else None
                 verdict.nodes |= set() if why else {nodes}
         except Otherwise as other:
@@ -331,7 +331,8 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
     def own(leaf: Tensor) -> Tensor:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
-            return leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data  # dynamo would look behind a view
+            rows = leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data  # dynamo would look behind a view
+            return rows.clone() if leaf.requires_grad and is_used() else rows
         return enter(leaf, part.axis)
 
     if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:
