@@ -142,8 +142,12 @@ def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return autograd's count of how often `tensor` was written in place."""
-    return int(tensor._version)
+    """Return autograd's count of how often `tensor` was written in place. Of a tensor of `torch.inference_mode` there is
+    none, and the result is 0."""
+    try:
+        return int(tensor._version)
+    except RuntimeError:
+        return 0
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:

@@ -115,6 +115,13 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
     if is_split(first) and written is not None:
         first.copy_(scatter(whole[id(first)], first.part))
         return first if result is whole[id(first)] else result
+    return read_only(name, result)
+
+
+def read_only(name: str, result: Any) -> Any:
+    """Return what a function with this name has read out of a tensor. What is written into an array would be lost."""
+    if name in ("numpy", "__array__"):
+        result.flags.writeable = False
     return result
 
 

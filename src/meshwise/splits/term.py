@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.fake import over
+from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import Args, Func, Kwargs, called, on_parts
 from meshwise.compat.tree import map_kind
 from meshwise.splits import rules
@@ -104,8 +105,21 @@ class Term(Tensor):
     """
 
     axis: Axis
-    known: Known
     assumed: int
+
+    @property
+    def known(self) -> Known:
+        """What is known of the sum. That of other memory if a tensor with the same memory was written."""
+        known, written = self.__dict__["held"]
+        if version(self) != written:
+            with on_parts():
+                known = self.known = Known(self.axis, self.detach().clone())
+            self.assumed = 0  # in memory is what `_written` has written
+        return known  # type: ignore[no-any-return]
+
+    @known.setter
+    def known(self, known: Known) -> None:
+        self.__dict__["held"] = known, version(self)
 
     @classmethod
     def __torch_function__(
@@ -116,7 +130,7 @@ class Term(Tensor):
             with on_parts():
                 return func(*args, **(kwargs or {}))
         if name in READS:
-            return func(value_of(args[0]), *args[1:], **(kwargs or {}))
+            return rules.read_only(name, func(value_of(args[0]), *args[1:], **(kwargs or {})))
         if heard:
             heard[0](name, args, kwargs or {})
         if rules.writes_in_place(name) and isinstance(args[0], Term):
@@ -155,16 +169,18 @@ def value_of(value: Term) -> Tensor:
         assert found is not None
         if not isinstance(found, Tensor):
             found = value.known.value = torch.full(value.shape, found, dtype=value.dtype)
+        found = found if found.shape == value.shape else found.reshape(value.shape)
         return found if found.dtype == value.dtype else found.to(value.dtype)
 
 
 def settled(value: Term) -> Term:
     """Return the same sum as a term without a count. Collective if it has one that is not exchanged yet."""
+    known = value.known
     if not value.assumed:
         return value
-    value.known.get(reduce=True)
+    known.get(reduce=True)
     with on_parts():
-        return term(over_count(plain(value), value), value.axis, value.known)
+        return term(over_count(plain(value), value), value.axis, known)
 
 
 def over_count(local: Tensor, value: Term) -> Tensor:
@@ -226,7 +242,7 @@ def _kept(func: Func, args: Args, kwargs: Kwargs) -> Any:
         local = func(*args, **kwargs)
         if local.dtype != value.dtype and not local.is_floating_point():  # parts would be rounded apart
             return NotImplemented
-        same = local.shape == value.shape
+        same = local.numel() == value.numel()
         known = Known(value.axis, parent=value.known, by=-1 if "neg" in called(func) else 1) if same else None
         return term(local, value.axis, known, value.assumed)
 
@@ -268,11 +284,13 @@ def _written(func: Func, args: Args, kwargs: Kwargs) -> Term:
     """Run an in-place operator on a term, and return that term. Only a sum stays unsummed."""
     target: Term = args[0]
     made: Any = _added(_ADD[called(func)], args, kwargs) if called(func) in _ADD else NotImplemented
-    if made is NotImplemented:
+    if made is NotImplemented or not torch.can_cast(made.dtype, target.dtype):  # which torch refuses below
         written, *others = _sums(args)
         func(written, *others, **_sums(kwargs))
         made = term(_part(written, target.axis) + 0, target.axis)
+    root = target.known.root
     with on_parts():
+        root.local = None if root.local is None else root.local.clone()  # of which earlier results are known
         target.copy_(made)
     target.known, target.assumed = made.known, 0
     return target
@@ -282,6 +300,6 @@ RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
     **dict.fromkeys(SCALED.split(), _scaled),
     **dict.fromkeys(KEPT.split(), _kept),
     **dict.fromkeys(ADDED.split(), _added),
-    "detach": _detached,
+    **dict.fromkeys(("detach", ".data"), _detached),
     "backward": backward,
 }
