@@ -1,6 +1,7 @@
 """Change the arguments of torch's functions that `__torch_function__` does not see.
 
-Scripted functions, `torch.tensor` and the transforms of `torch.func` read a tensor's memory without asking its class.
+Scripted functions, `torch.tensor` and others that make tensors, and the transforms of `torch.func` read a tensor's
+memory without asking its class.
 The names of the transforms' implementations are private. Read in torch 2.11 and 2.13: `_functorch/apis.py`,
 `_functorch/eager_transforms.py`.
 """
@@ -8,7 +9,8 @@ The names of the transforms' implementations are private. Read in torch 2.11 and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +25,8 @@ _IMPLEMENTATIONS = [
     *((eager_transforms, n) for n in ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")),
 ]
 _SCRIPTED: list[Any] = [torch._C.ScriptFunction, torch._C.ScriptMethod]
-_MAKERS = ("tensor", "as_tensor", "asarray")
+_SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
+_MAKERS = ("tensor", "as_tensor", "asarray", *(f"sparse_{layout}_tensor" for layout in _SPARSE))
 _change: list[Change] = []
 transforming: list[str] = []
 """The implementations of transforms of `torch.func`, such as `vmap`, that run now."""
@@ -52,8 +55,20 @@ def _install() -> None:
         setattr(owner, name, _transform(getattr(owner, name), name))
     for kind in _SCRIPTED:
         kind.__call__ = _changed(kind.__call__)
-    for name in _MAKERS:
-        setattr(torch, name, _maker(getattr(torch, name)))
+    makers = [getattr(torch, name) for name in _MAKERS]
+    nested = torch.nested.nested_tensor
+    replace({id(nested): _changed(nested)} | {id(make): _maker(make) for make in makers})
+
+
+def replace(made: Mapping[int, Any]) -> None:
+    """Put `made[id(thing)]` in the place of each such function or class in all modules, such as one with
+    `from torch import tensor`. torch's inner modules keep theirs."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch._") or (name.startswith("torch.") and name.count(".") > 1):
+            continue
+        held = getattr(module, "__dict__", None)
+        if type(held) is dict:  # and no class that stands for a module
+            held.update({key: made[id(value)] for key, value in list(held.items()) if id(value) in made})
 
 
 def _changed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +99,8 @@ def _transform(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def made(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Tensor) and not torch.compiler.is_compiling():  # lists of them it reads itself
+        given = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))  # lists of them it reads itself
+        if given and not torch.compiler.is_compiling():
             args, kwargs = _change[0]((args, kwargs))
         return function(*args, **kwargs)
 
