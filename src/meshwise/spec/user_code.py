@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 OURS = str(Path(__file__).parents[1]) + os.sep
@@ -94,3 +97,20 @@ def raised_at(error: BaseException) -> str:
         at = place(name, trace.tb_lineno) if is_users(name) else at
         trace = trace.tb_next
     return at
+
+
+def named_outside(things: Iterable[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return what the user's functions among `things`, and those that they call by name, name outside of themselves:
+    each namespace, and the names with their values now. The namespace of a closure is a copy."""
+    found: dict[FunctionType, Any] = {}
+    left = list(things)
+    while left:
+        function = left.pop()
+        if isinstance(function, FunctionType) and function not in found and is_users(function.__code__.co_filename):
+            found[function] = []
+            with contextlib.suppress(ValueError):  # a name of the closure that has no value yet
+                names = inspect.getclosurevars(function)
+                outer, inner = dict(names.globals), dict(names.nonlocals)
+                found[function] = [(function.__globals__, outer), (inner, dict(inner))]
+                left += [*outer.values(), *inner.values()]
+    return [pair for pairs in found.values() for pair in pairs]

@@ -9,7 +9,6 @@ Dropout is left out of both runs: it draws for each row alone.
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import weakref
@@ -24,10 +23,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.compat.compiling import without_compiling
-from meshwise.compat.modules import buffers_in
 from meshwise.compat.torch_function import called, on_parts
 from meshwise.compat.tree import all_leaves, map_kind
 from meshwise.engine.engine import Engine
+from meshwise.engine.module_state import NUMBERS, VALUES, ModuleState
 from meshwise.engine.seeds import set_states, states
 from meshwise.spec.user_code import OURS
 from meshwise.splits.axis import SplitPart
@@ -41,11 +40,6 @@ DROPOUTS |= {"feature_dropout", "native_dropout"}
 ASKS = {"all": "min", "any": "max", "max": "max", "min": "min", "amax": "max", "amin": "min"}
 ASKED = {"__bool__", "item"}
 BELOW, ABOVE = {"lt", "le", "__lt__", "__le__"}, {"gt", "ge", "__gt__", "__ge__"}
-OF_TORCH = {"_parameters", "_modules", "_buffers", "forward", "__deepcopy__", "__getstate__"}
-NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
-
-VALUES = (Tensor, *NUMBERS)
-CONTAINERS = (list, dict, set)
 
 
 @dataclass
@@ -177,48 +171,6 @@ def holds_values(leaf: Any) -> bool:
     return hasattr(leaf, "__dict__") and not isinstance(leaf, (*VALUES, nn.Module, type)) and not callable(leaf)
 
 
-class _State:
-    """The buffers and attributes of modules, to be put back."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = modules
-        every = [b for m in modules for b in buffers_in(m).values() if b is not None]
-        self.buffers = [(b, b.detach().clone()) for b in every]
-        self.attributes = [(m, {k: _copied(v) for k, v in vars(m).items() if k not in OF_TORCH}) for m in modules]
-        self.written: list[tuple[nn.Module, str]] = []
-        self.held = [(buffers_in(m), dict(buffers_in(m))) for m in modules]
-
-    def now(self) -> list[Any]:
-        """Return the values that a run may have written: buffers, and attributes that differ from those before."""
-        found: list[Any] = [b for m in self.modules for b in buffers_in(m).values()]
-        for module, before in self.attributes:
-            for name, value in vars(module).items():
-                if name in OF_TORCH or value is before.get(name):
-                    continue
-                if type(value) in CONTAINERS:
-                    known = set(map(id, all_leaves(before.get(name))))
-                    found += [each for each in all_leaves(value) if isinstance(each, VALUES) and id(each) not in known]
-                elif isinstance(value, VALUES):
-                    found.append(value)
-                    self.written.append((module, name))
-        return found
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for holder, before in self.held:
-                holder.update(before)
-            for buffer, value in self.buffers:
-                buffer.copy_(value)
-        for module, before in self.attributes:
-            for name in [k for k in vars(module) if k not in OF_TORCH and k not in before]:
-                del module.__dict__[name]
-            module.__dict__.update({k: _copied(v) for k, v in before.items()})
-
-
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if type(value) in CONTAINERS else value
-
-
 def prove(
     module: nn.Module,
     inner: Callable[..., Any],
@@ -230,7 +182,7 @@ def prove(
     """Return whether calls like `inner(*args, **kwargs)` may run apart. args, kwargs: trees with split tensors. ask:
     returns all ranks' answer to a question about all rows, given this rank's answer and a reduction."""
     device = engine.world.device
-    state, before, quiet = _State(list(module.modules())), states(device), _Quiet(ask)
+    state, before, quiet = ModuleState(list(module.modules())), states(device), _Quiet(ask)
 
     def run(own: Callable[[SplitTensor], Tensor]) -> tuple[Any, list[Any]]:
         with on_parts():
