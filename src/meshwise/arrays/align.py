@@ -94,15 +94,8 @@ def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> 
 
 
 def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | None:
-    """Return the sharding that the result of an elementwise operation has if the operation does not move one operand.
-
-    Returns None if this operand is sharded along a dim of length 1 that broadcasting repeats.
-
-    shape: the shape of the result.
-    own: the shape of the operand.
-    lies: the sharding of the operand.
-    size: not used. It is a parameter because `plan` passes all values of `Held`.
-    """
+    """Return the sharding that the result of an elementwise operation has if the operation does not move one
+    operand."""
     if lies.dim is None:
         return sharding(lies.places)
     dim = lies.dim + len(shape) - len(own)

@@ -105,12 +105,7 @@ def _value(x: Array, value: Any) -> Value:
 
 
 def _bits_of(value: Value, dtype: torch.dtype) -> Value:
-    """Cast a value to `dtype`. If `dtype` is uint16, uint32 or uint64, reinterpret the bits of the result as signed
-    integers of the same size.
-
-    `_write` does the same with the array that gets the value, by `as_bits`, because torch lacks operations on these
-    types. For any other `dtype`, the value is returned unchanged.
-    """
+    """Cast a value to `dtype`."""
     kind = SIGNED.get(dtype)
     if kind is None:
         return value
@@ -138,16 +133,7 @@ def _number(dtype: torch.dtype, value: Number) -> Number:
 
 def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips: Sequence[int]) -> Array | Tensor:
     """Permute and reshape `value`, which the user assigns by `x[key] = value`, so that it can be written to the
-    selected elements.
-
-    The result has the dims of the index arrays first, then the dims of the slices. A dim that `value` lacks gets length
-    1. Raises ValueError if `value` does not broadcast to the shape of `x[key]`.
-
-    key: the key of the assignment.
-    common: the shape to which the index arrays of the key broadcast.
-    shape: the lengths of the dims of the slices.
-    flips: the positions in `shape` of slices with a negative step. The value is reversed along these dims.
-    """
+    selected elements."""
     depth = len(common)
     rest = iter(range(depth, depth + len(shape)))
     spots: list[int | None] = []
@@ -195,10 +181,7 @@ def _copy(target: Array, value: Array | Tensor) -> None:
 
 
 def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:
-    """Write the elements at which `mask` is true.
-
-    If the mask covers the sharded dim of the target, the mask is sharded like the target. Otherwise it is replicated.
-    """
+    """Write the elements at which `mask` is true."""
     depth, placed = len(mask.shape), target.sharding
     inside = placed.dim is not None and dim <= placed.dim < dim + depth
     lies = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)
@@ -235,13 +218,7 @@ def _put(
     key: Key | None,
     flips: Sequence[int],
 ) -> None:
-    """Write a value to the entries of `target` at the given indices, as `target[indices] = value` does.
-
-    dims: the dims of `target` that are indexed, one dim for each index array.
-    key: the user's key, from which the order of the dims of `value` follows. None if `value` has the dims of the index
-        arrays first, and then the dims of `target` that are not indexed.
-    flips: the dims of `target` for which the key has a slice with a negative step.
-    """
+    """Write a value to the entries of `target` at the given indices, as `target[indices] = value` does."""
     target = undivided(target)
     rest = [dim for dim in range(len(target.shape)) if dim not in dims]
     tail = tuple(target.shape[dim] for dim in rest)

@@ -100,11 +100,7 @@ def of_user(
 
 
 def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, copy: bool | None) -> Array:
-    """Apply `xp.asarray` to `x`, an array of the same namespace `xp`.
-
-    Returns `x` itself if dtype, device and sharding stay the same and no copy is requested. Raises ValueError if
-    copy=False but a copy is needed.
-    """
+    """Apply `xp.asarray` to `x`, an array of the same namespace `xp`."""
     stays = wanted is None and device in (None, x.space.device_name(x.sharding))
     placed = x.sharding if stays else x.space.placed(x.shape, device, wanted)
     cast = dtype is not None and dtype is not x.dtype
@@ -122,12 +118,7 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
 
 
 def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Tensor:
-    """Convert values to a tensor. Values that are on a device stay there, all others are on the host.
-
-    Python's floats get the default float dtype.
-
-    wanted: the dtype to which the caller casts the result.
-    """
+    """Convert values to a tensor."""
     if isinstance(obj, Array):
         raise UsageError(
             f"this array belongs to an array namespace on {', '.join(obj.space.names)}. Write xp.asarray(x.numpy())."
@@ -325,10 +316,7 @@ def full_like(
 
 
 def _like(make: Callable[..., Array]) -> Callable[..., Array]:
-    """Make a function such as `zeros_like` from a function such as `zeros`.
-
-    The new array has the sharding of `x`, unless `device` or `sharding` is given.
-    """
+    """Make a function such as `zeros_like` from a function such as `zeros`."""
 
     def made_like(
         space: Space, x: Any, /, dtype: Any = None, *, device: Any = None, sharding: Placement = None

@@ -73,10 +73,7 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
 
 
 def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dtype], name: str) -> list[Tensor]:
-    """Scan the parts one after another. The scan of each part starts from the total of the parts before it.
-
-    how: (the function that scans one part, the dtype of the totals).
-    """
+    """Scan the parts one after another."""
     (scan, dtype), held, space = how, x.sharding, x.space
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
     slab = (*x.shape[:axis], 1, *x.shape[axis + 1 :])

@@ -164,9 +164,7 @@ def _in_general(
     result: torch.dtype | None,
     given: tuple[Any, ...],
 ) -> Array:
-    """Compute an elementwise function of arrays and numbers, at least one of which is an array. `choose` returns the
-    torch function for a dtype. `takes` are the supported dtypes, and `result` is the dtype of the result. If `result`
-    is None, the result has the common dtype of the operands."""
+    """Compute an elementwise function of arrays and numbers, at least one of which is an array."""
     arrays = operands(name, given)
     real = [x for x in arrays if isinstance(x, Array)]
     space = real[0].space

@@ -105,11 +105,7 @@ def _arrays_of(operation: Callable[[], Any]) -> dict[str, Array]:
 
 @contextmanager
 def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
-    """Inside the `with` block, replace the parts of arrays by tensors that have a shape but take no memory.
-
-    An operation on these arrays computes nothing, but shows what it would move. Yields a function `lay(x, sharding)`
-    that changes the sharding of an array. When the block ends, the arrays get their parts and shardings back.
-    """
+    """Inside the `with` block, replace the parts of arrays by tensors that have a shape but take no memory."""
     before = [(x, x.parts, x.sharding, x.alias) for x in arrays]
 
     def lay(x: Array, placed: Sharding) -> None:
@@ -149,11 +145,7 @@ def _moved(operation: Callable[[], Any]) -> CommLog:
 
 
 def _choices(arrays: dict[str, Array]) -> Iterator[tuple[Sharding, ...]]:
-    """Yield combinations of shardings to try for the arrays, apart from their present shardings.
-
-    In a combination, an array may keep its sharding, be sharded evenly along one of its dims, or be replicated. Yields
-    nothing if there are too many combinations.
-    """
+    """Yield combinations of shardings to try for the arrays, apart from their present shardings."""
     options = []
     for x in arrays.values():
         places = x.space.places

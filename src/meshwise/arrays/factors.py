@@ -112,11 +112,7 @@ class LU:
     """
 
     def __init__(self, x: Array, name: str, right: Array | None = None) -> None:
-        """Factor the matrix `x`.
-
-        right: the right-hand sides of a linear system to solve, sharded by columns over the devices of `x`. They are
-            transformed while `x` is factored.
-        """
+        """Factor the matrix `x`."""
         x = x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[0], x.sharding.places, 1), name)
         self.x, self.held, self.moves, self.n = x, x.sharding, _Moves(x, name), x.shape[0]
         self.filled = self.moves.filled
@@ -215,10 +211,7 @@ class LU:
 
 
 def _exchanged(pivots: Tensor, rows: int) -> Tensor:
-    """Return the row order after the row exchanges of an LU factorization. Reads `pivots`, which waits for the device.
-
-    pivots: as LAPACK returns them. First row 0 was exchanged with row `pivots[0] - 1`, then row 1 with `pivots[1] - 1`.
-    """
+    """Return the row order after the row exchanges of an LU factorization."""
     order = list(range(rows))
     for at, other in enumerate(pivots.tolist()):
         order[at], order[other - 1] = order[other - 1], order[at]
@@ -226,13 +219,7 @@ def _exchanged(pivots: Tensor, rows: int) -> Tensor:
 
 
 def _forward(columns: Tensor, factor: Tensor, order: Tensor) -> Tensor:
-    """Apply one step of the LU elimination to columns that are not factored yet, or to right-hand sides.
-
-    The rows are brought into the order `order`. Then the top rows are solved with the lower factor, and multiples of
-    the solution are subtracted from the rows below.
-
-    factor: the columns that were factored in this step.
-    """
+    """Apply one step of the LU elimination to columns that are not factored yet, or to right-hand sides."""
     width, columns = factor.shape[1], columns[order]
     top = torch.linalg.solve_triangular(factor[:width], columns[:width], upper=False, unitriangular=True)
     columns[:width] = top

@@ -104,12 +104,7 @@ def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, i
 
 
 def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Sharding | None:
-    """Return the sharding of the result of `x[indices]` with which no entry of `x` has to move. Return None if it
-    cannot be found cheaply.
-
-    It can be found if all indices are one-dimensional tensors in host memory, and the indices of the sharded dim are
-    sorted.
-    """
+    """Return the sharding of the result of `x[indices]` with which no entry of `x` has to move."""
     if len(indices) > 1 and any(each.ndim != 1 for each in indices if isinstance(each, Tensor)):
         return None
     if x.sharding.dim not in dims:
@@ -127,19 +122,13 @@ def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | T
 
 
 def _owners(entries: Tensor, placed: Sharding) -> Tensor:
-    """Return, for each entry, the number of the part that holds it.
-
-    entries: indices along the dim that `placed` divides.
-    """
+    """Return, for each entry, the number of the part that holds it."""
     ends = torch.tensor(list(itertools.accumulate(placed.sizes)), device=entries.device)
     return torch.bucketize(entries, ends, right=True)
 
 
 def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
-    """Combine the index arrays of several dims into row-major indices, as one vector for each local part.
-
-    For dims of the lengths 4 and 10, the indices 2 and 3 become 23. An index out of bounds becomes -1.
-    """
+    """Combine the index arrays of several dims into row-major indices, as one vector for each local part."""
     flat = []
     for parts in zip(*(each.parts for each in indices), strict=True):
         number = torch.zeros_like(parts[0], dtype=torch.int64).reshape(-1)

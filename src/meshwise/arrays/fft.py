@@ -102,11 +102,7 @@ def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] |
 
 
 def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:
-    """Apply `fft` or `ifft` along several axes, one after another, in an order that moves little data.
-
-    The array is resharded once to transform the sharded axis. This axis comes first if the array can then be sharded
-    along a dim that is not transformed. Otherwise this axis comes last.
-    """
+    """Apply `fft` or `ifft` along several axes, one after another, in an order that moves little data."""
     order = sorted(range(len(dims)), key=lambda k: (dims[k] == x.sharding.dim, k))
     others = [dim for dim in range(len(x.shape)) if dim not in dims]
     if others and max(x.shape[dim] for dim in others) >= len(x.sharding.places):
@@ -119,8 +115,7 @@ def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int
 def _lengths(
     x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] | None
 ) -> tuple[list[int | None], list[int]]:
-    """Return the lengths and the axes of a transform over several axes. An axis is cut or padded to its length, or left
-    unchanged if its length is None."""
+    """Return the lengths and the axes of a transform over several axes."""
     count = len(x.shape)
     if axes is None:
         axes = range(count) if s is None else range(count - len(s), count)
@@ -160,10 +155,7 @@ def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Seque
 
 
 def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
-    """Shard `x` along another dim than `axis`, so that `axis` can be transformed.
-
-    If `x` has no other dim, return `x`.
-    """
+    """Shard `x` along another dim than `axis`, so that `axis` can be transformed."""
     held = x.sharding
     if held.dim != axis:
         return x
@@ -186,11 +178,7 @@ def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
 
 
 def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
-    """Apply `torch.fft.<name>` to a sharded array in which `axis` is the only dim with more than one entry.
-
-    A long vector is transformed by all devices together, by `_in_parts`, if `name` and the length allow this. Any other
-    vector is transformed on one device.
-    """
+    """Apply `torch.fft.<name>` to a sharded array in which `axis` is the only dim with more than one entry."""
     held, length = x.sharding, x.shape[axis]
     if name in ("fft", "ifft") and n in (None, length) and length >= LONG and _divisor(length, len(held.places)):
         return _in_parts(x, name, axis, norm)
@@ -224,11 +212,7 @@ def _divisor(length: int, places: int) -> int | None:
 
 
 def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
-    """Apply `fft` or `ifft` to a long sharded vector, with the work divided over all devices.
-
-    The vector is seen as a matrix of rows x columns. The columns are transformed, and the results are multiplied by
-    twiddle factors. Then the rows are transformed, and the matrix is transposed.
-    """
+    """Apply `fft` or `ifft` to a long sharded vector, with the work divided over all devices."""
     held, space, length = x.sharding, x.space, x.shape[axis]
     rows = _divisor(length, len(held.places))
     assert rows is not None
@@ -254,14 +238,7 @@ def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
 
 
 def _twiddles(rows: int, begin: int, part: Tensor, length: int, sign: int) -> Tensor:
-    """Return the twiddle factors exp(2 pi i * sign * row * column / length) for the columns in `part`.
-
-    They are exact to the last bits, because `row * column` is reduced modulo `length` before it is multiplied by pi.
-
-    rows: the number of rows.
-    begin: the number of the first column.
-    part: a tensor with these columns, on the device and with the dtype of the result.
-    """
+    """Return the twiddle factors exp(2 pi i * sign * row * column / length) for the columns in `part`."""
     row = torch.arange(rows, device=part.device)[:, None]
     column = torch.arange(begin, begin + part.shape[1], device=part.device)
     angle = (row * column % length).to(torch.float64) * (sign * 2 * math.pi / length)
@@ -291,11 +268,7 @@ def rfftfreq(
 
 
 def _frequencies(space: Space, n: int, d: float, dtype: Any, placement: tuple[Any, Placement], count: int) -> Array:
-    """Return the first `count` of the `n` sample frequencies of a transform. If `count` is `n`, the second half is
-    negative.
-
-    d: the time between two samples.
-    """
+    """Return the first `count` of the `n` sample frequencies of a transform."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
 
     def make(_: Any, within: tuple[slice, ...], device: torch.device) -> Tensor:

@@ -62,11 +62,7 @@ def _chosen(x: Array, key: Key) -> Array:
 
 
 def _shown(found: Array, key: Key, depth: int) -> Array:
-    """Put the dims of `found` into the order that the key requires, and add the new dims of the key.
-
-    found: the entries that the key selects. The dims of its index arrays come first.
-    depth: the number of dims of the index arrays.
-    """
+    """Put the dims of `found` into the order that the key requires, and add the new dims of the key."""
     order: list[int | None] = []
     dim = depth
     for each in key.out:
@@ -105,16 +101,7 @@ def region(x: Array, cuts: Sequence[Cut]) -> Region:
 def _plan(
     placed: Sharding, cuts: tuple[Cut, ...]
 ) -> tuple[dict[int, tuple[int | slice, ...]], Sharding, Shape, tuple[int, ...]]:
-    """Plan how to select a region of an array, which `cuts` describes by one index or range for each dim.
-
-    A range with a negative step is read in ascending order, so the caller has to reverse it. Returns
-    - the slices to apply to each part, by the number of the part
-    - the sharding of the region
-    - the shape of the region
-    - the dims of the region that the caller has to reverse
-
-    placed: the sharding of the array.
-    """
+    """Plan how to select a region of an array, which `cuts` describes by one index or range for each dim."""
     kept = [each for each in cuts if isinstance(each, range)]
     shape = tuple(len(each) for each in kept)
     flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0 and len(each) > 1)
@@ -135,10 +122,7 @@ def _plan(
 
 
 def _ascending(each: Cut) -> Cut:
-    """Sort a range in ascending order, so that ranges with the same entries become equal.
-
-    In a range of less than two entries, the step has no meaning and becomes 1.
-    """
+    """Sort a range in ascending order, so that ranges with the same entries become equal."""
     if isinstance(each, int):
         return each
     if len(each) < 2:
@@ -147,12 +131,7 @@ def _ascending(each: Cut) -> Cut:
 
 
 def _within(entries: range, begin: int, size: int) -> range:
-    """Return which of these entries lie in a part that begins at `begin` and has `size` entries.
-
-    The returned entries are counted from the beginning of the part.
-
-    entries: a range in ascending order.
-    """
+    """Return which of these entries lie in a part that begins at `begin` and has `size` entries."""
     first = max(0, -(-(begin - entries.start) // entries.step))
     last = min(len(entries), max(first, -(-(begin + size - entries.start) // entries.step)))
     if first >= last:

@@ -214,11 +214,7 @@ def halo(
 
 
 def _ring(x: Array, length: int, before: int) -> list[Run]:
-    """Return runs of the last `before` entries of `x` along a dim of length `length`. `halo` joins these runs in front
-    of `x` to treat `x` as a ring.
-
-    If `before` exceeds `length`, entries repeat: the last 4 entries of [a, b, c] are [c, a, b, c].
-    """
+    """Return runs of the last `before` entries of `x` along a dim of length `length`."""
     rounds, rest = divmod(before, length)
     return [Run(x, length - rest, rest), *[Run(x, 0, length)] * rounds]
 

@@ -101,10 +101,7 @@ def _read(items: list[Any], shape: Shape) -> Key:
 
 
 def _item(given: Any) -> Any:
-    """Convert one item of a key to None, Ellipsis, a slice, an int, or an index array or mask.
-
-    An index array or mask becomes an `Array` or a tensor on the host.
-    """
+    """Convert one item of a key to None, Ellipsis, a slice, an int, or an index array or mask."""
     if given is None or given is Ellipsis or isinstance(given, slice):
         return given
     if type(given) is int:
@@ -145,11 +142,7 @@ def _is_array(item: Any) -> bool:
 
 
 def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
-    """Add a slice for each dim that the key does not name.
-
-    An ellipsis stays in the list, because it separates index arrays: as in NumPy, the dims of separated index arrays
-    come first in the result.
-    """
+    """Add a slice for each dim that the key does not name."""
     used = sum(_dims_of(item) for item in items)
     at = [k for k, item in enumerate(items) if item is Ellipsis]
     if len(at) > 1:

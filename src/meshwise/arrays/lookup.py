@@ -66,10 +66,7 @@ def _but_parts(x: Array) -> tuple[Any, ...]:
 
 
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
-    """Convert `value` to an array on the devices of `other`.
-
-    Returns this array, and the dtype in which it is compared with `other`.
-    """
+    """Convert `value` to an array on the devices of `other`."""
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
         raise NoArrayGiven(f"cannot compare {type(value).__name__} and {type(other).__name__}. Use xp.asarray(value).")
     dtype = result_type(value, other)

@@ -60,11 +60,7 @@ def map_shards(
 
 
 def _beside(x: Array, other: Any) -> Callable[[int], Any]:
-    """Return a function that gives the argument for each part of `x`, from the position of the part in `x.parts`.
-
-    other: an argument of `map_shards`. If it is an array that has the divided dim of `x`, it is divided in the same
-        way: rows 4 to 8 of `x` get rows 4 to 8 of `other`. Otherwise every part of `x` gets the whole of `other`.
-    """
+    """Return a function that gives the argument for each part of `x`, from the position of the part in `x.parts`."""
     if not isinstance(other, Array):
         return lambda at: other
     wanted = sharding(x.sharding.places)
@@ -82,15 +78,7 @@ def _ahead(x: Array, at: int, before: int, wrap: bool) -> int:
 
 
 def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> Tensor:
-    """Remove the halo from one result of the user's function. The halo is the entries that were added from neighboring
-    parts.
-
-    Raises UsageError if the result is not a tensor, or has a wrong length along the divided dim.
-
-    own: the part of the array, without the halo.
-    given: the part with the halo, which the function received.
-    lead: how many entries of the halo precede the part.
-    """
+    """Remove the halo from one result of the user's function."""
     if not isinstance(made, Tensor):
         raise UsageError(
             f"map_shards: the function returned {type(made).__name__}. Return a tensor, or a tuple of tensors."

@@ -75,12 +75,7 @@ def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable
 
 
 def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
-    """Return the right-hand operand for each part of `x` in an in-place operation such as `x += other`.
-
-    Returns None if the result might have another shape, dtype or sharding than `x`, so that `x` cannot hold it.
-
-    rule: the function of the operator, such as `xp.add`.
-    """
+    """Return the right-hand operand for each part of `x` in an in-place operation such as `x += other`."""
     if x.dtype not in getattr(rule, "takes", ()):
         return None
     if type(other) is Array:

@@ -79,11 +79,7 @@ def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hasha
 
 
 def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Send tensors between ranks in one batch. Return the tensors that arrived on this rank, by the `key` of each
-    `Move`.
-
-    The device numbers in a `Move` are numbers of ranks here.
-    """
+    """Send tensors between ranks in one batch."""
     came_to(operation)
     (own,) = space.here
     arrived, sends, receives, copies = {}, [], [], []
@@ -143,11 +139,7 @@ Step = tuple[int, int, Shape, Slices | None, Slices | None]
 
 @functools.lru_cache(maxsize=4096)
 def _plan(shape: Shape, held: Sharding, wanted: Sharding, own: bool) -> tuple[list[Step], set[int]]:
-    """Return the steps that change the sharding of an array. A step sends a block of elements to one target part.
-
-    Also return the numbers of the target parts that a single step fills. Such a part needs no memory allocated in
-    advance.
-    """
+    """Return the steps that change the sharding of an array."""
     steps: list[Step] = []
     whole = set()
     for source, target, theirs, ours in overlaps(shape, held, wanted):

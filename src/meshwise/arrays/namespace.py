@@ -206,10 +206,7 @@ def _bound(space: Space, rule: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def _into(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an array function with NumPy's arguments `out` and `where`, if they are given.
-
-    `out` is an array to write the result to. For elementwise functions, `where` is a mask of the elements to write.
-    """
+    """Call an array function with NumPy's arguments `out` and `where`, if they are given."""
     out, shown = kwargs.pop("out", None), kwargs.pop("where", True)
     found = call(*args, **kwargs)
     if out is None and shown is True:

@@ -66,10 +66,7 @@ def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Arr
 
 
 def _extreme(values: Array, ord: float) -> Array:
-    """Return the greatest value along the last dim, or the least value if `ord` is below 0.
-
-    If there are no values, the greatest value is 0.
-    """
+    """Return the greatest value along the last dim, or the least value if `ord` is below 0."""
     if ord > 0 and not values.shape[-1]:
         return reductions.total(values, axis=-1)
     return reductions.FUNCTIONS["max" if ord > 0 else "min"](values, axis=-1)

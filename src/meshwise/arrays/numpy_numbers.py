@@ -121,10 +121,7 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
 
 
 def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
-    """Return `length` weighted sums of `count` successive entries of `a`. Sum number k begins at entry k.
-
-    The weights are used in reversed order, as in a convolution: the first entry of a sum gets the last weight.
-    """
+    """Return `length` weighted sums of `count` successive entries of `a`."""
     held = a.sharding
     spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)
     lies = sharding(held.places, 0, tuple(max(0, min(begin + size, length) - begin) for begin, size in spans))

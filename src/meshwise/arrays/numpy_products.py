@@ -53,10 +53,7 @@ def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
 
 
 def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
-    """Return the labels of each array and the labels of the result, one letter per dim.
-
-    Raises ValueError if they do not fit the shapes.
-    """
+    """Return the labels of each array and the labels of the result, one letter per dim."""
     given, arrow, result = subscripts.replace(" ", "").partition("->")
     inputs = given.split(",")
     free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # for dims behind `...`
@@ -96,10 +93,7 @@ def _lengths(asked: str, inputs: Sequence[str], arrays: Sequence[Array]) -> None
 
 
 def _alone(x: Array, labels: str) -> tuple[Array, str]:
-    """Return (an array whose dims all have different labels, these labels).
-
-    If several dims of `x` have the same label, they are replaced by their diagonal.
-    """
+    """Return (an array whose dims all have different labels, these labels)."""
     while twice := next((label for label in labels if labels.count(label) > 1), None):
         one, other = labels.index(twice), labels.rindex(twice)
         x = diagonal_of(moveaxis(x, (one, other), (-2, -1)), 0, read_only=False)

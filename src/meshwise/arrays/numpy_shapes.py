@@ -142,10 +142,7 @@ def _where(at: Any) -> Any:
 
 
 def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`.
-
-    If NumPy raises an error, its message is changed to name the function that the user called.
-    """
+    """Return the result of `call`."""
     try:
         return call()
     except (IndexError, ValueError) as error:

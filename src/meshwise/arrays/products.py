@@ -83,12 +83,7 @@ def matmul(x1: Array, x2: Array, /) -> Array:
 
 @lru_cache(maxsize=1024)
 def _matmul_terms(a: Shape, b: Shape) -> Terms:
-    """Return the labels of all dims in a matrix product, as in einsum, and the shape of the result.
-
-    Raises ValueError if the shapes do not fit.
-
-    a, b: the shapes of the operands.
-    """
+    """Return the labels of all dims in a matrix product, as in einsum, and the shape of the result."""
     if not a or not b:
         raise ValueError(f"matmul of shapes {a} and {b}: both arrays need at least one dim. Write x1 * x2.")
     if a[-1] != b[-2 if len(b) > 1 else 0]:
@@ -196,15 +191,7 @@ def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> A
 def _divided(
     a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms, x_size: int, y_size: int, size: int
 ) -> _Division:
-    """Choose how to divide the work of a product over the devices, so that the fewest bytes move.
-
-    If several ways move equally few bytes, the dim along which `x` is divided is preferred, and after it the dim along
-    which `y` is divided.
-
-    a, b: the shapes of the operands.
-    x, y: the present shardings of the operands.
-    x_size, y_size, size: the bytes of an element of the operands and of the result.
-    """
+    """Choose how to divide the work of a product over the devices, so that the fewest bytes move."""
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)
         if not common:  # the smaller goes to the other
@@ -253,10 +240,7 @@ def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
 
 
 def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, operation: str) -> Array:
-    """Multiply `x` by `y` without moving `x`. The parts of `y` are sent to every device of `x`, one after another.
-
-    Each device holds one part of `y` at a time. As many bytes move as if `y` were replicated.
-    """
+    """Multiply `x` by `y` without moving `x`."""
     space, held = x.space, y.sharding
     assert held.dim is not None
     label = terms.y[held.dim]

@@ -96,22 +96,12 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
 
 
 def _ranks(at: Tensor, length: int) -> Tensor:
-    """Return which sorted elements to read, by position, to interpolate at the positions `at`, such as 2.5.
-
-    These are first all positions rounded down, then all positions rounded up, and then the last position, `length - 1`.
-    The last element is NaN if any element is NaN, because NaN is sorted last.
-    """
+    """Return which sorted elements to read, by position, to interpolate at the positions `at`, such as 2.5."""
     return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
 
 
 def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
-    """Interpolate between sorted elements at the positions `at`. For example, position 2.5 is between elements 2 and 3.
-    The result is NaN if any element is NaN.
-
-    found: the element below each position, then the element above each position, then the last element. NaN sorts last,
-        so the last element shows whether there is a NaN.
-    rest: the number of dims of `found` after the first dim.
-    """
+    """Interpolate between sorted elements at the positions `at`."""
     found = found if found.is_floating_point() else found.to(torch.float64)
     count = len(at)
     low, high, last = found[:count], found[count : 2 * count], found[2 * count :]
@@ -130,11 +120,7 @@ def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
 
 
 def _of_all(x: Array, at: Tensor) -> Tensor:
-    """Return the elements that `_between` needs to interpolate at the positions `at`, for a split array. They are in
-    host memory.
-
-    The order is as in `found` of `_between`: below each position, above each position, and the last element.
-    """
+    """Return the elements that `_between` needs to interpolate at the positions `at`, for a split array."""
     space, held, length = x.space, x.sharding, math.prod(x.shape)
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
     parts = tuple(sort_values(part.reshape(-1)) for part in x.parts)

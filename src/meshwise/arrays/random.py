@@ -261,8 +261,7 @@ def _whole(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 def _uniform(upper: Tensor, lower: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return uniform numbers in [0, 1). For each number, `upper` and `lower` have 32 random bits each. As many of these
-    bits are used as the dtype can represent."""
+    """Return uniform numbers in [0, 1)."""
     if dtype is torch.float64:
         return ((upper << 21) | (lower >> 11)).to(dtype).mul_(2.0**-53)
     kept = {torch.float32: 24, torch.float16: 11}.get(dtype, 8)

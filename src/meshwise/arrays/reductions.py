@@ -206,10 +206,7 @@ def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = 
 
 
 def _calculated(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which torch computes a sum or product whose result has the dtype `dtype`.
-
-    For unsigned integers, this is int64. The lower bits are the same as in unsigned arithmetic.
-    """
+    """Return the dtype in which torch computes a sum or product whose result has the dtype `dtype`."""
     return torch.int64 if dtype in UNSIGNED else dtype
 
 

@@ -83,10 +83,7 @@ def _is_of(part: Tensor, whole: Tensor) -> bool:
 
 
 def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
-    """Return the reshaped array, and whether each device keeps its elements.
-
-    `x` must not be divided along a dim of length 1.
-    """
+    """Return the reshaped array, and whether each device keeps its elements."""
     placed = x.sharding
     if not size_of(wanted):
         placed = evenly(wanted[0], placed.places)
@@ -146,11 +143,7 @@ class Rows:
 
 
 def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
-    """Describe a divided array as `Rows`.
-
-    group: the dims that are reshaped together, as (first dim, dim after the last dim). The array is divided along one
-        of these dims.
-    """
+    """Describe a divided array as `Rows`."""
     assert placed.dim is not None
     first, last = group
     inner = math.prod(shape[placed.dim + 1 : last])
@@ -173,11 +166,8 @@ def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
 
 
 def _groups(old: Shape, new: Shape, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the group of dims that contains the dim `dim` of the old shape, and the matching group of the new shape.
-
-    For example, (2, 6, 5) becomes (2, 3, 10): the group of the dims 6 and 5 matches the group of 3 and 10. Each group
-    is returned as (first dim, dim after the last). Both groups have the same number of elements. No length may be 0.
-    """
+    """Return the group of dims that contains the dim `dim` of the old shape, and the matching group of the new
+    shape."""
     i = j = 0
     while True:
         begin = i, j
@@ -231,12 +221,7 @@ class Box:
 
 
 def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
-    """Yield the blocks of elements that two parts have in common, one part before a reshape and one part after it.
-
-    The elements are seen as a matrix, in row-major order. One part holds the elements `begin` to before `end` in this
-    order. Part n of `rows` holds the same columns of every row. So there are at most three blocks: in the first row, in
-    the last row, and in all rows between.
-    """
+    """Yield the blocks of elements that two parts have in common, one part before a reshape and one part after it."""
     length, low, high = rows.length, rows.begins[n], rows.ends[n]
     if begin >= end:
         return
@@ -252,14 +237,7 @@ def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
 
 
 def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tensor:
-    """Return a torch view of the block `box` in part k of the array `line`.
-
-    The elements of this part follow each other in row-major order. The view has the shape (before, rows of the box,
-    columns of the box, after). For `before` and `after`, see `Rows`.
-
-    tensor: the part, in the shape (before, 1, elements, after).
-    length: the number of elements in a whole row.
-    """
+    """Return a torch view of the block `box` in part k of the array `line`."""
     at = box.row * length - line.begins[k]
     if box.count == 1:
         return tensor[:, :, at + box.low : at + box.high]
@@ -269,12 +247,5 @@ def _of_line(tensor: Tensor, box: Box, line: Rows, k: int, length: int) -> Tenso
 
 
 def _of_rows(tensor: Tensor, box: Box, rows: Rows, n: int, length: int) -> Tensor:
-    """Return a torch view of the block `box` in part n of the array `rows`.
-
-    This part holds the same columns of every row. The view has the shape (before, rows of the box, columns of the box,
-    after). For `before` and `after`, see `Rows`.
-
-    tensor: the part, in the shape (before, all rows, columns of the part, after).
-    length: not used. It is a parameter because `_of_line` needs it, which callers call in the same way.
-    """
+    """Return a torch view of the block `box` in part n of the array `rows`."""
     return tensor[:, box.row : box.row + box.count, box.low - rows.begins[n] : box.high - rows.begins[n]]

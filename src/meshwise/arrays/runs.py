@@ -69,12 +69,7 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
 
 
 def _best(runs: Sequence[Run], dim: int) -> Sharding:
-    """Choose the sharding of the array that results if runs are joined along `dim`.
-
-    If the source arrays of all runs are replicated on the same devices, the result is replicated there, too. If most
-    entries come from source arrays with one sharding along another dim than `dim`, the result gets this sharding.
-    Otherwise the result is divided along `dim`, see `as_held`.
-    """
+    """Choose the sharding of the array that results if runs are joined along `dim`."""
     lies = runs[0].source.sharding
     if lies.dim is None and all(run.source.sharding == lies for run in runs):
         return lies
@@ -148,13 +143,7 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
 
 
 def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation: str) -> Run:
-    """Reshard the source array of a run along `dim`, if it is divided along another dim. Return the new run.
-
-    If possible, each device gets the entries that it wants. Otherwise the entries are divided evenly. A run that leaves
-    out or reorders entries of its source array is returned unchanged.
-
-    at: the position of the run's first entry in the joined array.
-    """
+    """Reshard the source array of a run along `dim`, if it is divided along another dim."""
     if run.source.sharding.dim in (None, dim) or run.step != 1 or run.count != run.source.shape[dim]:
         return run
     places = tuple(dict.fromkeys(place for place, _, _ in wanted))
@@ -165,14 +154,7 @@ def _divided(run: Run, dim: int, at: int, wanted: Sequence[Interval], operation:
 
 
 def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield which entries of a run have to be sent, from which device, and for which interval of `wanted`.
-
-    Each item is a tuple (device, offset, number, begin, end): this device sends the entries `begin` to before `end` of
-    the joined array for `wanted[number]`. It may be the device that wants them. `offset` is the index in the source
-    array at which the part on this device begins.
-
-    at: the position of the run's first entry in the joined array.
-    """
+    """Yield which entries of a run have to be sent, from which device, and for which interval of `wanted`."""
     lies, length = run.source.sharding, run.source.shape[dim]
     for number, (target, begin, end) in enumerate(wanted):
         if lies.dim is None:
@@ -188,11 +170,7 @@ def _meetings(run: Run, dim: int, at: int, wanted: Sequence[Interval]) -> Iterat
 
 
 def _held(run: Run, offset: int, size: int) -> tuple[int, int]:
-    """Return which entries of a run lie in one part of its source array, as (first, after the last).
-
-    A run is a series of entries of its source array, e.g. every second entry (see `Run`). Its entries are numbered from
-    0. The part holds `size` entries of the source array, from index `offset` on.
-    """
+    """Return which entries of a run lie in one part of its source array, as (first, after the last)."""
     start, step, end = run.start, run.step, offset + size
     if step == 0:
         first, last = (0, run.count) if offset <= start < end else (0, 0)

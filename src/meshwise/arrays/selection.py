@@ -69,10 +69,7 @@ def merge_values(runs: Sequence[Tensor], descending: bool = False) -> Tensor:
 
 
 def _by_numpy(values: Tensor) -> bool:
-    """Return whether to sort `values` with NumPy.
-
-    On the host, NumPy is several times faster than torch, and merges sorted runs fast.
-    """
+    """Return whether to sort `values` with NumPy."""
     return values.is_cpu and not OPEN_DEVICES and not values.is_complex() and values.dtype is not torch.bfloat16
 
 

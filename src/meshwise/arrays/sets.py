@@ -106,12 +106,7 @@ class _Found:
 
 
 def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> _Found:
-    """Sort an array and find its distinct elements.
-
-    where: True also records the original positions of the elements.
-    alone: True if the caller needs the distinct values, and nothing else. Each device then drops its duplicates before
-        the sort.
-    """
+    """Sort an array and find its distinct elements."""
     x = as_array(name, x)
     flat = flattened(x, name)
     if alone:
@@ -177,11 +172,7 @@ def _values(found: _Found) -> Array:
 
 
 def _counts(found: _Found) -> Array:
-    """Return how often each distinct value occurs in a sorted vector, which may be split over devices.
-
-    The count is the distance from the first occurrence of a value to the first occurrence of the next value. The next
-    value may begin on a later device.
-    """
+    """Return how often each distinct value occurs in a sorted vector, which may be split over devices."""
     held = found.flat.sharding
     parts = []
     for (k, _), new in zip(found.flat.space.local(held), found.begins, strict=True):
@@ -209,12 +200,7 @@ def _inverse(x: Array, found: _Found) -> Array:
 
 
 def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) -> Callable[..., Array]:
-    """Make a set function of two arrays, such as their union. It returns distinct elements, in ascending order.
-
-    says: which elements are returned, in words, for the docstring of the function.
-    rule: computes the result from the namespace `xp`, the distinct elements of the first array, and the distinct
-        elements of the second array.
-    """
+    """Make a set function of two arrays, such as their union."""
 
     def of_two(x1: Any, x2: Any, /) -> Array:
         x1 = as_array(name, x1)

@@ -15,11 +15,7 @@ from meshwise.arrays.views import axis_of
 
 
 def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to raise NoArrayGiven if its first argument is not an `Array`.
-
-    Functions that the user calls, such as `xp.squeeze`, catch this error, convert the argument to an array, and try
-    again.
-    """
+    """Wrap a function to raise NoArrayGiven if its first argument is not an `Array`."""
 
     @functools.wraps(rule)
     def call(x: Any, /, *given: Any, **named: Any) -> Any:

@@ -131,19 +131,14 @@ def solve(x1: Array, x2: Array, /) -> Array:
 
 
 def _solved(a: Tensor, b: Tensor) -> Tensor:
-    """Solve `a @ y = b` on one device, for matrices or stacks of matrices.
-
-    If `b` has one dim less than `a`, torch.linalg.solve would read `b` as a stack of vectors. A new first dim of length
-    1 makes it a stack of matrices.
-    """
+    """Solve `a @ y = b` on one device, for matrices or stacks of matrices."""
     b = b[None] if b.dim() == a.dim() - 1 else b
     solved: Tensor = called("solve", torch.linalg.solve, a, b)
     return solved
 
 
 def _rather_on_one(a: Array, b: Array) -> bool:
-    """Return whether to solve `a @ y = b` on one device. Otherwise each device gets all of `a`, and solves for some
-    columns of `b`. The choice depends on the number of bytes that move."""
+    """Return whether to solve `a @ y = b` on one device."""
     if not (a.sharding.divided or b.sharding.divided):
         return False
     places = len((a if a.sharding.divided else b).sharding.places)
@@ -159,8 +154,7 @@ def _solved_on_one(a: Array, b: Array) -> Array:
 
 
 def _solved_by_columns(a: Array, b: Array) -> Array:
-    """Solve `a @ y = b` for a large matrix `a` that is divided over devices. The LU factors of `a` are divided by
-    columns."""
+    """Solve `a @ y = b` for a large matrix `a` that is divided over devices."""
     columns, count = _by_columns(a, "solve"), b.shape[1]
     held = columns.sharding
     if count * len(held.places) > a.shape[0]:
@@ -201,11 +195,7 @@ def _by_columns(x: Array, name: str) -> Array:
 
 
 def _squeezed(found: Array, given: Array, stack: tuple[int, ...]) -> Array:
-    """Give a solution its final shape.
-
-    The leading dims `stack` are added if they are missing. If `given`, the right-hand side, is a vector, the last dim
-    is removed.
-    """
+    """Give a solution its final shape."""
     if len(found.shape) < 2 + len(stack):
         found = with_stack(found, Array((), found.sharding, (*stack, 0, 0), found.dtype, found.space))
     return layout.squeeze(found, -1) if len(given.shape) == 1 else found

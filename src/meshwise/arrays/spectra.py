@@ -138,10 +138,7 @@ def _cutoff(x: Array, s: Array, rtol: Any) -> Array:
 
 
 def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..., Any]:
-    """Make a function that computes eigenvalues.
-
-    A divided matrix is gathered, because there is no way to divide the work.
-    """
+    """Make a function that computes eigenvalues."""
     WITHOUT_RULE.add(f"linalg.{name}")
 
     def rule(x: Array, /) -> Any:
@@ -153,11 +150,7 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
 
 def _tall(x: Array) -> Array | None:
     """Return `x` as a matrix that is divided by rows, if it is so tall that each part can first be factored alone
-    (`tall_qr`).
-
-    Returns None if it is not. The R factors of all parts, stacked, may have at most half as many rows as the matrix.
-    Also returns None for an undivided matrix, for several matrices, and for a small matrix that is not divided by rows.
-    """
+    (`tall_qr`)."""
     if not is_one_split(x) or any(length != 1 for length in x.shape[:-2]):
         return None
     flat = one_matrix(x)

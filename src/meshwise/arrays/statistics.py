@@ -69,11 +69,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
     counts = [size * (count // x.shape[dim]) for size in rows.values()]
 
     def combine(partials: Tensor) -> Tensor:
-        """Return the variance of all elements.
-
-        partials: the mean of the elements on each device, and the sum of their squared distances from this mean. The
-            shape is (devices, ..., 2).
-        """
+        """Return the variance of all elements."""
         means, squares = partials.unbind(-1)
         centre = torch.zeros_like(means[0])
         for number, own in zip(counts, means, strict=True):
@@ -114,12 +110,7 @@ def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
-    """Make the function argmax or argmin.
-
-    pick: torch.argmax or torch.argmin. Both torch functions return the index of the first NaN. Without NaN, they return
-        the index of the best value, or the lowest such index if several values are equal.
-    best: torch.amax or torch.amin.
-    """
+    """Make the function argmax or argmin."""
 
     def argument(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
@@ -153,11 +144,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
 
 
 def _first(pick: Callable[..., Tensor], part: Tensor, axis: int | None, keepdims: bool) -> tuple[Tensor, Tensor]:
-    """Return the greatest or least value of a part of an array, and its index in the part. For an empty part, both
-    values are arbitrary.
-
-    pick: torch.argmax or torch.argmin.
-    """
+    """Return the greatest or least value of a part of an array, and its index in the part."""
     run = part.to(torch.uint8) if part.dtype is BOOL else part
     if axis is None:
         index = pick(run) if part.numel() else torch.zeros((), dtype=torch.int64, device=part.device)
@@ -183,13 +170,7 @@ def _global(index: Tensor, part: int, x: Array, flat: bool) -> Tensor:
 
 
 def _choose(best: Callable[..., Tensor], values: Tensor, indices: Tensor) -> Tensor:
-    """Return the index of the greatest or least value among the results of all devices. Dim 0 of `values` and `indices`
-    has one entry per device.
-
-    If several values are equal, the lowest index is returned.
-
-    best: torch.amax or torch.amin.
-    """
+    """Return the index of the greatest or least value among the results of all devices."""
     run = values.to(torch.uint8) if values.dtype is BOOL else values
     top = best(run, 0)
     equal = (run == top) | (run.isnan() & top.isnan() if run.is_floating_point() else False)

@@ -51,10 +51,7 @@ def extreme(op: Op) -> Op:
 
 
 def _by_order(op: Op) -> Op:
-    """Wrap `op` to work on uint64 numbers that are passed as int64 with the same bits.
-
-    `op` is a comparison of two tensors, or a function such as torch.maximum that chooses one of them.
-    """
+    """Wrap `op` to work on uint64 numbers that are passed as int64 with the same bits."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         found = op(a ^ LOWEST, b ^ LOWEST)
@@ -70,12 +67,7 @@ def _shifted(a: Tensor, by: Tensor | int) -> Tensor:
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
-    """Divide uint64 numbers that are stored as int64 with the same bits. Division by zero gives 0.
-
-    torch can only divide signed numbers. Half of a uint64 number is never negative as a signed number. So half of the
-    dividend is divided, and the quotient is doubled. If this result is too small by one, it is corrected. If the
-    divisor is 2**63 or more, the quotient is 0 or 1, and is found by a comparison.
-    """
+    """Divide uint64 numbers that are stored as int64 with the same bits."""
     small = b.clamp(min=1)
     near = torch.div(_shifted(a, 1), small, rounding_mode="trunc") << 1
     near = near + ((a - near * small) ^ LOWEST).ge(small ^ LOWEST)
@@ -83,12 +75,7 @@ def _divided(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _power(a: Tensor, b: Tensor) -> Tensor:
-    """Return powers, modulo 2**64, of uint64 numbers that are stored as int64 with the same bits.
-
-    torch would read an exponent of 2**63 or more as negative. Such an exponent is replaced by a smaller exponent with
-    the same result: adding 2**62 to the exponent does not change a power of an odd number, and a power of an even
-    number is 0 for all exponents from 64 on.
-    """
+    """Return powers, modulo 2**64, of uint64 numbers that are stored as int64 with the same bits."""
     return torch.pow(a, torch.where(b < 0, (b & (2**62 - 1)) + 2**62, b))
 
 

@@ -66,16 +66,7 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
-    """Walk the autograd graph of a loss, from the loss back to the outputs of the model.
-
-    Returns None if the graph has more than `MOST_NODES` nodes. Otherwise returns a tuple of
-    - the names of the visited operators
-    - the model outputs that have one row per sample, as pairs (node, number of the node's output)
-    - all visited nodes
-    - whether an operator compares samples with each other, e.g. by sorting them
-
-    The walk ends at an operator that compares samples. The set of visited nodes is then empty.
-    """
+    """Walk the autograd graph of a loss, from the loss back to the outputs of the model."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:
@@ -110,10 +101,7 @@ def _elements(edge: tuple[Any, int]) -> int:
 
 
 def _is_output(node: Any) -> bool:
-    """Return whether the result of a node comes from a layer of the model, or from a custom autograd function.
-
-    A view, or a sum with a bias, comes from a layer if its input does.
-    """
+    """Return whether the result of a node comes from a layer of the model, or from a custom autograd function."""
     while True:
         kind, below = node.name(), [following for following, _ in node.next_functions if following is not None]
         if kind == "AddBackward0" and len(below) == 2 and any(map(_is_parameter, below)):
@@ -134,10 +122,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
-    """Return whether a node sorts samples, or selects the largest or smallest values among several samples.
-
-    kind: the name of the node.
-    """
+    """Return whether a node sorts samples, or selects the largest or smallest values among several samples."""
     below = node.next_functions[0][0] if kind in CHOICES else None
     if below is None:
         return False
@@ -147,10 +132,7 @@ def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
 
 
 def _compares(node: Any, kind: str, samples: int) -> bool:
-    """Return whether a node of the graph computes the distances between samples (`torch.cdist`).
-
-    kind: the name of the node.
-    """
+    """Return whether a node of the graph computes the distances between samples (`torch.cdist`)."""
     computed = [following for following, _ in node.next_functions if following is not None]
     if "CdistBackward" not in kind or any(map(_is_parameter, computed)):
         return False
@@ -178,10 +160,7 @@ def _noticed(method: Any) -> Any:
 
 
 def _has_hooked(nodes: set[Any]) -> bool:
-    """Return whether the program has gradient hooks on results of `nodes`.
-
-    In this case `couples_samples` runs no backward through these nodes, because this would call the hooks unexpectedly.
-    """
+    """Return whether the program has gradient hooks on results of `nodes`."""
     return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
 
 
@@ -202,9 +181,5 @@ def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
 
 
 def _uneven(like: Tensor) -> Tensor:
-    """Return fixed weights between 1 and 2, with the shape and dtype of `like`.
-
-    The weights are irregular. Gradients that cancel each other in a plain sum therefore do not cancel in a weighted
-    sum.
-    """
+    """Return fixed weights between 1 and 2, with the shape and dtype of `like`."""
     return 1 + (torch.arange(like.numel(), device=like.device) * 0.618034 % 1).to(like.dtype).view_as(like)

@@ -95,8 +95,7 @@ def adds_rows(loss: Tensor, samples: int) -> bool:
 
 
 def _is_of_one_row(term: Any) -> bool:
-    """Return whether `term`, a node of the graph, depends on exactly one row of data. Data is a tensor that is
-    multiplied by a parameter, or looked up in an embedding."""
+    """Return whether `term`, a node of the graph, depends on exactly one row of data."""
     rows = set()
     for node, following in _walk(term):
         saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
@@ -121,8 +120,7 @@ def mean_term(loss: Tensor) -> str:
 
 
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
-    """Walk a graph breadth-first from `node`. Yield each node once, together with the queue of nodes to visit. The
-    caller appends to the queue those inputs of the node that are to be visited."""
+    """Walk a graph breadth-first from `node`."""
     open_nodes, seen = deque([node]), {None}
     while open_nodes:
         node = open_nodes.popleft()
@@ -136,10 +134,7 @@ def _below(node: Any) -> list[Any]:
 
 
 def _of_each(elements: Any, weighed: bool) -> str:
-    """Return the name of the loss function with which `elements`, a node of the graph, was computed for each sample.
-
-    Returns "a loss" if the function is unknown. Returns an empty string if an operator may mix samples.
-    """
+    """Return the name of the loss function with which `elements`, a node of the graph, was computed for each sample."""
     what = "a loss"
     for node, following in _walk(elements):
         kind, below = node.name(), _below(node)
@@ -153,19 +148,14 @@ def _of_each(elements: Any, weighed: bool) -> str:
 
 
 def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
-    """Return whether a node is a logsumexp or a product that computes each sample separately. A product is rejected if
-    it may be a division by the number of samples, see `_divides_not`."""
+    """Return whether a node is a logsumexp or a product that computes each sample separately."""
     if kind == "LogsumexpBackward0":
         return 0 not in node._saved_dim and node._saved_self.dim() > 1
     return kind == "MulBackward0" and _divides_not(node, weighed)
 
 
 def _divides_not(product: Any, weighed: bool) -> bool:
-    """Return whether a product has a constant factor that looks unlike 1 / (number of samples).
-
-    Return True for whole numbers, such as a mask. With `weighed`, also return True for a tensor of other numbers, e.g.
-    rewards, unless they are all equal or their absolute values add up to 1.
-    """
+    """Return whether a product has a constant factor that looks unlike 1 / (number of samples)."""
     (left, _), (right, _) = product.next_functions
     factor = product._saved_self if left is None else product._saved_other if right is None else None
     if factor is None or factor.is_complex():
@@ -241,8 +231,7 @@ def is_of_items(loss: Tensor, rows: int) -> bool:
 
 
 def _count(target: Tensor, counted: float, ignored: int) -> str:
-    """Return source code that counts the targets of a cross entropy, without the ignored targets. It uses variable
-    names of the user's code if possible. `counted` is their number."""
+    """Return source code that counts the targets of a cross entropy, without the ignored targets."""
     frame = user_frame()
     own = {} if frame is None else dict(frame.f_locals)
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and value.numel()}
@@ -271,8 +260,7 @@ def _is_divided_sum(node: Any, samples: int) -> bool:
 
 
 def _divisor(node: Any) -> list[Tensor]:
-    """Return the divisor if `node` divides the sum of a tensor by a number. The result is a list with the divisor as a
-    tensor. It is empty for any other node, or if the graph did not save the divisor."""
+    """Return the divisor if `node` divides the sum of a tensor by a number."""
     above, below = (each for each, _ in node.next_functions)
     is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
     return [number] if is_sum and number is not None and number.numel() == 1 else []
@@ -316,11 +304,7 @@ def has_penalty(loss: Tensor, ranks: int) -> bool:
 
 
 def _is_of_leaves(term: Any, ranks: int) -> bool:
-    """Return whether `term` is a penalty, such as an L2 penalty, that depends on parameters and plain numbers alone.
-    Return False if the penalty has an unknown operator, or is divided by the number of ranks.
-
-    ranks: the number of ranks. With 0, divisions are not examined.
-    """
+    """Return whether `term` is a penalty, such as an L2 penalty, that depends on parameters and plain numbers alone."""
     leaves = 0
     for node, following in _walk(term):
         kind, followers = node.name(), [each for each, _ in node.next_functions]

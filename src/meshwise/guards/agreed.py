@@ -157,8 +157,7 @@ class Agreed:
             self._explain(held)
 
     def _explain(self, held: _Held) -> None:
-        """Find out which values differ between the ranks, after their checksums differed. Print a warning about buffers
-        or shapes of batches. Raise UsageError about other values. Collective."""
+        """Find out which values differ between the ranks, after their checksums differed."""
         told = None if self.batches is None else self.batches.told(held[0])
         ranks = collectives.gather_objects((told, held[1]))
         held_by = [settings for _, settings in ranks]
@@ -173,11 +172,7 @@ class Agreed:
 
 def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
     """Return this rank's values that must be equal on all ranks: the settings of the optimizers in use, and the best
-    metrics of schedulers. The sums of parameters and buffers are included at the 2nd, 4th, 8th ... backward of a
-    program. At other backwards, they would cost too much time.
-
-    fed: weak references to schedulers that get a metric, such as ReduceLROnPlateau.
-    """
+    metrics of schedulers."""
     found, count = settings_of(program.in_use, fed), program.backwards - program.began
     return found if count < 2 or count & (count - 1) else found + sums_of(program)
 

@@ -71,13 +71,7 @@ class BatchShapes:
 
 
 def shapes_beside_samples(batch: Any, samples: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return the shape of each tensor of a batch, without the dimension of the samples. This is the first dimension if
-    its size is `samples`, else the second. Example with 8 samples: (8, 3, 32) -> (3, 32). Tensors with fewer than two
-    dimensions are left out.
-
-    Return None if neither of the first two dimensions of some tensor has this size. In a batch of graphs, for example,
-    each row may be a node. Also return None if the batch seems to be a list with one tensor for each sample.
-    """
+    """Return the shape of each tensor of a batch, without the dimension of the samples."""
     tensors: list[Tensor] = [tensor for tensor in tensors_in(batch) if tensor.dim() > 1]
     if any(samples not in tensor.shape[:2] for tensor in tensors):
         return None

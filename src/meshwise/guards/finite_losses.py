@@ -141,8 +141,7 @@ class FiniteLosses:
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """Return a sentence that says what is not finite at the end of a program. Return an empty string if everything
-        is finite."""
+        """Return a sentence that says what is not finite at the end of a program."""
         backwards = self._program.backwards
         self.look()
         self.look()

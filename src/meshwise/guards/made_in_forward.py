@@ -38,8 +38,7 @@ Made = tuple[str, str, str, Tensor]
 
 
 def note_made(program: Program, made: list[Made]) -> RemovableHandle:
-    """From now on, append to `made` each parameter that is created inside a forward of the program's models. Return the
-    handle by which the hook that does this can be removed."""
+    """From now on, append to `made` each parameter that is created inside a forward of the program's models."""
     return register_module_parameter_registration_hook(functools.partial(_registered, program, made, [0]))
 
 
@@ -62,9 +61,7 @@ def _is_in_forward(program: Program, frame: FrameType | None) -> bool:
 
 
 def sums_of_made(made: list[Made]) -> Settings:
-    """Return the sum of the absolute values of each parameter in `made`, and clear `made`. A forward of a model has
-    created these parameters. `Agreed` compares the sums between the ranks, to find parameters that each rank has drawn
-    differently."""
+    """Return the sum of the absolute values of each parameter in `made`, and clear `made`."""
     held = [] if rehearsing() else made  # tensors without values
     sums = [(f"{place}|{kind}|{name}", float(p.detach().abs().double().sum())) for place, kind, name, p in held]
     made.clear()
@@ -72,11 +69,7 @@ def sums_of_made(made: list[Made]) -> Settings:
 
 
 def made_differ(ranks: Sequence[Settings]) -> str:
-    """Return a sentence if a forward has created a parameter with different values on two ranks. Return an empty string
-    otherwise.
-
-    ranks: the values that each rank has sent, which include the results of `sums_of_made`.
-    """
+    """Return a sentence if a forward has created a parameter with different values on two ranks."""
     for settings in ranks:
         for mine, other in zip(_made(settings), _made(ranks[0]), strict=False):
             if mine != other and mine[1] == other[1]:

@@ -39,8 +39,7 @@ NAMED = {*NAMES.values(), PLATEAU}
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:
-    """Return a sentence that says how the settings of a rank differ from those of rank 0. Return an empty string if all
-    are equal."""
+    """Return a sentence that says how the settings of a rank differ from those of rank 0."""
     for rank, settings in enumerate(ranks):
         if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
             continue
@@ -74,8 +73,7 @@ NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 def sums_of(program: Program) -> Settings:
     """Return sums by which to compare the ranks: one sum over all parameters, and one sum for each floating-point
-    buffer. Buffers of batch norms and instance norms are left out, because they need not be equal on all ranks. The sum
-    over the parameters is left out if the plan shards them."""
+    buffer."""
     if program.plan is None or rehearsing():
         return ()
     named = [
@@ -102,8 +100,7 @@ def _alike(one: float, other: float) -> bool:
 
 
 def diverged(ranks: Sequence[Settings], kind: str) -> str:
-    """Return a sentence that says how the ranks' parameters, or one of their buffers, differ. Return an empty string if
-    all are equal. kind: PARAMETERS or BUFFER."""
+    """Return a sentence that says how the ranks' parameters, or one of their buffers, differ."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):

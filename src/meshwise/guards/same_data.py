@@ -127,10 +127,7 @@ class Reading:
     """Reads the values that data sets and samplers hold, up to limits on bytes and time."""
 
     def __init__(self, known: weakref.WeakValueDictionary[int, Any], samples: int | None) -> None:
-        """known: the objects that were compared before, by id. They are not read again. Objects that are read now are
-        added.
-        samples: the number of samples in the data set. None if it has no length.
-        """
+        """known: the objects that were compared before, by id."""
         self._known, self._before, self._seen = known, set(known), set[int]()
         self._end, self._left = time.monotonic() + MOST_SECONDS, MOST_BYTES
         self._sizes = {samples}
@@ -170,9 +167,7 @@ class Reading:
 
 
 def _parts(name: str, thing: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of an object that holds other objects, as pairs (name, part). The parts of a data set or a
-    sampler are its attributes. The parts of a short list or dict are its items. Return None for an object that is
-    compared as a whole, such as a tensor or a long list."""
+    """Return the parts of an object that holds other objects, as pairs (name, part)."""
     if isinstance(thing, Tensor | numpy.ndarray | nn.Module | type) or _is_table(thing):
         return None
     if type(thing) in (list, tuple) and len(thing) <= FEW and not any(isinstance(each, _NUMBERS) for each in thing):
@@ -211,12 +206,8 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _held_items(items: list[Any], size: int) -> Held | None:
-    """Return the facts by which to compare a list, a table or an array of objects with the same object on another rank.
-    Return None if an item cannot be compared.
-
-    items: the items to read, or the rows of the table.
-    size: the length of the whole object, of which `items` may be only a part.
-    """
+    """Return the facts by which to compare a list, a table or an array of objects with the same object on another
+    rank."""
     found = _Items()
     if not items or not all(map(found.add, items)):
         return None
@@ -261,9 +252,7 @@ class _Items:
         return True
 
     def _add_text(self, text: str) -> None:
-        """Record a text of a data set, so that it can be compared between the ranks. If the text names a file, record
-        only the size of the file, because its folder may have another name on another machine. After the first file,
-        texts that do not name a file are ignored."""
+        """Record a text of a data set, so that it can be compared between the ranks."""
         looks = self._files < FILES and self._texts < FILES
         if looks and (size := _size_of_file(text)) is not None:
             self.told.append(size)
@@ -282,8 +271,7 @@ def _size_of_file(name: str) -> int | None:
 
 
 def _places(size: int, most: int) -> list[int]:
-    """Return at most `most` indices below `size`. If there are more than `most`, return `STRETCHES` runs of consecutive
-    indices, with equal gaps between the runs."""
+    """Return at most `most` indices below `size`."""
     if size <= most:
         return list(range(size))
     length = most // STRETCHES
@@ -292,8 +280,7 @@ def _places(size: int, most: int) -> list[int]:
 
 
 def _stretches(array: Any) -> Iterator[Any]:
-    """Yield runs of consecutive elements of a tensor or an array, at evenly spaced places. A small tensor is yielded as
-    a whole, in runs of `STRETCH` elements. Only the yielded elements are copied."""
+    """Yield runs of consecutive elements of a tensor or an array, at evenly spaced places."""
     size = math.prod(array.shape)
     if size <= STRETCHES * STRETCH:
         flat = array.reshape(-1)
@@ -312,9 +299,7 @@ def _as_array(tensor: Tensor) -> _Array:
 
 
 def _differ(one: Held, other: Held) -> bool:
-    """Return whether two ranks hold different values of an attribute. If an array contains only zeros on one of the
-    ranks, it may be a cache that this rank has not filled yet. Such arrays count as a difference only if they are more
-    than half of all arrays."""
+    """Return whether two ranks hold different values of an attribute."""
     if (one.size, one.told) != (other.size, other.told) or len(one.numbers) != len(other.numbers):
         return True
     apart = [pair for pair in zip(one.numbers, other.numbers, strict=True) if not _close(*pair)]

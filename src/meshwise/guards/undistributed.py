@@ -89,9 +89,7 @@ class UndistributedLoops:
 
 
 def _total(leaf: Any) -> float:
-    """Return a number that tells whether two ranks hold the same data, whatever the order of the samples. For a tensor
-    or an array, it is the sum of absolute values. Only about `OF_A_ROW` evenly spaced numbers of each sample are
-    summed, to save time. For a text or a number, it is a checksum. For anything else, it is 0."""
+    """Return a number that tells whether two ranks hold the same data, whatever the order of the samples."""
     if isinstance(leaf, Tensor) or (isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf"):
         rows = torch.as_tensor(leaf).detach()
         rows = rows.reshape(len(rows) if rows.dim() else 1, -1) if rows.numel() else rows.reshape(1, 0)
@@ -100,8 +98,7 @@ def _total(leaf: Any) -> float:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return numbers by which to compare a value with the same value on another rank. They are the absolute values of
-    at most `LOOKED_AT` evenly spaced numbers of each tensor in it."""
+    """Return numbers by which to compare a value with the same value on another rank."""
     flat = [torch.as_tensor(leaf).detach().reshape(-1) for leaf in all_leaves(value)]
     return [float(abs(number)) for t in flat for number in t[:: len(t) // LOOKED_AT + 1].tolist()]
 

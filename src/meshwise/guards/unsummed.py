@@ -103,15 +103,13 @@ class Loop:
         self.end_watch()
 
     def remove_hooks(self) -> None:
-        """Remove this loop's forward hooks from the models. If the program copied or saved a model that still had
-        hooks, the copy or the file would contain the hooks."""
+        """Remove this loop's forward hooks from the models."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
 
     def end_watch(self) -> None:
-        """Stop watching this loop: remove its hooks from the models. Also record whether the program has called a
-        collective of its own while the loop was watched."""
+        """Stop watching this loop: remove its hooks from the models."""
         self.remove_hooks()
         if self.norms is not None:
             self.norms.remove()
@@ -217,9 +215,7 @@ class UnsummedLoops:
         self._say_waiting(lambda loop: True)
 
     def _is_kept(self, loop: Loop) -> bool:
-        """Return whether the loop probably prepares the training, e.g. computes features with a frozen model. Such a
-        loop is not an evaluation. It ran before the first backward, and the program still keeps an output of the
-        model."""
+        """Return whether the loop probably prepares the training, e.g. computes features with a frozen model."""
         return loop.prepares and loop.output is not None and not loop.output.expired()
 
     def _say_waiting(self, which: Callable[[Loop], bool]) -> None:
@@ -233,8 +229,7 @@ class UnsummedLoops:
 
 
 def _ran(loop: Loop, module: nn.Module, arguments: Any, output: Any) -> None:
-    """Record that the loop called a model, and whether the program uses the model's output. This function is a forward
-    hook on the models. Only the first call matters, so it then removes all hooks of the loop."""
+    """Record that the loop called a model, and whether the program uses the model's output."""
     loop.remove_hooks()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == _MODULE_CALL:

@@ -28,15 +28,7 @@ class BestEpoch:
     """The best evaluation of a run so far. It is the same on all ranks, because metrics are computed over all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
-        """Prepare to find the best evaluation. In a resumed run, first read from the run folder which evaluation was
-        the best so far.
-
-        folder: the run folder, in which the weights of the best evaluation are saved. If it is None, no weights are
-            saved.
-        resumed: whether the run continues an earlier run. All ranks must then make this call together.
-
-        Raises UsageError if the earlier run used another value of `job.best`.
-        """
+        """Prepare to find the best evaluation."""
         self._job, self._folder = job, folder
         self._direction, _, self._metric = (job.best or "").partition(" ")
         self.found: Best | None = None
@@ -79,8 +71,7 @@ class BestEpoch:
         return self._job.patience is not None and since >= self._job.patience * every
 
     def why_over(self, state: RunState) -> str:
-        """Return a sentence that says why the run ended early. Return an empty string if the run trained all its
-        epochs."""
+        """Return a sentence that says why the run ended early."""
         if state.epoch >= self._job.epochs or not self.is_over(state):
             return ""
         after, then = f"epoch {state.epoch} of {self._job.epochs}", f"epoch {self.found.epoch}" if self.found else ""

@@ -61,8 +61,7 @@ def on_batch(engine: Engine, batch: Any, call: Callable[[Any], dict[Any, Any]]) 
 
 
 def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
-    """Send `sums` of the last pipeline stage to the ranks of all stages, and return them there. Without a pipeline,
-    return `sums` unchanged."""
+    """Send `sums` of the last pipeline stage to the ranks of all stages, and return them there."""
     pipeline, device = engine.program.pipeline, engine.program.device
     if pipeline is None:
         return sums

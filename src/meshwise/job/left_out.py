@@ -36,12 +36,7 @@ class LeftOut:
     """Whether the step number also increases for a batch that is left out. It stays the same in this class."""
 
     def __init__(self, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool) -> None:
-        """Read the batches that earlier attempts have left out. Collective.
-
-        folder: the run folder. With None, left-out batches are not recorded for later attempts.
-        tell: a function that prints a line for the user.
-        scaled: whether a loss scaler handles gradients that are not finite.
-        """
+        """Read the batches that earlier attempts have left out."""
         self._state, self._scaled, self._first = state, scaled, collectives.get_rank(collectives.everyone()) == 0
         self._tell = tell
         self._file = None if folder is None else folder / names.LEFT_OUT
@@ -85,11 +80,7 @@ class LeftOut:
         return True
 
     def refuse_spoiled(self, step: int) -> None:
-        """Raise SpoiledError on all ranks if at least one rank has a parameter that is not finite. Collective.
-
-        Before the error, the batches of this step and of the previous step are recorded, so that a restarted run skips
-        them.
-        """
+        """Raise SpoiledError on all ranks if at least one rank has a parameter that is not finite."""
         model = self._state.model
         lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
@@ -100,8 +91,7 @@ class LeftOut:
             raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
-        """Record that the run skips these batches from now on, also after a restart. Return a sentence for the user
-        that names the skipped samples."""
+        """Record that the run skips these batches from now on, also after a restart."""
         self._every += batches
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
         text = f"Training continues without {which}."

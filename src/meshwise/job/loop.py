@@ -267,10 +267,7 @@ def _tree(state: RunState, whole: bool) -> dict[str, Any]:
 
 
 def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
-    """Save the state. Each rank writes its part while training continues. Collective.
-
-    If replicas differ, or a loss or parameter is not finite, an error is raised and nothing is saved.
-    """
+    """Save the state."""
     state, began = run.state, time.monotonic()
     run.log.sync()  # what a restart goes on after is in the records too
     run.replicas.compare(state)

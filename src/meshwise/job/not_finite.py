@@ -30,8 +30,7 @@ MOST_IN_A_ROW = 20  # steps that are skipped before the run is held to be lost
 
 
 def refuse_closures(on_nan: str, optimizer: Optimizer) -> None:
-    """Raise UsageError if the optimizer needs a closure and `on_nan` is not `stop`. The step of such an optimizer
-    cannot be skipped."""
+    """Raise UsageError if the optimizer needs a closure and `on_nan` is not `stop`."""
     if on_nan != STOP and needs_closure(optimizer):
         raise UsageError(
             f"--on-nan {on_nan}: {type(optimizer).__name__} changes the parameters several times in a step, so a step "

@@ -247,17 +247,7 @@ def settle(options: Any, *counts: str) -> None:
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
-    """Return the options of an earlier run that still apply when this run is resumed with the options `given`. The
-    caller then adds the options of `given`, which replace earlier values.
-
-    earlier: the recorded options of the earlier run, by name.
-
-    If the user gives a new plan, the earlier options that changed the old plan are left out. An earlier value is also
-    left out if the user sets the same field of the plan by another option, e.g. `--set accumulate=4` instead of
-    `--accumulate 2`.
-
-    Raises UsageError if a recorded value has the wrong type.
-    """
+    """Return the options of an earlier run that still apply when this run is resumed with the options `given`."""
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}

@@ -88,10 +88,7 @@ class ReplicaCheck:
 
 
 def minority(values: Sequence[object]) -> list[int]:
-    """Return the indices of the values that differ from the value of the majority.
-
-    Without a majority, return all indices. If all values are equal, return an empty list.
-    """
+    """Return the indices of the values that differ from the value of the majority."""
     (value, count), *others = Counter(values).most_common()
     if not others:
         return []

@@ -102,10 +102,7 @@ class Microbatches:
         return self._weights.losses
 
     def as_stages(self, pipeline: Pipeline) -> Losses:
-        """Run the forward and backward passes of all microbatches in the order of this rank's pipeline schedule.
-
-        Returns the losses and weights of the microbatches, on every stage.
-        """
+        """Run the forward and backward passes of all microbatches in the order of this rank's pipeline schedule."""
         actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
         last = len(actions) - 1  # a backward, in each schedule
         opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}
@@ -160,12 +157,7 @@ class Microbatches:
 
     def _scaled(self, number: int, found: Any) -> Tensor:
         """Return the loss of a microbatch, scaled for the backward, so that the gradients of all microbatches add up to
-        the gradient of the global batch. The loss is multiplied by the microbatch's weight in the global mean, and by
-        the factor of the loss scaler (float16).
-
-        number: the index of the microbatch.
-        found: what the job's loss function returned.
-        """
+        the gradient of the global batch."""
         engine, loss, part = self._engine, self._loss, self._parts[number][1]
         for hear in engine.events.backward_begins:
             hear(found, part, None, loss.reduction, loss.where)

@@ -139,10 +139,7 @@ class Gpt(nn.Module):
 
 def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines, each (T, E / 2), of the angles by which rotary embedding rotates each pair at each
-    position (arXiv 2104.09864).
-
-    like: a tensor with the device and dtype to use.
-    """
+    position (arXiv 2104.09864)."""
     dtype = torch.promote_types(like.dtype, torch.float32)  # bfloat16 cannot tell neighbouring positions apart
     speed = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width)
     angles = torch.outer(torch.arange(length, device=like.device, dtype=dtype), speed)
@@ -150,19 +147,14 @@ def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tu
 
 
 def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary position embedding to queries or keys. It rotates each pair of entries i and i + E / 2 in the last
-    dimension.
-
-    turns: the cosines and the sines of the angles, as `rotary_turns` returns them.
-    """
+    """Apply rotary position embedding to queries or keys."""
     cos, sin = turns
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy of a batch's tokens in nats, and the number of tokens. Padding tokens do not
-    count."""
+    """Return the mean cross entropy of a batch's tokens in nats, and the number of tokens."""
     inputs, targets = batch
     logits = model(inputs).flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -171,12 +163,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 
 
 def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
-    """Return a job that trains a byte-level model of a named size on text.
-
-    data: a folder of text files to use instead of Python's standard library.
-
-    Raises UsageError for an unknown size.
-    """
+    """Return a job that trains a byte-level model of a named size on text."""
     if size not in SIZES:
         raise UsageError(f"gpt has no size '{size}'.{nearest(size, SIZES)} Use one of {', '.join(SIZES)}.")
     chosen = SIZES[size]
@@ -204,15 +191,13 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
 
 @lru_cache(maxsize=1)
 def documents(context: int, data: Path | None) -> tuple[Documents, Documents]:
-    """Return the documents to train on, and the held-out documents for tests. A document has at most `context`
-    bytes."""
+    """Return the documents to train on, and the held-out documents for tests."""
     train, held_out = read_files(data)
     return make_documents(train, context, TRAINED), make_documents(held_out, context, HELD_OUT)
 
 
 def warm_up_and_decay(step: int, steps: int, warm_up: int = 50) -> float:
-    """Return the factor of the learning rate at a step: a linear warm-up, then a cosine decay to 0.1. The factor then
-    stays at 0.1."""
+    """Return the factor of the learning rate at a step: a linear warm-up, then a cosine decay to 0.1."""
     if step < warm_up:
         return (step + 1) / warm_up
     progress = min((step - warm_up) / max(steps - warm_up, 1), 1.0)

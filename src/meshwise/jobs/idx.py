@@ -57,24 +57,12 @@ class Images:
 
 
 def normalise(pixels: Tensor) -> Tensor:
-    """Convert bytes 0..255 to float32 -1..1. The result is bitwise equal to torchvision's ToTensor followed by
-    Normalize((0.5,), (0.5,)).
-
-    torchvision computes (x / 255 - 0.5) / 0.5. Here, x / 127.5 - 1 needs fewer operations on the tensor. The results
-    are equal because scaling by two is exact in floating point. (Looking up the bytes in a table with 256 entries gives
-    the same bits, but takes twice the time.)
-    """
+    """Convert bytes 0..255 to float32 -1..1."""
     return pixels.float().div_(127.5).sub_(1.0)
 
 
 def read_images(where: Path, part: str) -> Images:
-    """Read one part, `train` or `test`, of a data set in a folder.
-
-    where: a folder with one data set. If a folder holds several, the folder and the name of one of them, such as
-    `emnist/emnist-letters`.
-
-    Raises DataError if a file is missing, damaged, truncated or empty, or if images and labels differ in number.
-    """
+    """Read one part, `train` or `test`, of a data set in a folder."""
     image_file, label_file = find_file(where, part, "images"), find_file(where, part, "labels")
     pixels, labels = read_idx(image_file, "images"), read_idx(label_file, "labels")
     if len(pixels) != len(labels):
@@ -86,19 +74,12 @@ def read_images(where: Path, part: str) -> Images:
 
 
 def count_classes(where: Path) -> int:
-    """Return the number of classes of a data set, which is its largest label plus 1. For EMNIST's letters, with the
-    labels 1 to 26, it is 27.
-
-    Raises DataError if a file with labels is missing, damaged, truncated or empty.
-    """
+    """Return the number of classes of a data set, which is its largest label plus 1."""
     return 1 + max(int(read_idx(find_file(where, part, "labels"), "labels").max()) for part in PARTS)
 
 
 def find_file(where: Path, part: str, kind: str) -> Path:
-    """Return the file with the `images` or `labels` (`kind`) of one part of a data set.
-
-    Raises DataError if there is none. The message names the expected files.
-    """
+    """Return the file with the `images` or `labels` (`kind`) of one part of a data set."""
     folder, name = (where, "") if where.is_dir() else (where.parent, where.name)
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     if not any(other.startswith(name) for other in names) and not where.is_dir():
@@ -120,10 +101,7 @@ def find_file(where: Path, part: str, kind: str) -> Path:
 
 
 def read_idx(path: Path, kind: str) -> Tensor:
-    """Read the images or labels (`kind`) of a plain or gzipped IDX file as uint8. The result is never empty.
-
-    Raises DataError if the file is empty, damaged or not an IDX file of this kind.
-    """
+    """Read the images or labels (`kind`) of a plain or gzipped IDX file as uint8."""
     content, complete = _unpack(path)
     dims = DIMS[kind]
     magic = bytes((0, 0, UNSIGNED_BYTE, dims))
@@ -143,8 +121,7 @@ def read_idx(path: Path, kind: str) -> Tensor:
 
 
 def _unpack(path: Path) -> tuple[bytearray, bool]:
-    """Return the content of a plain or gzipped file, and whether the file was complete. Raises DataError if it is
-    damaged."""
+    """Return the content of a plain or gzipped file, and whether the file was complete."""
     content = bytearray()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

@@ -43,13 +43,7 @@ class ConvNet(nn.Module):
 
 
 def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
-    """Return the job of tutorial 1: a network 784-128-10, batches of 64, 5 epochs, Adam. It reaches 96 to 97 % on
-    MNIST's test set.
-
-    data: a folder of IDX files to use instead of the MNIST that is included in meshwise.
-
-    Raises DataError if the data cannot be read.
-    """
+    """Return the job of tutorial 1: a network 784-128-10, batches of 64, 5 epochs, Adam."""
 
     def model(classes: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 128), nn.ReLU(), nn.Linear(128, classes))
@@ -59,23 +53,13 @@ def mnist_mlp(*, data: Path | None = None, seed: int = 0) -> Job:
 
 
 def mnist_cnn(*, data: Path | None = None, seed: int = 0) -> Job:
-    """Return the job of tutorial 3: a convolutional network with pooling. It reaches 98.5 % on MNIST's test set in 3
-    epochs.
-
-    data: a folder of IDX files to use instead of the MNIST that is included in meshwise.
-
-    Raises DataError if the data cannot be read.
-    """
+    """Return the job of tutorial 3: a convolutional network with pooling."""
     sgd = partial(optim.SGD, lr=0.05, momentum=0.9)
     return _digits_job(data or MNIST, ConvNet, name="mnist-cnn", optimizer=sgd, batch_size=256, epochs=3, seed=seed)
 
 
 def _digits_job(where: Path, model: Callable[[int], nn.Module], **settings: Any) -> Job:
-    """Return a job that classifies the images in a folder.
-
-    model: builds a network for a number of classes.
-    settings: further arguments of `Job`.
-    """
+    """Return a job that classifies the images in a folder."""
     classes = count_classes(where)
     return Job(
         model=lambda: model(classes),

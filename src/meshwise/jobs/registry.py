@@ -32,10 +32,7 @@ CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10
 
 
 def mlp(*, seed: int = 0) -> Job:
-    """Return the job of tutorial 2: three linear layers, SGD with a learning rate of 1e-3, 10 epochs.
-
-    The test data is drawn after the training data from the same random generator.
-    """
+    """Return the job of tutorial 2: three linear layers, SGD with a learning rate of 1e-3, 10 epochs."""
 
     return Job(
         name="mlp",
@@ -144,8 +141,7 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
 
 
 def _from_file(path: Path, name: str) -> tuple[str, Any]:
-    """Return the name and value of the variable `name` in a Python file. If the name is empty, return the file's only
-    job."""
+    """Return the name and value of the variable `name` in a Python file."""
     module = import_file(path)
     jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
     if not name:
@@ -169,11 +165,7 @@ def find_in_file(path: Path, name: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a Python file as a module named like the file. The file's folder is put first on the module path.
-
-    A file that is already imported is not executed again. Raises UsageError if the file cannot be imported, with the
-    line that failed.
-    """
+    """Import a Python file as a module named like the file."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file. Name a Python file, for instance train.py:job.")
     folder = str(path.resolve().parent)

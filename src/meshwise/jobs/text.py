@@ -55,12 +55,7 @@ class Documents:
 
 
 def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
-    """Read the contents of training files and of held-out files, each sorted by file name.
-
-    folder: a folder of text files. None for Python's standard library.
-
-    Raises DataError if the folder does not exist or has fewer than two text files, since some must be held out.
-    """
+    """Read the contents of training files and of held-out files, each sorted by file name."""
     if folder is None:
         root, pattern, skipped, asked = Path(sysconfig.get_paths()["stdlib"]), "*.py", SKIPPED, "this Python's library"
     else:
@@ -81,11 +76,7 @@ def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
 
 
 def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents:
-    """Draw at most `most` documents of at most `longest` bytes each from all `files`. The same documents are drawn each
-    time.
-
-    Raises DataError if no file is long enough.
-    """
+    """Draw at most `most` documents of at most `longest` bytes each from all `files`."""
     pieces = [piece for file in files for piece in cut(file, longest)]
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:most].tolist()
     chosen = [pieces[i] for i in order]

@@ -78,8 +78,7 @@ def check_kind(devices: str | None, world: World) -> None:
 
 
 def _devices_here(options: RunOptions, place: Place) -> int:
-    """Return how many devices this process uses. These are all devices of the machine if the launcher started no other
-    process there, else one."""
+    """Return how many devices this process uses."""
     if place.one_a_node:
         return len(find_devices(parse_devices(options.devices or "all")))
     refuse_devices(options.devices, place, " or one for each machine (--ntasks-per-node=1)")

@@ -156,11 +156,7 @@ class Restarts:
         return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
-        """Record that the next attempt runs on other devices. `next` then names these devices in the sentence that it
-        returns for the user.
-
-        where: the new devices in words, such as "2 devices".
-        """
+        """Record that the next attempt runs on other devices."""
         under = "" if self.plan_now is None else f" under {self.plan_now}"
         self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
 
@@ -175,11 +171,7 @@ class Restarts:
         return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
 
     def keep_plan(self) -> None:
-        """Write the plan of the next attempt to the plan file in the run folder.
-
-        If the plan was made smaller because memory ran out, it is also written to run.json. A resumed run then begins
-        with it.
-        """
+        """Write the plan of the next attempt to the plan file in the run folder."""
         path = self.folder / names.PLAN
         there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
         if self.plan_now not in (None, there):
@@ -233,11 +225,7 @@ class Restarts:
         return {} if since is None else {"seconds_to_step": time.monotonic() - since}
 
     def run_command(self, text: str, again: bool) -> None:
-        """Start the shell command of --on-failure, without waiting for its end.
-
-        text: the sentence on the failure.
-        again: whether the run restarts.
-        """
+        """Start the shell command of --on-failure, without waiting for its end."""
         if self.command is None:
             return
         facts = {"FAILURE": text, "RUN": str(self.folder), "ATTEMPT": str(self.number), "AGAIN": str(int(again))}
@@ -277,10 +265,7 @@ class Restarts:
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
     """Raise WorkerFailed if a submitted run makes no progress: each of its last three starts began at the step from
-    which it would begin again now.
-
-    Starts before the submission do not count. A run that was not submitted is not checked.
-    """
+    which it would begin again now."""
     submission, sessions = facts.get("submission"), facts.get("sessions", [])
     if not isinstance(submission, Mapping):
         return

@@ -80,18 +80,12 @@ class Several:
         return self.nodes.begins.facts
 
     def folder_told(self) -> Mapping[str, Any]:
-        """Return the name of the run's folder and the number of the attempt, as another machine has announced them.
-
-        Returns an empty mapping if this machine begins the run and announces them itself.
-        """
+        """Return the name of the run's folder and the number of the attempt, as another machine has announced them."""
         told: Mapping[str, Any] = self.late.get("folder") or (self.nodes.get("folder") if self.nodes.node_rank else {})
         return told
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """Set `shares`: whether `folder` on this machine is the folder that another machine has announced.
-
-        told: the result of `folder_told`.
-        """
+        """Set `shares`: whether `folder` on this machine is the folder that another machine has announced."""
         self.shares = not told or newest(folder) == told["attempt"]
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
@@ -103,8 +97,7 @@ class Several:
         self.machines.leave(code)
 
     def has_more(self, restarts: Restarts) -> bool:
-        """Return whether a machine that the plan could use waits to join the run. Always False on a machine that does
-        not lead."""
+        """Return whether a machine that the plan could use waits to join the run."""
         if not (self.nodes.leads and restarts.resumable and restarts.most):
             return False
         more = sum(member.size for member in self.machines.joiners())
@@ -132,11 +125,7 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """Decide whether the run continues, with which machines and plan, or how it ends. Only the leader calls this
-        method.
-
-        Returns the machines of the next attempt, or the facts of the error that ends the run.
-        """
+        """Decide whether the run continues, with which machines and plan, or how it ends."""
         reports = self.machines.reports(look)
         error = _error_of(reports)
         joined = all(report["code"] == JOINED for report in reports.values())
@@ -159,8 +148,7 @@ class Several:
         return self._begin(restarts, error, members)
 
     def _fitting(self, restarts: Restarts, reports: Reports) -> list[Member]:
-        """Return the machines of the next attempt, each with its number of workers. Raises PlanError if the plan cannot
-        run on them, or if there are fewer machines than --min-nodes."""
+        """Return the machines of the next attempt, each with its number of workers."""
         members = [replace(member, size=report["size"]) for member, report in reports.items()]
         members += self.machines.joiners()
         if len(members) < restarts.min_nodes:
@@ -180,8 +168,7 @@ class Several:
         return members
 
     def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
-        """Claim the next attempt for this machine. Raises _NotHere if another machine has claimed it, or if this
-        machine has no access to the saved states."""
+        """Claim the next attempt for this machine."""
         first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
         if not (first or self.shares):
             raise _NotHere("Machine 0, which has the saved states, is lost: start the run again on all machines.")
@@ -222,10 +209,7 @@ def _facts(error: WorkerFailed) -> dict[str, Any]:
 
 
 def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
-    """Convert a failure that a machine reported to the error that this machine shows.
-
-    If the failure happened on another machine, the text begins with ELSEWHERE.
-    """
+    """Convert a failure that a machine reported to the error that this machine shows."""
     failure = None if told["failure"] is None else Failure(**told["failure"])
     here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
     own = failure is None or failure.rank in here or failure.kind == "lost"
@@ -234,8 +218,7 @@ def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
 
 
 def _error_of(reports: Reports) -> WorkerFailed:
-    """Return the error that ended the attempt. If several machines reported a failure, this is the failure that caused
-    the other failures."""
+    """Return the error that ended the attempt."""
     known = [(Failure(**told["failure"]), told) for told in reports.values() if told["failure"] is not None]
     if not known:
         told = next(iter(reports.values()))

@@ -139,11 +139,7 @@ def worker_slots(options: RunOptions) -> list[WorkerSlot]:
 
 
 def refuse_restarts(options: RunOptions, where: str) -> None:
-    """Raise UsageError if the user gave an option about restarts, such as `--restarts`. Call it if another launcher
-    started the processes, so that meshwise cannot restart them.
-
-    where: words for the error message that say how the run was started, such as "under torchrun, srun or mpirun".
-    """
+    """Raise UsageError if the user gave an option about restarts, such as `--restarts`."""
     for name in ("restarts", "on_failure"):
         if getattr(options, name):
             raise UsageError(
@@ -209,10 +205,7 @@ def opened(
 
 
 def _recorded(started: Started, options: RunOptions, began: float, *, begins: bool) -> int:
-    """Lock the folder, and record that an attempt begins there. Return the number of the attempt.
-
-    begins: whether this machine begins the run.
-    """
+    """Lock the folder, and record that an attempt begins there."""
     program, folder, machines = started.program, started.folder, started.machines
     earlier = names.read_run(folder) if (folder / names.RUN).exists() else {}
     yields = _earlier_start_holds(earlier)
@@ -229,9 +222,8 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
 
 
 def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
-    """Return whether the scheduler has started this job again, and the run's last attempt was made by an earlier start.
-    A process of the earlier start may then hold the folder's lock on a machine that was cut off, so the caller takes
-    over the lock."""
+    """Return whether the scheduler has started this job again, and the run's last attempt was made by an earlier
+    start."""
     here = place_in(os.environ).record()
     sessions = run.get("sessions") if here else None
     last = sessions[-1] if sessions else {}

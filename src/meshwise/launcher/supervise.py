@@ -64,11 +64,7 @@ class Viewer:
         halt: Halt | StepGate,
         machines: Alone | Several | None,
     ) -> None:
-        """Prepare to show a run.
-
-        halt: the request to stop the run. It also holds the signal that asked for the stop.
-        machines: the machines of the run. None if this process does not write the run's record.
-        """
+        """Prepare to show a run."""
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._machines = restarts, machines
         self.stopped = ""
@@ -160,10 +156,7 @@ class Viewer:
 
 
 def metrics_line(message: Mapping[str, Any]) -> str:
-    """Return a line such as `epoch 1/5  test accuracy 95.20 %  loss 0.1612  best so far`.
-
-    For an evaluation within an epoch, the line begins with `epoch 1/5, step 500`.
-    """
+    """Return a line such as `epoch 1/5 test accuracy 95.20 % loss 0.1612 best so far`."""
     step = f", step {message['inside']}" if "inside" in message else ""
     parts = [metric_text(name, value) for name, value in message["metrics"].items()]
     parts += ["best so far"] if message["best"] else []
@@ -185,13 +178,7 @@ def supervise(
     hang_limit: float | None = None,
     forks: Forks | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch workers on the slots, show the run, and restart it as `restarts` allows. Return the results in rank order,
-    and the exit code. Afterwards, the status in run.json says how the run ended. Raises WorkerFailed if the run fails.
-
-    task: called before each attempt. It returns the function that each worker calls, and its arguments.
-    limit: the number of seconds after which the run stops at the end of a step.
-    forks: the fork server that makes the workers. It is closed at the end.
-    """
+    """Launch workers on the slots, show the run, and restart it as `restarts` allows."""
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
@@ -236,8 +223,7 @@ def supervise(
 
 
 def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
-    """Return the run folder if this machine has to write the run's record. Return None if another machine writes the
-    record, if the folder is lost, or if a newer attempt has begun."""
+    """Return the run folder if this machine has to write the run's record."""
     if not machines.keeps or is_lost(restarts.folder) or is_over(restarts.folder, restarts.number):
         return None
     return restarts.folder
@@ -279,13 +265,7 @@ def _answer(
 
 @contextlib.contextmanager
 def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
-    """Inside the `with` block, stop all ranks after the same step when this process gets a signal of STOPS. A second
-    Ctrl-C ends the ranks at once.
-
-    `scancel -s INT` sends the signal to the ranks as well as to this process. A rank that gets a signal reports it to
-    this process. Such a report does not count as a Ctrl-C, so a single `scancel` does not end the ranks at once. If the
-    block runs outside the main thread, signals are not handled.
-    """
+    """Inside the `with` block, stop all ranks after the same step when this process gets a signal of STOPS."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

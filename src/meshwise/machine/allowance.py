@@ -34,8 +34,7 @@ def bound_cores() -> tuple[int, ...]:
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Divide `cores` equally among workers. If there are fewer cores than workers, each part is empty, so that no
-    worker is bound to cores."""
+    """Divide `cores` equally among workers."""
     if workers > len(cores):
         return [()] * workers
     edges = [round(i * len(cores) / workers) for i in range(workers + 1)]
@@ -43,8 +42,7 @@ def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def cores_near(pci_address: str, cores: Sequence[int], root: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
-    """Return the cores among `cores` that are on the NUMA node of a PCI device. If there are none, or if the node is
-    unknown, all of `cores` are returned."""
+    """Return the cores among `cores` that are on the NUMA node of a PCI device."""
     try:
         near = core_list((root / pci_address.lower() / "local_cpulist").read_text().strip())
     except (OSError, ValueError):
@@ -62,8 +60,7 @@ def core_list(text: str) -> set[int]:
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Return the CPU quota of this process in cores, such as 1.5 for one and a half cores. Returns None if there is no
-    limit."""
+    """Return the CPU quota of this process in cores, such as 1.5 for one and a half cores."""
     if (root / "cpu.max").exists() or (root / "cgroup.controllers").exists():
         pairs = [read_text(group / "cpu.max").split() for group in groups("", root, own)]
     else:
@@ -80,8 +77,7 @@ def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Return how many bytes remain below the memory limit. Memory that the kernel can reclaim counts as free. Returns
-    None if there is no limit."""
+    """Return how many bytes remain below the memory limit."""
     return min((max(limit - used, 0) for limit, used in _memory(root, own)), default=None)
 
 

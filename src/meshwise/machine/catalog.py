@@ -96,9 +96,7 @@ class CatalogPart:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link_of(self, kind: str) -> PartLink | None:
-        """Return the link of this device model that is of the given kind, such as `nvlink`. Returns None if there is no
-        such link. If the link to other devices and the link to the host have the same kind, the link to other devices
-        is returned."""
+        """Return the link of this device model that is of the given kind, such as `nvlink`."""
         links = (self.link, self.bridge, self.host_link)
         return next((link for link in links if link is not None and link.kind == kind), None)
 
@@ -115,12 +113,7 @@ def part(name: str) -> CatalogPart | None:
 
 @cache
 def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | None:
-    """Return the device model in the catalog for a name that a driver reports, such as `NVIDIA H100 80GB HBM3`. Returns
-    None unless exactly one model fits.
-
-    memory: the bytes of memory that the driver reports. A model with another amount of memory does not fit. This
-        excludes slices of a device (MIG), and variants that have the same name but another amount of memory.
-    """
+    """Return the device model in the catalog for a name that a driver reports, such as `NVIDIA H100 80GB HBM3`."""
     bare = re.sub(r"\s+", " ", name.strip())
     bare = re.sub(r"^(NVIDIA|AMD) ", "", bare, flags=re.IGNORECASE)
     named = [p for p in parts() if any(re.fullmatch(pattern, bare, re.IGNORECASE) for pattern in p.driver)]
@@ -131,9 +124,7 @@ def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | N
 
 @cache
 def field_origins(part: CatalogPart) -> Mapping[str, str]:
-    """Return the source of each figure of a device model, such as the data sheet from which the memory was read. The
-    keys are the fields `memory`, `memory_bandwidth`, `peak` and `achievable`. If a dtype has another source than the
-    first dtype of the field, it gets a key of its own, such as `peak.fp32`."""
+    """Return the source of each figure of a device model, such as the data sheet from which the memory was read."""
     found: dict[str, str] = {}
     for figure, origin in part.origins.items():
         field = figure.split(".")[0]
@@ -149,16 +140,14 @@ def nominal(part: CatalogPart) -> dict[str, Any]:
 
 
 def nominal_rate(kind: str, generation: int | None, width: int | None) -> float | None:
-    """Return the one-way bytes/s of `width` PCIe lanes or NVLinks of a generation. Returns None if the rate is
-    unknown."""
+    """Return the one-way bytes/s of `width` PCIe lanes or NVLinks of a generation."""
     rate = _generations(kind).get(generation or 0) if kind in LANES else None
     return None if rate is None or not width else rate * width / LANES[kind]
 
 
 @cache
 def networks() -> Mapping[str, float]:
-    """Return the one-way bytes/s of networks. The key is a kind of port (`InfiniBand-NDR`) or the product name of a
-    host (`DGX-H100`)."""
+    """Return the one-way bytes/s of networks."""
     rates = _text()["network"]["rates"]
     return {name: read_quantity(rate, "bytes/s", f"catalog.toml, {name}") for name, rate in rates.items()}
 

@@ -69,10 +69,7 @@ def device_of(part: CatalogPart, index: int, host: int = 0) -> Device:
 
 def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tuple[Link, ...]:
     """Return the links of a machine whose devices are all of the same model: the links between the host and any device,
-    and between any two devices. Return () for devices of different models, because their links differ.
-
-    several_on_a_host: whether a host has several devices, so that links between devices are needed.
-    """
+    and between any two devices."""
     if len({part.name for part in device_parts}) != 1:
         return ()
     part = device_parts[0]

@@ -44,13 +44,7 @@ def _parts(out: Path) -> list[Path]:
 @contextlib.contextmanager
 def locked_folder(out: Path, facts: Mapping[str, Any], *, overwrite: bool) -> Iterator[None]:
     """Create the folder for the parts of `out`, or continue in the folder of an earlier run, and lock it within the
-    context.
-
-    facts: what the predictions depend on. They are stored in the folder.
-    overwrite: whether to remove an earlier folder first.
-
-    Raises UsageError if the earlier run had other facts, or if another process uses the folder.
-    """
+    context."""
     folder = folder_of(out)
     if overwrite:
         shutil.rmtree(folder, ignore_errors=True)
@@ -79,11 +73,7 @@ def left_of(samples: int, out: Path | None) -> Tensor:
 
 
 def write_parts(out: Path, indices: Sequence[Tensor], pieces: Sequence[Outputs]) -> None:
-    """Write rows to the folder of `out`, a file for each range of samples. Raises UsageError for rows that `out` cannot
-    hold.
-
-    indices: the samples of each piece. All together ascend.
-    """
+    """Write rows to the folder of `out`, a file for each range of samples."""
     lines, tensors, samples = list[str](), dict[str, Tensor](), torch.cat(list(indices))
     if out.suffix == LINES:
         lines = [line for piece in pieces for line in _lines(piece)]

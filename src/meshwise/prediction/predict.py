@@ -150,8 +150,7 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
 
 
 def own_slices(left: Tensor, batch_size: int, world: World) -> Iterator[BatchSlice]:
-    """Yield this rank's part of each global batch. All parts of a rank together are one range of the samples `left`, so
-    that it can write its rows one after the other."""
+    """Yield this rank's part of each global batch."""
     positions = torch.arange(len(left))
     at = sum(part.first for part in batch_slices(positions, batch_size, world))  # what the ranks before have
     for part in batch_slices(positions, batch_size, world):
@@ -160,8 +159,7 @@ def own_slices(left: Tensor, batch_size: int, world: World) -> Iterator[BatchSli
 
 
 def _facts(job: Job, data: Data, plan: Plan, options: PredictOptions) -> dict[str, Any]:
-    """Return the facts on which the outputs depend, except the program itself. A stopped run can only be continued
-    with equal facts."""
+    """Return the facts on which the outputs depend, except the program itself."""
     ends = torch.tensor([0, data.samples // 2, data.samples - 1])
     weights: list[Any] = list(options.job.state_dict().values()) if isinstance(options.job, nn.Module) else []
     if options.weights is not None:

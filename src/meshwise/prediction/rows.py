@@ -27,16 +27,7 @@ HOW = "Write Job(predict=lambda model, batch: model(...)), or mw.predict(..., pr
 
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
-    """Return a function that calls a model on a batch, with arguments that fit the model's forward.
-
-    A dict is passed as keyword arguments, without the keys that the forward does not take. For a tuple or list, as many
-    of its first entries are passed as the forward has required arguments, but at least one entry. Any other batch is
-    passed whole. The returned function raises UsageError if the forward cannot take them.
-
-    Call `plain_call` before a plan is applied to `model`, because a plan replaces the forward and hides its arguments.
-
-    notify: called with a note for the user if keys of a dict are left out.
-    """
+    """Return a function that calls a model on a batch, with arguments that fit the model's forward."""
     signature, name = inspect.signature(model.forward), type(model).__name__
     kinds = [p.kind for p in signature.parameters.values()]
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind in POSITIONAL]
@@ -61,11 +52,7 @@ def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
 
 
 def rows_of(job: str, model: nn.Module, call: Predict, part: BatchSlice, batch: Any) -> dict[str | int, Any]:
-    """Call the model on a batch. Return the rows of this rank's samples on the host, without padding samples.
-    Collective, since sharded tensors are gathered.
-
-    Raises UsageError if the result does not have a row for each sample.
-    """
+    """Call the model on a batch."""
     named, size = _named(call(model, batch)), max(part.samples, 1)
     return {name: _rows(value, size, job)[: part.samples] for name, value in named.items()}
 

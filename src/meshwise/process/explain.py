@@ -55,10 +55,7 @@ def explain(
 
 
 def explain_in_script(error: BaseException, world: World, plan: Plan, models: Sequence[nn.Module]) -> None:
-    """Add a note to the error of a user's loop that ran out of memory. Leave other errors unchanged.
-
-    The note says how much memory was used, and which plan needs less.
-    """
+    """Add a note to the error of a user's loop that ran out of memory."""
     if not is_out_of_memory(error) or not models:
         return
     found = smaller_plan(plan, nn.ModuleList(models), None, world)

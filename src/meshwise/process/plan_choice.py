@@ -66,10 +66,7 @@ def plan_of_run(world: World) -> Plan | None:
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
     """Return `plan`, after a check that it can be used with this number of ranks and with a training loop in a user's
-    script.
-
-    On one device, return a copy without mesh axes, so that `python script.py` runs with a plan for several devices.
-    """
+    script."""
     if world.size == 1 and plan.devices > 1:
         notify(f"one device: the axes of {plan}, and techniques that need several devices, are ignored.")
         plan = on_one_device(plan)

@@ -129,8 +129,7 @@ def program_ends() -> None:
 
 
 def _process_ends() -> None:
-    """Call `program_ends` at exit. If it raises an error, only print the error, because the exit code can no longer
-    change."""
+    """Call `program_ends` at exit."""
     try:
         program_ends()
     except LossError as error:
@@ -145,8 +144,7 @@ def _failed() -> bool:
 
 
 def end_sessions() -> None:
-    """Close the engine of the process and the engine of each open `session`. A later call of `mw.distribute` makes a
-    new engine."""
+    """Close the engine of the process and the engine of each open `session`."""
     while engines:
         engines.pop().close()
     sized.clear()

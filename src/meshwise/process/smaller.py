@@ -51,8 +51,7 @@ def smaller_plan(
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Check whether the model has a batch norm. If it has, the result for a sample depends on the other samples of its
-    microbatch."""
+    """Check whether the model has a batch norm."""
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 

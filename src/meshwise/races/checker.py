@@ -108,8 +108,7 @@ class Checker:
         self._memory.forget(block, block + size, lambda each: True)
 
     def forget_freed(self) -> None:
-        """Forget all accesses of freed memory. Call this when the allocator returns the memory to the device, because
-        it does so only after all work of the device is done."""
+        """Forget all accesses of freed memory."""
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:

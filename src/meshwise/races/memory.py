@@ -37,11 +37,7 @@ class Region(NamedTuple):
 
 
 def region_of(start: int, item: int, shape: Sequence[int], strides: Sequence[int]) -> Region | None:
-    """Return the bytes of a view that begins at address `start`, or None if the view has no elements.
-
-    item: the size of an element in bytes.
-    strides: counted in elements.
-    """
+    """Return the bytes of a view that begins at address `start`, or None if the view has no elements."""
     if 0 in shape:
         return None
     run, outer = item, list[tuple[int, int]]()
@@ -64,13 +60,7 @@ def have_common_bytes(one: Region, other: Region) -> bool:
     tried = 0
 
     def lands(apart: int, rest: list[tuple[int, int]]) -> bool:
-        """Return whether the views `one` and `other` have a byte in common. Each view repeats a run of contiguous
-        bytes. Return True also if there were more than MOST_TRIED calls.
-
-        apart: the address of a run of `other` minus the address of a run of `one`, without the offsets in `rest`.
-        rest: pairs (step, count) of offsets that are still to choose. Each pair adds 0, step, ... or (count - 1) * step
-            to `apart`.
-        """
+        """Return whether the views `one` and `other` have a byte in common."""
         nonlocal tried
         tried += 1
         if not rest or tried > MOST_TRIED:
@@ -161,12 +151,7 @@ class ShadowMemory:
         self._cells[first:last], self._starts[first:last] = left, [cell.lo for cell in left]
 
     def _opened(self, region: Region) -> list[_Cell]:
-        """Return the cells that cover the region, in order. A cell holds the accesses of a range of bytes. Bytes that
-        have no cell get an empty cell.
-
-        If the bytes of the region are contiguous, cells are split at the ends of the region. Otherwise, cells stay
-        whole, and their accesses are compared byte by byte later.
-        """
+        """Return the cells that cover the region, in order."""
         if not region.outer:
             self._split(region.lo)
             self._split(region.hi)
@@ -200,7 +185,6 @@ class ShadowMemory:
 
 
 def _kept(earlier: list[Access], access: Access, is_before: IsBefore) -> list[Access]:
-    """Return the accesses in `earlier` that the checker still has to remember after `access`. It forgets an access that
-    is ordered before `access` and whose bytes `access` covers."""
+    """Return the accesses in `earlier` that the checker still has to remember after `access`."""
     dense = not access.region.outer
     return [each for each in earlier if not ((dense or each.region == access.region) and is_before(each))]

@@ -96,8 +96,7 @@ class Order:
         _join(self._host, seen)
 
     def seen_by(self, lane: Lane) -> Clock:
-        """Return a copy of the `Clock` of the stream `lane`. It has, for each stream, the number of the last work for
-        which `lane` has waited, and for `lane` itself the number of its newest work."""
+        """Return a copy of the `Clock` of the stream `lane`."""
         return dict(self._clock(lane))
 
     def lanes(self, device: str) -> list[Lane]:
@@ -105,8 +104,7 @@ class Order:
         return [lane for lane in self._seen if lane.device == device]
 
     def let_wait(self, lane: Lane, other: Lane) -> None:
-        """Pretend that the stream `lane` now waits for all work of the stream `other` so far. The checker calls this
-        after it has reported a race, so that it does not report the same missing wait again."""
+        """Pretend that the stream `lane` now waits for all work of the stream `other` so far."""
         self._clock(lane)[other] = self._clock(other)[other]
 
     def event_waited_for(self, lane: Lane, other: Lane) -> Recorded | None:

@@ -137,11 +137,7 @@ class _Watcher:
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> tuple[Lane, list[Touch], bool]:
         """Return the stream on which an operator runs, the memory that it reads and writes, and whether the host waits
-        until the operator is done.
-
-        The host waits if an operator on a stream writes to host memory that is not pinned: such an operator returns
-        only when the write is done.
-        """
+        until the operator is done."""
         name, found, lane, waited = operator_name(operator), list[Touch](), HOST, False
         if name == "record_stream":
             self._checker.record_stream(args[0].untyped_storage().data_ptr(), _lane_of(args[1]))
@@ -154,8 +150,7 @@ class _Watcher:
         return lane, found, waited and lane != HOST
 
     def _touch(self, tensor: torch.Tensor, writes: bool, operator: str) -> Touch | None:
-        """Describe how an operator reads or writes the memory of `tensor`. Return None for an empty tensor. Also return
-        None for host memory that is not pinned, because no stream uses such memory after the operator has returned."""
+        """Describe how an operator reads or writes the memory of `tensor`."""
         storage = tensor.untyped_storage()
         on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor lies nowhere
         if not on_cuda and not self._is_pinned(tensor):
@@ -279,11 +274,7 @@ def _lane_of(stream: torch.Stream) -> Lane:
 
 
 def _name_of(address: int) -> str:
-    """Return the name of the variable that holds the tensor at `address`, e.g. "x" or "self.weight".
-
-    The variables of the innermost function are searched, leaving out functions of torch, of Python and of the race
-    detector. Return "" if no variable holds the tensor.
-    """
+    """Return the name of the variable that holds the tensor at `address`, e.g."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_shown(frame.f_code.co_filename):
         frame = frame.f_back

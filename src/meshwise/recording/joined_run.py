@@ -79,8 +79,7 @@ class JoinedRun:
                 self._store.set(f"{ENDED}/{self._rank}", json.dumps(None if mine is None else asdict(mine)))
 
     def _chosen(self, mine: Failure | None) -> Failure | None:
-        """Return the failure that ended the run, chosen from the reports of all ranks. Waits up to WAIT seconds for
-        missing reports."""
+        """Return the failure that ended the run, chosen from the reports of all ranks."""
         if self._store is None or (mine is None and self._rank > 0):
             return mine
         told: dict[int, Failure | None] = {self._rank: mine}
@@ -108,11 +107,7 @@ class JoinedRun:
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
         """Return the failure that ended the run, if rank 0 has ended, so that no rank can read the reports of the
-        others.
-
-        This is usually `mine`, the failure of this rank. If this rank has failed only because it lost a connection, and
-        the run's record does not say how the run ended, the result says that rank 0 disappeared.
-        """
+        others."""
         with contextlib.suppress(UsageError):  # a folder that this machine does not share
             last = names.read_run(self.folder)["sessions"][-1]
             if last.get("kind") or last.get("status") in ("finished", "stopped"):

@@ -221,8 +221,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _train(self) -> Iterator[None]:
-        """Record that an evaluation has ended. Only the first `module.train()` after a `module.eval()` ends an
-        evaluation."""
+        """Record that an evaluation has ended."""
         if not self._is_inside():
             self._ends.pop()()
             recorder = self._recorder
@@ -243,9 +242,7 @@ class PlainProgram:
             raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
 
     def _is_inside(self) -> bool:
-        """Return whether the current call to torch is not a call of the training loop itself, and must be ignored. True
-        for a call that torch makes inside another watched call, such as a backward, and for a call in another
-        thread."""
+        """Return whether the current call to torch is not a call of the training loop itself, and must be ignored."""
         return self._inside or threading.get_ident() != self._thread
 
     @contextlib.contextmanager
@@ -259,8 +256,7 @@ class PlainProgram:
     # The records.
 
     def _begin(self) -> None:
-        """Begin the `Recording` if it has not begun yet. Called at each backward, and at each optimizer step with
-        gradients. If the first batch was read before, add the time of reading it to the recording."""
+        """Begin the `Recording` if it has not begun yet."""
         if self.recording is not None:
             return
         self.recording = record_script(
@@ -276,8 +272,7 @@ class PlainProgram:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """Watch collectives from now on, if the program makes the default process group in the `with` block. A group
-        that meshwise has made is not watched."""
+        """Watch collectives from now on, if the program makes the default process group in the `with` block."""
         was = dist.is_initialized()
         yield
         if was or made_process_group() or not dist.is_initialized() or self._clocks is not None:
@@ -318,12 +313,8 @@ class PlainProgram:
         return ended
 
     def _waits(self) -> Ended | None:
-        """Record the time since the last watched call: as an evaluation after `model.eval()`, otherwise as a forward.
-        Called when the program begins to wait for a collective that runs in the background.
-
-        Returns a function to call when the wait is over, so that the wait does not count as forward or evaluation.
-        Returns None if nothing was recorded, for example inside another watched call.
-        """
+        """Record the time since the last watched call: as an evaluation after `model.eval()`, otherwise as a
+        forward."""
         recorder, since = self._recorder, self._since
         if since is None or self._is_inside():
             return None

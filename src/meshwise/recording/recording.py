@@ -85,15 +85,7 @@ class Recording:
         recorder: Recorder | None = None,
         clocks: Clocks | None = None,
     ) -> None:
-        """Begin to record into the run folder `folder`. If it is None, nothing is recorded.
-
-        say: prints a line for the user.
-        clock: returns the time in nanoseconds.
-        recorder: a recorder that runs already. A program that does not call meshwise has one. By default, a new
-            recorder is made.
-        clocks: compares this rank's clock with the clock of rank 0. Give it only together with `recorder`. With a new
-            recorder, new clocks are made, which is collective if there are several ranks and a folder.
-        """
+        """Begin to record into the run folder `folder`."""
         self.recorder = recorder or Recorder(world.device, on=folder is not None, clock=clock)
         faults.watch(self.recorder)
         self.recorder.pulse = heartbeat.beat

@@ -75,12 +75,7 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Return how many seconds the scheduler kept the job in the queue before this attempt of the run. Returns None if
-    this is unknown, or if the job was running already in the previous attempt.
-
-    facts: the facts of the run, from run.json.
-    before, session: the facts of the previous attempt, and of this attempt.
-    """
+    """Return how many seconds the scheduler kept the job in the queue before this attempt of the run."""
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
         return None

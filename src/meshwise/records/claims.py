@@ -101,10 +101,7 @@ def record_path(folder: Path, number: int) -> Path:
 
 
 def newest_record(folder: Path, until: int | None = None) -> Path | None:
-    """Return the path of the newest attempt's record, or None if no attempt has one.
-
-    until: the last attempt to consider. By default all attempts are considered.
-    """
+    """Return the path of the newest attempt's record, or None if no attempt has one."""
     numbers = [number for number in _numbers(folder, _RECORD) if until is None or number <= until]
     return record_path(folder, max(numbers)) if numbers else None
 

@@ -46,10 +46,7 @@ def write_code(folder: Path, word: str) -> None:
 
 def changed_code(folder: Path, word: str) -> list[str]:
     """Return the program's files that were changed, removed or added after `write_code` recorded their hashes in a run
-    folder. Returns [] if no hashes were recorded.
-
-    word: the program, such as `train.py` or `train.py:job`.
-    """
+    folder."""
     try:
         kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -205,9 +205,7 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of an attempt. If the attempt is still marked as running, its status becomes failed, because its
-    processes are gone.
-    """
+    """Return the facts of an attempt."""
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 

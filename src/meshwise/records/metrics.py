@@ -62,8 +62,7 @@ class Metrics:
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
 
     def _take(self, line: bytes) -> bool:
-        """Add the values in one line of metrics.jsonl to the metrics. Returns whether the line is complete. The run may
-        still be writing the last line."""
+        """Add the values in one line of metrics.jsonl to the metrics."""
         try:
             record = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError):
@@ -82,8 +81,7 @@ class Metrics:
 
 
 def metrics_of(folder: Path) -> dict[str, list[float]]:
-    """Return a dict from the name of each metric of a run to its values. The first metric is the one to show in lists
-    of runs (see `Metrics.by_name`)."""
+    """Return a dict from the name of each metric of a run to its values."""
     metrics = Metrics(folder)
     metrics.read_on()
     return metrics.by_name()

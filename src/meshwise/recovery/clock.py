@@ -43,10 +43,7 @@ class SaveClock:
         option: str = "--save-every",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """saver: saves the states. With None, no state is saved in the background.
-        make: returns the state to save, as in `Saver.save`. Its size is looked at before the first save.
-        option: how the user sets when to save.
-        """
+        """saver: saves the states."""
         self._saves, self._saver, self._make, self._clock = saves, saver, make, clock
         self._since: tuple[float, int] | None = None
         self._told, self._option = LEAST, option
@@ -78,8 +75,7 @@ class SaveClock:
         return due
 
     def _wait(self) -> float:
-        """Return how many seconds to wait between two saves. If saves in the background take so long that this has
-        doubled, tell the user."""
+        """Return how many seconds to wait between two saves."""
         if self._saves.seconds is not None or self._saver is None:
             return self._saves.seconds or math.inf
         wait = max(LEAST, STALLS * self._saver.stall_seconds, WRITINGS * self._saver.write_seconds)
@@ -91,8 +87,7 @@ class SaveClock:
         return wait
 
     def _begins(self, saver: Saver) -> bool:
-        """Tell the user that states are saved in the background. If there is too little space for this, say so instead,
-        and return False. Collective."""
+        """Tell the user that states are saved in the background."""
         size = saver.size_of(self._make)
         short: str = collectives.broadcast_object(self._short_of(size, saver.folder), collectives.everyone())
         if short:

@@ -85,11 +85,7 @@ def _is_state_of_optimizer(thing: Any) -> bool:
 
 
 def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state_dict that is complete on rank 0. Collective.
-
-    Rank 0 may lack entries that other ranks hold. First, the first stage of each pipeline receives the entries of the
-    later stages. Then rank 0 receives the entries of all ranks.
-    """
+    """Return an optimizer's state_dict that is complete on rank 0."""
     pipe = stages.pipe()
     return _joined_over(_joined_over(optimizer, pipe.group) if pipe is not None else optimizer)
 

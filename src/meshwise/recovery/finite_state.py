@@ -100,10 +100,7 @@ def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]
 
 
 def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, tensor, strict) for each tensor of optimizer state that belongs to this rank's parameters.
-
-    strict: whether inf in the tensor is an error. NaN is always an error.
-    """
+    """Yield (name, tensor, strict) for each tensor of optimizer state that belongs to this rank's parameters."""
     names: dict[Tensor, str] = {p: name for model in models.values() for name, p in model.named_parameters()}
     lacking = {p for model in models.values() for p in stages.absent_parameters(model)}
     for optimizer in optimizers.values():
@@ -117,10 +114,7 @@ def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) 
 
 
 def _bad(named: list[tuple[str, Tensor, bool]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors that contain NaN. Tensors that contain inf are also yielded if the third value
-    (`strict`) is True. The sum of a tensor is checked first, because this is 17 times faster. If the sum is not finite,
-    it may also have overflowed, so the values are checked.
-    """
+    """Yield the floating-point tensors that contain NaN."""
     floats = [
         each
         for each in named

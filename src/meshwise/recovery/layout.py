@@ -65,11 +65,7 @@ def itemsize(dtype: str) -> int:
 
 
 def plainly_held(tensor: Tensor) -> Tensor:
-    """Return a tensor whose local values the ranks can save.
-
-    A DTensor with unreduced values, such as partial sums, is replaced by its full tensor, which is collective. Any
-    other tensor is returned unchanged.
-    """
+    """Return a tensor whose local values the ranks can save."""
     if isinstance(tensor, DTensor) and any(division(p) is None and not p.is_replicate() for p in tensor.placements):
         return full_tensor(tensor)
     return tensor
@@ -106,10 +102,7 @@ def view_of(tensor: Tensor, box: Box) -> Tensor:
 
 
 def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
-    """Decide what each rank writes. Raises CheckpointError if no rank holds some element of a tensor.
-
-    ranks: what each rank holds, by the names of the tensors.
-    """
+    """Decide what each rank writes."""
     shapes: dict[str, Held] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, every in enumerate(ranks):
@@ -146,10 +139,7 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
 
 
 def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
-    """Choose boxes that cover a tensor so that no element is covered twice. Larger boxes are chosen first.
-
-    Raises CheckpointError if the boxes do not cover the tensor.
-    """
+    """Choose boxes that cover a tensor so that no element is covered twice."""
     chosen = disjoint(boxes)
     if not cover(chosen, shape):
         found = sum(map(volume, chosen))
@@ -158,12 +148,7 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
 
 
 def _divided(box: Box, count: int) -> list[Box]:
-    """Divide a box into at most `count` boxes of about equal size. A box is (begin, end) of the indices in each
-    dimension.
-
-    The box is cut along the first dimension with at least `count` indices. If no dimension is that long, it is cut
-    along the longest dimension.
-    """
+    """Divide a box into at most `count` boxes of about equal size."""
     lengths = [end - begin for begin, end in box]
     dim = next((dim for dim, length in enumerate(lengths) if length >= count), lengths.index(max(lengths)))
     (begin, _), parts = box[dim], min(count, lengths[dim])

@@ -148,11 +148,7 @@ def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:
 
 
 def _tree(saved: Checkpoint, manifest: Manifest, shared: bool, first: bool) -> Any:
-    """Return the saved state. If not all ranks see the files (`shared` is False), rank 0 reads the state and broadcasts
-    it. This is collective.
-
-    first: whether this rank is rank 0.
-    """
+    """Return the saved state."""
     if not shared:
         tree = whole(_stored(saved, manifest)) if first else None
         return collectives.broadcast_object(tree, collectives.everyone())
@@ -201,8 +197,7 @@ def _load_old(folder: Path, shared: bool, first: bool) -> Loaded:
 
 
 def _verified_old(folder: Path) -> tuple[Path, int]:
-    """Return the newest state's file and the size of this file in bytes, for a folder of an older version. Raises
-    CheckpointError if there is no such file, or if its SHA-256 is wrong."""
+    """Return the newest state's file and the size of this file in bytes, for a folder of an older version."""
     try:
         facts = json.loads((folder / LATEST).read_text())
         path, expected = folder / facts["file"], facts["sha256"]

@@ -88,13 +88,7 @@ def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[
 
 
 def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:
-    """Report if the batch size or the number of samples has changed since the state was saved.
-
-    A value of None is unknown, and is not compared. Raises UsageError if the number of samples has changed in the
-    middle of an epoch.
-
-    index: how many samples of the epoch are already trained on.
-    """
+    """Report if the batch size or the number of samples has changed since the state was saved."""
     had, has = before["samples"], now["samples"]
     if None not in (had, has) and had != has:
         if index:
@@ -111,15 +105,7 @@ def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, 
 def _honour_groups(
     optimizer: Optimizer, before: Any, now: Any, say: Callable[[str], object], *, scheduled: bool
 ) -> None:
-    """Apply the optimizer settings that the program has changed since the state was saved, and report each change.
-
-    Raises UsageError if `lr`, `momentum` or `betas` has changed and a learning rate scheduler was restored. The
-    scheduler would override the new value.
-
-    before, now: the settings of each parameter group in the saved state, and in the program. Nothing is done if their
-        numbers of groups differ.
-    scheduled: whether a learning rate scheduler was restored.
-    """
+    """Apply the optimizer settings that the program has changed since the state was saved, and report each change."""
     if len(before) != len(now) or len(now) != len(optimizer.param_groups):
         return  # other groups are told where the state is loaded
     for number, (old, new) in enumerate(zip(before, now, strict=True)):

@@ -64,11 +64,9 @@ class Saver:
         resumed: Checkpoint | None = None,
         number: int | None = None,
     ) -> None:
-        """say: called with a line of text for the user.
-        saves: how many checkpoints to keep.
-        resumed: the checkpoint from which the run was resumed.
-        number: the number of the attempt, if the caller has reserved it in `folder` by `claim` (records/claims.py).
-        """
+        """say: called with a line of text for the user. saves: how many checkpoints to keep. resumed: the checkpoint
+        from which the run was resumed. number: the number of the attempt, if the caller has reserved it in `folder` by
+        `claim` (records/claims.py)."""
         self.folder, self._world, self._say = folder, world, say
         self._saves, self._resumed, self._claimed = saves, resumed, number
         self._gate, self._asked = rank_context().gate, 0.0
@@ -138,12 +136,7 @@ class Saver:
         return True
 
     def _begin(self) -> tuple[str, int, bool]:
-        """Prepare the folder before the first save. The first call is collective. Return (prefix, attempt, shared),
-        which are the same on every rank and in each later call.
-
-        The ranks exchange messages about a save under keys that begin with `prefix`. `attempt` is the number of the
-        attempt. `shared` tells whether all ranks see the files that rank 0 writes into the folder.
-        """
+        """Prepare the folder before the first save."""
         if self._begun is None:
             self._board = StoreBoard() if self._world.size > 1 else OwnBoard()
             key = secrets.token_hex(8)
@@ -159,11 +152,7 @@ class Saver:
         return self._begun
 
     def _numbered(self) -> int:
-        """Return the number of this attempt, which becomes part of the names of its checkpoints.
-
-        If attempts of the run are reserved by `claim` (records/claims.py), the reserved number is returned. Otherwise
-        the number is larger than the number of any attempt that has left a checkpoint in the folder.
-        """
+        """Return the number of this attempt, which becomes part of the names of its checkpoints."""
         if self._claimed is not None:
             return self._claimed
         claimed = newest(files.claims_folder(self.folder)) > 0
@@ -183,13 +172,7 @@ class Saver:
         return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
-        """Merge the values of all ranks that are not tensors into one tree, and return it. Collective.
-
-        Also decide which rank writes which tensors. The previous decision is kept if no rank's `shapes` have changed.
-
-        shapes: the tensors of which this rank holds a part.
-        digests: for each rank, (a hash of its `shapes`, a digest of its `values`).
-        """
+        """Merge the values of all ranks that are not tensors into one tree, and return it."""
         everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
             ranks = collectives.gather_objects(shapes, everyone)
@@ -231,10 +214,7 @@ class Saver:
         self._thread.start()
 
     def _written(self, writing: Writing) -> None:
-        """Write a checkpoint, and report an error to the user. On rank 0, also remove old checkpoints.
-
-        Runs in the background thread.
-        """
+        """Write a checkpoint, and report an error to the user."""
         writing.run()
         self.write_seconds = time.monotonic() - writing.began
         if not writing.said:
@@ -257,10 +237,7 @@ class Saver:
             files.prune(self.folder, keep=keep, limit=self._saves.limit, abandoned=[*old, *left], room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
-        """Wait for the save that is being written. If it has ended, record its result in `saved` and `wrong`.
-
-        patience: stop waiting when the save has taken this many seconds since it began. None waits until the save ends.
-        """
+        """Wait for the save that is being written."""
         if self._thread is None or self._writing is None:
             return
         left = None if patience is None else max(0.0, self._writing.began + patience - time.monotonic())

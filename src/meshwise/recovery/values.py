@@ -89,10 +89,7 @@ def _encoded_atom(value: Any, kind: type, path: tuple[str, ...], take: Callable[
 
 
 def decoded(values: Any, give: Callable[[str], Any]) -> Any:
-    """Restore a tree from the JSON values that `encoded` returned.
-
-    give: a function that takes the name of a tensor, and returns the tensor or an object that stands for the tensor.
-    """
+    """Restore a tree from the JSON values that `encoded` returned."""
     if isinstance(values, list):
         return [decoded(item, give) for item in values]
     if not isinstance(values, dict):

@@ -144,10 +144,7 @@ class Writing:
             return f"{type(error).__name__}: {error}"
 
     def _commit(self) -> str:
-        """Wait until every rank has written, then commit the checkpoint. Runs on rank 0.
-
-        If a rank failed, the checkpoint is removed and the reason is returned. Otherwise the result is "".
-        """
+        """Wait until every rank has written, then commit the checkpoint."""
         ranks = [json.loads(self._awaited(f"{self.key}/{rank}")) for rank in range(self.size)]
         wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(ranks) if isinstance(told, str)), "")
         if not wrong:

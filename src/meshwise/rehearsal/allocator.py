@@ -124,8 +124,7 @@ class _Heap:
         self._cache(block)
 
     def _best(self, size: int, small: bool, stream: str) -> _Block | None:
-        """Remove the smallest free block of at least `size` bytes from the cache, and return it. Return None if there
-        is none. Small and large blocks have separate caches, and so has each stream."""
+        """Remove the smallest free block of at least `size` bytes from the cache, and return it."""
         cached = self.cached[small, stream]
         place = bisect_left(cached, (size, -1))
         if place == len(cached):
@@ -222,12 +221,7 @@ class Total:
 
 
 def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -> int:
-    """Return the peak of the bytes that the caching allocator reserves in the steps `works`.
-
-    name: the name of the GPU model in the catalog.
-    capacity: the bytes of the device's memory. Close to this limit, the allocator returns cached memory to the device
-    before an allocation fails. The peak is then lower.
-    """
+    """Return the peak of the bytes that the caching allocator reserves in the steps `works`."""
     known = part(name)
     first = [workspace(known.architecture if known else "")]
     reserved = replay(works, first=first).reserved
@@ -248,11 +242,7 @@ def workspace(architecture: str) -> int:
 
 def device_total(reserved: int, work: Work) -> Total:
     """Return the bytes that a process takes of a GPU's memory: the allocator's segments, the CUDA context and the
-    communicators of NCCL.
-
-    reserved: the bytes of the allocator's segments.
-    work: a step of the process. Its collectives determine the number of communicators.
-    """
+    communicators of NCCL."""
     groups: set[tuple[int, ...]] = set()
     peers: set[int] = set()
     for launch in work.launches:

@@ -57,10 +57,7 @@ OF_WORKERS = (
 
 @contextmanager
 def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
-    """Within the context, make this process look to a script like a worker process of a run with this plan.
-
-    Yields a text buffer that receives everything the script prints to stdout and stderr.
-    """
+    """Within the context, make this process look to a script like a worker process of a run with this plan."""
     said = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was())
@@ -115,8 +112,7 @@ def _starts_processes(*args: Any, **kwargs: Any) -> Any:
 
 
 def _without_workers(plain: Any) -> Any:
-    """Wrap `DataLoader.__init__` so that the loader starts no worker processes. A rehearsal can only follow this
-    process."""
+    """Wrap `DataLoader.__init__` so that the loader starts no worker processes."""
 
     names = list(inspect.signature(plain).parameters)
 

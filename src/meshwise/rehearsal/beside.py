@@ -54,10 +54,7 @@ class Beside:
             self.wait_for(self.running.get(storage, -1), stream)
 
     def wait_for(self, place: int, stream: str) -> None:
-        """Make the next launch on `stream` wait until an earlier launch has ended.
-
-        place: the index of the earlier launch in the step's list of events. If it is negative, nothing happens.
-        """
+        """Make the next launch on `stream` wait until an earlier launch has ended."""
         if place >= 0:
             self._pending[stream].add(place)
             self.running = {storage: other for storage, other in self.running.items() if other != place}

@@ -52,8 +52,7 @@ class Bounds:
         self._flops = work.flops * plan.devices * once
 
     def too_large(self, plan: Plan) -> str:
-        """Return the reason why the plan cannot fit in memory even without activations. Return an empty string if it
-        may fit."""
+        """Return the reason why the plan cannot fit in memory even without activations."""
         if self.room is None or plan.offload or plan.param_dtype is not None:
             return ""
         ways = plan.shard * plan.tensor * plan.pipeline * plan.expert

@@ -112,11 +112,7 @@ def slowest_rank(step: Step) -> RankStep:
 
 
 def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
-    """Return two entries for each activity, one for its beginning and one for its end, sorted by time.
-
-    Each entry is (time, whether the activity begins, index in KINDS of its kind, phase). At equal times, ends come
-    first.
-    """
+    """Return two entries for each activity, one for its beginning and one for its end, sorted by time."""
     edges: list[tuple[float, bool, int, str]] = []
     for one in done:
         what = one.launch.what

@@ -29,12 +29,7 @@ LEAST, MOST = 0.1, 1.0
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a call of a torch operator as JSON: the operator's name with its overload, and the arguments. A tensor is
-    written as its shape, strides and dtype.
-
-    To time the operator, `made` turns the JSON into a call with random tensors. Returns an empty string if an argument
-    cannot be written, or if random values could crash the call.
-    """
+    """Return a call of a torch operator as JSON: the operator's name with its overload, and the arguments."""
     given = named_arguments(func, tuple(args), dict(kwargs))
     held = {name: one for name in UNDRAWN if isinstance(one := given.get(name), Tensor)}
     if "workspace" in held or any(one.numel() for one in held.values()):
@@ -124,14 +119,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _indices_below(name: str, args: Sequence[Any]) -> int:
-    """Return a number n. Random integers below n are valid indices when the operator is called to measure its time.
-
-    For an embedding, n is the number of rows. For a loss, it is the number of classes. For any other operator, it is
-    the length of the shortest dimension of the first tensor, because these indices are valid in every dimension.
-
-    name: the name of the operator.
-    args: its arguments, as `call_of` writes them.
-    """
+    """Return a number n."""
     if "embedding_dense_backward" in name:
         return max(int(args[2]), 1)
     first: list[int] = next((one["tensor"] for one in args if isinstance(one, dict) and "tensor" in one), [])

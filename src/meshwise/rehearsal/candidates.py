@@ -121,8 +121,7 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
 
 
 def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
-    """Return the plan `start` with the fields `values` replaced, and then changed by `settings`. Return None if the
-    result is not a valid plan."""
+    """Return the plan `start` with the fields `values` replaced, and then changed by `settings`."""
     try:
         return plan_from_settings(settings, replace(start, **values))
     except PlanError:
@@ -130,11 +129,7 @@ def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Pl
 
 
 def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
-    """Yield all meshes to try for `count` devices, each as a dictionary of sizes by axis.
-
-    The sizes of `tensor` and `pipeline` are chosen first. The remaining devices are divided between `data` and `shard`.
-    The size of `shard` is 1, or the number of these devices, or the number of these devices on one host.
-    """
+    """Yield all meshes to try for `count` devices, each as a dictionary of sizes by axis."""
     for tensor, pipeline in itertools.product(_powers(min(count, per_host, MOST_TENSOR)), _powers(count)):
         rest, over = divmod(count, tensor * pipeline)
         if over:
@@ -145,12 +140,7 @@ def _meshes(count: int, per_host: int) -> Iterator[dict[str, int]]:
 
 
 def _microbatches(mesh: Mapping[str, int], space: Space) -> list[int]:
-    """Return the numbers of microbatches to try on a mesh.
-
-    Candidates are the powers of two that divide a replica's batch and are at least the number of pipeline stages. If
-    `space.microbatches` is True, all candidates are returned. Otherwise, only the largest candidate up to MICROBATCHES
-    * stages is returned, or 1 without a pipeline. If no candidate exists, it is the number of stages.
-    """
+    """Return the numbers of microbatches to try on a mesh."""
     local, stages = max(1, space.batch // (mesh["data"] * mesh["shard"])), mesh["pipeline"]
     possible = [power for power in _powers(local) if local % power == 0 and power >= stages]
     if space.microbatches:

@@ -49,11 +49,7 @@ class Group:
 
 
 def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
-    """Estimate how long a collective takes after its last rank has begun it. Return None if a figure is unknown.
-
-    The collective's ranks are indices of `machine.devices`. Raises ValueError for a rank that the machine does not
-    have.
-    """
+    """Estimate how long a collective takes after its last rank has begun it."""
     if max(collective.ranks, default=0) >= len(machine.devices):
         raise ValueError(f"{machine.name} has {len(machine.devices)} devices, but no rank {max(collective.ranks)}")
     if collective.size == 0 or len(set(collective.ranks)) < 2:
@@ -80,12 +76,7 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Estimate the time of a collective from the machine's measurements of this kind of collective. Return None if no
-    measurement can be used.
-
-    A measurement on equally many ranks is used if the group spans the whole machine or the machine has a single host.
-    On a single host, the measurement on the nearest number of ranks is scaled if this number was not measured.
-    """
+    """Estimate the time of a collective from the machine's measurements of this kind of collective."""
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
         return None
@@ -101,8 +92,7 @@ def _measured(collective: CollectiveOperation, machine: Machine, group: Group, b
 
 
 def _of_table(table: Timings, size: int, network: bool) -> Priced:
-    """Estimate the time of a message of `size` bytes from a table of measurements. For sizes far above the largest size
-    in the table, the returned interval is wider."""
+    """Estimate the time of a message of `size` bytes from a table of measurements."""
     inside = size <= BEYOND * table.sizes[-1]
     spread = FIGURES["measured.collective" if inside else "measured.scaled"].spread
     return priced(seconds_at(in_step(table, network=network), size), spread, MEASURED, COMMUNICATION)
@@ -119,10 +109,7 @@ def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
 
 
 def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Priced | None:
-    """Estimate the time of a message from rank `collective.ranks[0]` to rank `collective.ranks[1]`.
-
-    Return None if the link between the devices of these ranks, or its bandwidth, is unknown.
-    """
+    """Estimate the time of a message from rank `collective.ranks[0]` to rank `collective.ranks[1]`."""
     source, target = (machine.devices[rank] for rank in collective.ranks[:2])
     if source.host == target.host:
         link, share = link_between(machine, source.name, target.name), 1.0
@@ -161,8 +148,7 @@ def _modelled_send(
 
 
 def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
-    """Estimate the time of an NCCL collective with its fastest algorithm and protocol. Return None if the rate of a
-    link is unknown."""
+    """Estimate the time of an NCCL collective with its fastest algorithm and protocol."""
     inside = _inside(collective.kind, machine, group)
     across = _across(machine, group)
     if (group.each > 1 and inside is None) or (group.hosts > 1 and across is None):
@@ -190,8 +176,7 @@ Rate = tuple[float, float, str, str]
 
 
 def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
-    """Return the bus rate of a ring within a host. Return None if it is unknown, or if the group has only one rank per
-    host."""
+    """Return the bus rate of a ring within a host."""
     if group.each < 2:
         return None
     key = kind if kind in ("all-reduce", "all-gather", "reduce-scatter") else "all-gather"
@@ -207,8 +192,7 @@ def _inside(kind: str, machine: Machine, group: Group) -> Rate | None:
 
 
 def _across(machine: Machine, group: Group) -> Rate | None:
-    """Return the rate at which the group can send data between hosts. It is `group.share` times the rate of a host.
-    Return None if the group is on one host or the rate is unknown."""
+    """Return the rate at which the group can send data between hosts."""
     if group.hosts < 2:
         return None
     link = link_between(machine, NODE, NODE) or link_between(machine, f"{NODE}0", f"{NODE}1")
@@ -236,8 +220,7 @@ def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> lis
 
 
 def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: int) -> float:
-    """Return the latency in seconds, summed over hops as in `ncclTopoTuneModel`. It is infinite if the algorithm does
-    not support the protocol."""
+    """Return the latency in seconds, summed over hops as in `ncclTopoTuneModel`."""
     none = (NEVER, NEVER, NEVER)
     inside, across = (HOP.get((link, algorithm), none)[protocol] for link in (hardware, "network"))
     twice = 2 if kind == "all-reduce" else 1
@@ -254,8 +237,7 @@ def _latency(kind: str, group: Group, hardware: str, algorithm: str, protocol: i
 
 
 def _all_to_all(collective: CollectiveOperation, group: Group, inside: Rate | None, across: Rate | None) -> Priced:
-    """Estimate the time of an all-to-all of equal parts. Messages within hosts and between hosts are sent at the same
-    time."""
+    """Estimate the time of an all-to-all of equal parts."""
     part_of_rank = collective.size / group.ranks
     legs: list[tuple[float, float, str]] = []
     if inside is not None:
@@ -287,11 +269,7 @@ _STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
 
 
 def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
-    """Estimate the time of a gloo collective as a sequence of messages. Return None if a figure is unknown.
-
-    Within a host, the time of a message comes from measurements between two processes. Between hosts, it comes from
-    measurements or the figures of the link.
-    """
+    """Estimate the time of a gloo collective as a sequence of messages."""
     if collective.kind not in _STEPS:
         return None
     steps, carried = _STEPS[collective.kind](group.ranks)
@@ -312,8 +290,7 @@ def _gloo(collective: CollectiveOperation, machine: Machine, group: Group) -> Pr
 
 
 def _pair(machine: Machine) -> Timings | None:
-    """Return the measurements of gloo between two processes of a host, for the slowest pair. Return None if there are
-    none."""
+    """Return the measurements of gloo between two processes of a host, for the slowest pair."""
     tables = [link.timings["gloo"] for link in machine.links if "gloo" in link.timings and link.kind != "network"]
     return max(tables, key=lambda table: seconds_at(table, 1 << 20)) if tables else None
 

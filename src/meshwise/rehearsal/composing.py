@@ -44,10 +44,8 @@ class Composing:
         left_out: range = range(0),
         launches: bool = False,
     ) -> None:
-        """orders: the actions of the first step and of a later step, in order.
-        left_out: the microbatches among them that are left out.
-        launches: whether to write the launches of a later step alone.
-        """
+        """orders: the actions of the first step and of a later step, in order. left_out: the microbatches among them
+        that are left out. launches: whether to write the launches of a later step alone."""
         self._pieces, self._left_out, self._launches_alone = pieces, left_out, launches
         self._orders = {section: orders[section == STEP] for section in range(4)}
         self._counts = {section: count_of(own) for section, own in self._orders.items()}
@@ -113,8 +111,7 @@ class Composing:
                 yield Piece(section, name, number)
 
     def _like(self, piece: Piece) -> Piece:
-        """The piece of the shorter trace that a piece of the longer one is like. Of several, the last one that follows
-        a like action, or at least the same kind of action."""
+        """The piece of the shorter trace that a piece of the longer one is like."""
         number, short, count = piece.number, self._pieces.count, self._counts[piece.section]
         numbers = range(2, short - 1) if 2 <= number < count - 1 else (number if number < 2 else short - 1,)
         found = [like for n in numbers if (like := piece._replace(number=n)) in self._pieces.entries]
@@ -131,10 +128,7 @@ class Composing:
         return before and Piece(piece.section, "forward" if before[0] else "backward", before[1])
 
     def _of(self, piece: Piece, like: Piece, ref: Place | Last | Left, led: dict[Piece, Piece]) -> Target:
-        """Where a reference of the shorter trace leads, for this piece of the longer trace.
-
-        led: where references of this piece to other pieces have led so far.
-        """
+        """Where a reference of the shorter trace leads, for this piece of the longer trace."""
         if isinstance(ref, Left):
             before = self._action_before(piece)
             if before is not None and before.name == ref.place.piece.name:
@@ -194,8 +188,7 @@ class Composing:
             at += length
 
     def _of_rest(self, ref: Place | Last | Left, refers: Sequence[Place | Last | Left]) -> Iterator[Target]:
-        """Where a reference leads, from outside of the microbatches. Of launches that one waits for, to those of all
-        microbatches, if the shorter trace has some of each."""
+        """Where a reference leads, from outside of the microbatches."""
         if isinstance(ref, Left):
             ref = ref.place
         if isinstance(ref, Last) or ref.piece.name == REST:

@@ -102,8 +102,7 @@ def _item(cost: Cost, ends: Mapping[str, str]) -> Item:
 
 
 def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
-    """Yield rows of operators that can be joined. If the device waits for the host between them, this will count as
-    computing."""
+    """Yield rows of operators that can be joined."""
     first = 0
     for place in range(1, len(costs) + 1):
         if place == len(costs) or not costs[place].joins:
@@ -112,8 +111,7 @@ def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Se
 
 
 def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
-    """Yield rows of operators of which the host launches each before the one before it can have ended. Joining them
-    changes no time."""
+    """Yield rows of operators of which the host launches each before the one before it can have ended."""
     first, ahead = 0, 0.0  # how long the device still has to do when the host launches
     for place, cost in enumerate(costs):
         ahead -= _at(cost.host, ends)
@@ -125,13 +123,7 @@ def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator
 
 
 def _joined(row: Sequence[Cost], ends: Mapping[str, str]) -> Item:
-    """Join consecutive operators on a stream into one item.
-
-    An operator begins when the host has launched it and the operator before it has ended. The item's field `late` is
-    the time from the beginning of the first launch until the last operator ends, if nothing else delays the operators.
-
-    ends: see `items`.
-    """
+    """Join consecutive operators on a stream into one item."""
     host = late = seconds = 0.0
     for cost in row:
         own = _at(cost.price, ends)

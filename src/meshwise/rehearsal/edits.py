@@ -31,11 +31,7 @@ class Edit:
 
 
 def edits(of: Estimate, others: Sequence[Estimate]) -> list[Edit]:
-    """Return small changes of a plan that save memory or time, the fastest first.
-
-    A change sets one or two fields, and leads to a plan in `others`, whose estimate tells its effect. Plans on another
-    number of devices are skipped. A change is left out if a faster change saves at least as much memory.
-    """
+    """Return small changes of a plan that save memory or time, the fastest first."""
     found: list[Edit] = []
     for other in others:
         changes = _changes(of.plan, other.plan)

@@ -115,11 +115,7 @@ def rehearser(
 
 
 def _cells(work: Work) -> tuple[str, ...]:
-    """Return a warning for the user if the step has LSTM or GRU layers whose time on a GPU is overestimated.
-
-    The trace has such a layer as many small operators, one for each position of the sequence. On a GPU, cuDNN runs the
-    whole layer at once, which is faster. Return an empty tuple if the step has no such layers.
-    """
+    """Return a warning for the user if the step has LSTM or GRU layers whose time on a GPU is overestimated."""
     cells = sum("_thnn_fused" in launch.what.name for launch in work.launches if isinstance(launch.what, Operation))
     if work.kind == "cpu" or not cells:
         return ()
@@ -130,11 +126,7 @@ def _cells(work: Work) -> tuple[str, ...]:
 
 
 def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...]:
-    """Return the shares of the batch at which all replicas would compute for the same time. Return an empty tuple if
-    all devices are equal.
-
-    A replica that was not simulated is assumed to be as fast as a simulated replica with the same devices.
-    """
+    """Return the shares of the batch at which all replicas would compute for the same time."""
     if len(set(speeds[: plan.devices])) < 2 or plan.replicas == 1:
         return ()
     within = plan.within_samples

@@ -90,9 +90,7 @@ def link_words(machine: Machine, ranks: Sequence[int]) -> str:
 
 
 def _limits(done: Sequence[Done], time: RankStep, prices: Prices) -> dict[str, float]:
-    """Divide the time of the rank's step among the causes that limit its speed, the largest first. An example is
-    `{"compute": 0.8, "waiting for other ranks": 0.1}`, in seconds. Communication that overlaps with computing is left
-    out."""
+    """Divide the time of the rank's step among the causes that limit its speed, the largest first."""
     computing: dict[str, float] = defaultdict(float)
     links: dict[str, float] = defaultdict(float)
     for one in done:
@@ -120,10 +118,7 @@ def _limit(what: What, rank: int, prices: Prices) -> str:
 
 
 def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
-    """Group launches of the same operator with the same shapes, or of the same collective.
-
-    Return a description of each group. The group that takes the most time comes first.
-    """
+    """Group launches of the same operator with the same shapes, or of the same collective."""
     seconds: dict[What, float] = defaultdict(float)
     times = Counter(one.launch.what for one in done)
     for one in done:

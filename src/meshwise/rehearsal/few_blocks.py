@@ -39,14 +39,7 @@ class Depth:
 
 
 def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None:
-    """Return how many groups of blocks to trace, so that the others can be extrapolated. Return None if the whole model
-    must be traced.
-
-    The whole model must be traced if extrapolating would save little, or if the plan treats equal blocks differently.
-    For example, `recompute` may name single blocks, or the pipeline stages may have different numbers of blocks.
-
-    shared: whether plans with other numbers of blocks share the trace, so that it may save a little only.
-    """
+    """Return how many groups of blocks to trace, so that the others can be extrapolated."""
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
         isinstance(plan.recompute, tuple)
@@ -59,11 +52,7 @@ def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None
 
 
 def blocks_axis(stretch: Stretch) -> GrowthAxis:
-    """Return a `GrowthAxis`, which finds the group of blocks to which a launch belongs.
-
-    Groups are numbered from the beginning of `stretch`, the sequence of equal blocks in the whole model. Every pipeline
-    stage uses the same numbers.
-    """
+    """Return a `GrowthAxis`, which finds the group of blocks to which a launch belongs."""
     places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
 
     @functools.cache

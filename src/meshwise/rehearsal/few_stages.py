@@ -65,8 +65,7 @@ class Stages:
         return self.plan.within_samples // self.plan.pipeline
 
     def needs_less(self, stage: int) -> bool:
-        """Return whether a stage does what the one before it does, and never has more microbatches in flight. Then it
-        needs no more memory."""
+        """Return whether a stage does what the one before it does, and never has more microbatches in flight."""
         return self.plan.schedule == "1f1b" and self.like(stage) == self.like(stage - 1)
 
     def like(self, stage: int) -> int:
@@ -178,11 +177,7 @@ def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
 
 
 def check_third(found: Sequence[Trace], stages: Stages, count: int, axis: GrowthAxis) -> None:
-    """Raise Unlike if the third of FEW_STAGES stages does not do what the second does.
-
-    found: the marked traces of these stages, with `count` microbatches.
-    axis: finds the group of blocks of a launch.
-    """
+    """Raise Unlike if the third of FEW_STAGES stages does not do what the second does."""
     move = stages.move(found[1].step.rank, THIRD, axis)
     made = composer(found[1], {})(actions_of(stages.plan, THIRD)(count), range(0), move)
     check_equal(found[THIRD], stages.moved(made, THIRD))
@@ -201,14 +196,7 @@ def with_all_stages(
     runs: int,
     extent: Extent,
 ) -> list[Trace]:
-    """Return the traces of all stages of a plan with many microbatches.
-
-    make: returns what composes a step of a stage.
-    ranks: the ranks of these.
-    axis: finds the group of blocks of a launch.
-    runs: how many of the microbatches are not left out.
-    extent: what of the steps is asked for.
-    """
+    """Return the traces of all stages of a plan with many microbatches."""
 
     def made(stage: int) -> Trace:
         like = stages.like(stage)
@@ -241,11 +229,7 @@ def actions_of(plan: Plan, stage: int) -> Actions:
 
 
 def with_left_out(orders: Callable[[int], Sequence[Order]], count: int, runs: int) -> tuple[list[Order], range]:
-    """Return the actions of a step of `count` microbatches of which only `runs` run, and which are left out. Those are
-    among the actions, but at one place.
-
-    orders: returns the actions of a step of so many microbatches, in order.
-    """
+    """Return the actions of a step of `count` microbatches of which only `runs` run, and which are left out."""
     if runs >= count:
         return list(orders(count)), range(0)
     left_out = range(LEAST, LEAST + count - runs)
@@ -255,8 +239,7 @@ def with_left_out(orders: Callable[[int], Sequence[Order]], count: int, runs: in
 
 
 def with_few(plan: Plan, **changes: int) -> Plan:
-    """Return the plan with other numbers of microbatches and stages. A run refuses fewer microbatches than stages, but
-    a trace does not."""
+    """Return the plan with other numbers of microbatches and stages."""
     found = copy.copy(plan)
     for name, value in changes.items():
         object.__setattr__(found, name, value)

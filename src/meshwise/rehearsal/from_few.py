@@ -103,24 +103,14 @@ class Tracer:
     """
 
     def __init__(self, job: Job) -> None:
-        """job: the job whose plans are traced. Its data is opened once for all plans, and read without worker
-        processes.
-        """
+        """job: the job whose plans are traced."""
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
         self._kept: dict[Hashable, list[Trace]] = {}
         self._alike: set[Hashable] = set()  # plans whose third stage did what the second does, but for their sizes
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = (), extent: Extent = "whole") -> list[Trace]:
-        """Trace the job's step under a plan. Return one trace for each group of ranks that do the same work, as `trace`
-        does.
-
-        Raises PlanError for a plan that cannot run, and UsageError for a program that cannot be traced.
-
-        kind: the kind of device, `gpu` or `cpu`.
-        speeds: one value for each rank, equal for ranks with equal devices. By default, all devices are equal.
-        extent: what of the steps is asked for. More may be returned.
-        """
+        """Trace the job's step under a plan."""
         few, runs = microbatches_of(plan), plan.accumulate
         if extent == "brief" and plan.schedule == "1f1b" and not speeds:
             runs = min(runs, LEAST + plan.pipeline + AROUND)
@@ -140,8 +130,7 @@ class Tracer:
         runs: int,
         extent: Extent,
     ) -> list[Trace]:
-        """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages. Extend the traces to all
-        of them, but leave all but `runs` microbatches of a pipeline out. Raises Unlike if this is inexact."""
+        """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages."""
         if stages is None and fills_once(plan):
             raise Unlike("the last forward of the first stage follows a forward, of few microbatches a backward")
         traced, composes = plan if stages is None else stages.few, plan.pipeline > 1
@@ -185,9 +174,8 @@ class Tracer:
     def _growth(
         self, least: Sequence[Trace], actions: Sequence[Actions], longer: Callable[[], Sequence[Trace]]
     ) -> list[Growth]:
-        """Return what grows with the number of microbatches on each rank, by a further step with one more, or else by
-        a trace with one more. On a CPU the text of an operator differs from step to step, such as in Adam's step size.
-        """
+        """Return what grows with the number of microbatches on each rank, by a further step with one more, or else by a
+        trace with one more."""
         with contextlib.suppress(Unlike):
             return [growth_of(each, with_more(each), own) for each, own in zip(least, actions, strict=True)]
         return [growth_of(*three) for three in zip(least, longer(), actions, strict=True)]
@@ -208,12 +196,7 @@ class Tracer:
         return Stages(plan, stretch.count // plan.pipeline) if even else None
 
     def _replayed(self, asked: _Asked, blocks: int | None = None) -> tuple[list[Trace], list[Trace], int | None]:
-        """Trace a plan of a job. If possible, trace only a few blocks and extend the traces to all blocks.
-
-        Return the traces, those of the fewest blocks that were traced, and how many groups of blocks these have.
-
-        blocks: how many groups of equal blocks the model is to have. The default is all that it has.
-        """
+        """Trace a plan of a job."""
         stretch, depth = self.stretch, None
         if stretch is not None:
             depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks), blocks is not None)
@@ -228,11 +211,7 @@ class Tracer:
         return without_third(found, asked.third is not None), found, blocks
 
     def _traced(self, asked: _Asked, groups: int | None, least: bool = True) -> list[Trace]:
-        """Trace a plan of a job whose model has so many groups of equal blocks. None for all that it has.
-
-        least: whether these are the fewest groups. Then a trace that is marked has a step of one more microbatch, too,
-            and of few stages the third one.
-        """
+        """Trace a plan of a job whose model has so many groups of equal blocks."""
         stretch, key = self.stretch, (asked.job.batch_size, asked.plan, asked.kind, tuple(asked.speeds), groups, least)
         if asked.marked and key in self._kept:
             return self._kept[key]
@@ -293,14 +272,7 @@ class Tracer:
 
 
 def microbatches_of(plan: Plan) -> int | None:
-    """Return how many microbatches to trace. Return None if all of them must be traced.
-
-    All must be traced if tracing only a few would save nothing, if a rank's stages alternate (interleaved schedules),
-    or if replicas have unequal shares of the batch.
-
-    Without a pipeline, FEW_MICROBATCHES are enough. Of a pipeline, a step is composed of its microbatches. Under shard,
-    a stage frees gathered parameters in its next action, so that each kind of action must follow each kind.
-    """
+    """Return how many microbatches to trace."""
     few = FEW_MICROBATCHES if plan.pipeline == 1 else LEAST
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":

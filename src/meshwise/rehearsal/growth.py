@@ -53,14 +53,7 @@ class Insertions:
     """The pieces of a longer sequence that a shorter one lacks, in order."""
 
     def __init__(self, short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]) -> None:
-        """Find the entries that `long` has in addition to `short`.
-
-        Raises Unlike if the additional entries do not repeat other entries.
-
-        short, long: a number for each entry. Equal entries have the same number.
-        loosely: for `short` and for `long`, a second number for each entry, in which sizes such as a tensor's shape do
-            not count. Entries with the same second number are matched, even if their first numbers differ.
-        """
+        """Find the entries that `long` has in addition to `short`."""
         self.all = tuple(_widened(_found(short, long, loosely), long))
         self._firsts = [piece.first for piece in self.all]
         self._ats = [piece.at for piece in self.all]
@@ -93,12 +86,7 @@ class Insertions:
 def _found(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Find the entries that `long` has in addition to `short`. Return (index in `long`, length) of each run of such
-    entries.
-
-    For example, `short` = a b c and `long` = a b b c give [(2, 1)]. Raises Unlike if the additional entries do not
-    repeat the entries before them. loosely: see `Insertions.__init__`.
-    """
+    """Find the entries that `long` has in addition to `short`."""
     found: list[tuple[int, int]] = []
     one = other = 0
     while other < len(long):
@@ -119,16 +107,7 @@ def _found(
 def _put_in(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> int:
-    """Return how many additional entries `long` has where two sequences differ. For example, the result is 1 for
-    `short` = a b c and `long` = a b b c, which differ at index 2.
-
-    The additional entries must repeat the entries directly before them. Return 0 if the entries at which the sequences
-    differ are alike except for their sizes. If several numbers are possible, return the number after which the
-    sequences agree for longest. Raises Unlike if no number is possible.
-
-    loosely: see `Insertions.__init__`.
-    one, other: the indices in `short` and in `long` at which the sequences differ.
-    """
+    """Return how many additional entries `long` has where two sequences differ."""
     left, right = loosely
     most = min(len(long) - other - (len(left) - one), other)
     options: list[tuple[int, int, int]] = []
@@ -148,14 +127,7 @@ def _put_in(
 def _alike(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> tuple[int, int]:
-    """Compare two sequences entry by entry. Stop where two entries differ in more than their sizes, or after ENOUGH
-    entries.
-
-    Return (number of equal entries, number of entries that are equal or differ only in their sizes).
-
-    loosely: see `Insertions.__init__`.
-    one, other: the indices in `short` and in `long` at which the comparison begins.
-    """
+    """Compare two sequences entry by entry."""
     left, right = loosely
     equal = alike = 0
     for mine, its in zip(range(one, one + ENOUGH), range(other, other + ENOUGH), strict=True):
@@ -170,13 +142,7 @@ def _repeats(long: Sequence[int], place: int, length: int) -> bool:
 
 
 def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Insertion]:
-    """Return the insertions, and choose which of several equal entries each insertion takes.
-
-    For example, the additional `b` in a b b b c may be any of the three. The middle one is chosen. If there are more
-    than three copies, the last copy but one is chosen. Raises Unlike if two insertions overlap.
-
-    found: (index in `long`, length) of each insertion.
-    """
+    """Return the insertions, and choose which of several equal entries each insertion takes."""
     stretches = []
     for place, length in found:
         first, end = place - length, place + length

@@ -59,10 +59,8 @@ class Likely:
     def __init__(
         self, model: Facts, machine: Machine, batch: int, small: Callable[[Kind], Small | None] = lambda kind: None
     ) -> None:
-        """batch: the size of the global batch.
-        small: returns the costs of a block, from a trace of a few blocks with the given settings (see `small_traces`).
-            If it returns None, the costs are estimated from the FLOPs and bytes of a forward pass.
-        """
+        """batch: the size of the global batch. small: returns the costs of a block, from a trace of a few blocks with
+        the given settings (see `small_traces`)."""
         self._model, self._forward, self._batch = model, model.forward, batch
         self._prices, self._machine = Prices(machine), machine
         self._off: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -73,11 +71,7 @@ class Likely:
         self._parts = 1 << (min(SPLIT, len(machine.devices)).bit_length() - 1)
 
     def __call__(self, plan: Plan) -> Guess:
-        """Guess the step time and memory of a plan, without simulating it.
-
-        If a similar plan was simulated before (see `learn`), the guess is multiplied by the ratio of that plan's
-        simulated and guessed values.
-        """
+        """Guess the step time and memory of a plan, without simulating it."""
         first = self._first(plan)
         seconds, memory = self._factors(plan)
         return Guess(first.seconds * seconds, first.memory * memory)
@@ -124,19 +118,14 @@ class Likely:
         return (self._model.stepped or STEPPED) * divided / self._memory_rate + sent
 
     def _gather(self, plan: Plan, part: float, blocks: float) -> float:
-        """Return the seconds to all-gather the parameters of a stage's blocks. Under tensor parallelism, they are
-        gathered in the dtype in which they are stored."""
+        """Return the seconds to all-gather the parameters of a stage's blocks."""
         if plan.shard == 1:
             return 0.0
         size = part * (self._narrow(plan) if plan.tensor == 1 else 1)
         return blocks * self._one("all-gather", size / blocks, plan.shard, plan.within_samples)
 
     def _reduce(self, plan: Plan, part: float, blocks: float) -> float:
-        """Return the seconds to reduce the gradients of a stage's blocks over the axes `shard` and `data`.
-
-        part: the bytes of the parameters of the stage.
-        blocks: the number of blocks of the stage.
-        """
+        """Return the seconds to reduce the gradients of a stage's blocks over the axes `shard` and `data`."""
         apart, seconds = plan.within_samples, 0.0
         if plan.shard > 1:
             seconds += blocks * self._one("reduce-scatter", part / blocks, plan.shard, apart)
@@ -145,10 +134,7 @@ class Likely:
         return seconds
 
     def _together(self, computing: float, sent: float) -> float:
-        """Return how long computing and communication take if they begin at the same time and slow each other.
-
-        computing, sent: the seconds that computing takes alone, and that communication takes alone.
-        """
+        """Return how long computing and communication take if they begin at the same time and slow each other."""
         slower, longer = self._overlap.compute, self._overlap.communication
         if sent * longer < computing * slower:
             return computing + sent * longer * (1 - 1 / slower)
@@ -160,21 +146,14 @@ class Likely:
         return self._forward.inputs / max(self._forward.blocks, 1) / self._batch
 
     def _block(self, plan: Plan, rows: float) -> Small:
-        """Return the costs of one block under a plan, including the collectives of tensor parallelism.
-
-        The costs are computed from traces of a few blocks, and scaled to the plan. A trace has about as many samples as
-        a device has under pure data parallelism. This gives its kernels a realistic size.
-
-        rows: how many samples of a microbatch the rank works on.
-        """
+        """Return the costs of one block under a plan, including the collectives of tensor parallelism."""
         word, parts, part, rows = plan.precision, self._parts, 1 / plan.tensor, rows / plan.context
         few = max(self._batch // len(self._machine.devices), 1)
         one, two, many = Kind(word, rows=few), Kind(word, rows=2 * few), Kind(word, parts, rows=parts * few)
         split = replace(many, sequence=plan.sequence) if plan.tensor > 1 else one
 
         def at(name: str) -> float:
-            """Return a cost of the block for this microbatch, such as `forward`. A constant part of the cost, such as
-            casts of parameters, does not depend on the number of samples. The rest is proportional to it."""
+            """Return a cost of the block for this microbatch, such as `forward`."""
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
@@ -206,22 +185,15 @@ class Likely:
         return float(getattr(self._small(kind), name)) / kind.rows
 
     def _between(self, whole: float, split: float, part: float) -> float:
-        """Estimate the cost of the fraction `part` of a layer, by linear interpolation between two known costs.
-
-        whole: the cost of the whole layer.
-        split: the cost of the fraction 1 / `self._parts` of the layer.
-        """
+        """Estimate the cost of the fraction `part` of a layer, by linear interpolation between two known costs."""
         if part == 1 or self._parts == 1:
             return whole
         divided = (whole - split) / (1 - 1 / self._parts)
         return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
-        """Estimate the costs of a block that was not traced, from the FLOPs and bytes of one forward pass of the model.
-
-        The device is assumed to reach PRODUCTS times its peak FLOP/s, and to write and read the results of operators at
-        its memory rate.
-        """
+        """Estimate the costs of a block that was not traced, from the FLOPs and bytes of one forward pass of the
+        model."""
         forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
         each = kind.rows / self._batch / max(forward.blocks, 1)
@@ -262,11 +234,7 @@ class Likely:
 
 
 def _inside(tensor: int, sequence: bool) -> float:
-    """Return the fraction of a block's activations that a rank holds under tensor parallelism.
-
-    With sequence parallelism, all activations are divided among the `tensor` ranks. Without it, a third of them is
-    assumed to be whole on every rank.
-    """
+    """Return the fraction of a block's activations that a rank holds under tensor parallelism."""
     return 1 / tensor if sequence else 1 / 3 + 2 / 3 / tensor
 
 
@@ -276,7 +244,6 @@ def _collective(kind: str, size: int, ranks: int, apart: int) -> CollectiveOpera
 
 
 def _likenesses(plan: Plan) -> list[tuple[object, ...]]:
-    """Return keys for finding similar plans, from the most specific key to the least specific. Similar plans have a key
-    in common."""
+    """Return keys for finding similar plans, from the most specific key to the least specific."""
     mesh = plan.tensor > 1, plan.pipeline > 1, plan.shard > 1, plan.devices > 1
     return [(mesh, plan.recompute, plan.sequence), (mesh,), (plan.recompute,), ()]

@@ -47,10 +47,7 @@ class OperatorTimes:
     `kernel_seconds`."""
 
     def __init__(self, threads: int | None = None, folder: Path | None = None, workers: int = 1) -> None:
-        """threads: the number of threads of a worker. The default is torch's current number.
-        folder: the cache folder.
-        workers: the number of workers that compute at the same time.
-        """
+        """threads: the number of threads of a worker."""
         self.threads, self.workers = threads or torch.get_num_threads(), workers
         facts = {"torch": torch.__version__, "processor": host_facts().processor, "threads": self.threads}
         facts |= {"workers": workers, "capability": torch.backends.cpu.get_cpu_capability()}
@@ -88,11 +85,7 @@ class OperatorTimes:
 
     def measure(self, works: Iterable[Work], budget: float = 20.0) -> int:
         """Measure the operators of these steps that have not been measured yet, the most expensive first, for about
-        `budget` seconds.
-
-        Operators that cannot run on this machine are skipped. Returns the number of operators left when the time was
-        over.
-        """
+        `budget` seconds."""
         works, known = list(works), {**self._seconds, **self.ended}
         waiting = [operation for operation in _most_first(works) if operation.call not in known]
         if waiting and budget:
@@ -138,16 +131,7 @@ def prices_here(
     folder: Path | None = None,
     workers: int | None = None,
 ) -> Prices:
-    """Return the estimated times of operators and collectives on a machine of CPU workers.
-
-    If the machine's CPU is the CPU on which this process runs, operators of `works` are measured now. This takes about
-    `budget` seconds, and begins with the most expensive operators. The times of other operators are estimated from the
-    memory rate.
-
-    works: the steps whose operators are measured, one for each traced rank.
-    folder: the folder of the cache of measurements.
-    workers: the number of workers that share the cores. The default is the number of devices of a host.
-    """
+    """Return the estimated times of operators and collectives on a machine of CPU workers."""
     device = machine.devices[0]
     if device.part not in ("cpu", host_facts().processor):
         return Prices(machine)
@@ -179,8 +163,7 @@ def cache_folder() -> Path:
 
 
 def program_seconds() -> float:
-    """Measure the overhead of Python, modules and autograd, in seconds per operator. It is measured on the forward and
-    backward of a small model."""
+    """Measure the overhead of Python, modules and autograd, in seconds per operator."""
     torch.manual_seed(0)
     width, depth = 16, 24
     layers = [torch.nn.Linear(width, width) for _ in range(depth)]
@@ -219,18 +202,14 @@ def dtensor_seconds() -> float:
 
 
 def _most_first(works: Iterable[Work]) -> list[Operation]:
-    """Return the distinct operators in `works` that can be measured here, the most expensive first.
-
-    The cost of an operator is roughly estimated: the number of its calls times (FLOPs / 10 + bytes read and written).
-    """
+    """Return the distinct operators in `works` that can be measured here, the most expensive first."""
     counts = Counter(launch.what for work in works for launch in work.launches if isinstance(launch.what, Operation))
     callable_here = [operation for operation in counts if operation.call]
     return sorted(callable_here, key=lambda one: -counts[one] * (one.flops / 10 + one.read + one.written))
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Sequence[int]]]:
-    """Read a cache file. Return two dicts with the operator call as key: its seconds, and what it allocates while it
-    runs. The dicts are empty if the file is unreadable."""
+    """Read a cache file."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}

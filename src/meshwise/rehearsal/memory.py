@@ -73,10 +73,7 @@ class Curve:
 
 
 def memory_curve(work: Work, on_host: bool = False) -> Curve:
-    """Return the memory of the device over a step, or the host's memory if `on_host`.
-
-    Raises ValueError if a storage is allocated twice, or freed without being allocated.
-    """
+    """Return the memory of the device over a step, or the host's memory if `on_host`."""
     column = {name: number for number, name in enumerate(CATEGORIES)}
     unit = 1 if on_host or work.kind == "cpu" else 0
     alive: dict[int, tuple[int, int]] = {}
@@ -109,12 +106,7 @@ def memory_curve(work: Work, on_host: bool = False) -> Curve:
 
 
 def with_inside(work: Work, inside: Callable[[Operation], Sequence[int]]) -> Work:
-    """Return a copy of the step with additional events for the memory that operators allocate internally.
-
-    inside: returns what an operator allocates internally, as `timing.timed` measures it.
-
-    The returned step may only be used to compute memory, because the indices of its launches have changed.
-    """
+    """Return a copy of the step with additional events for the memory that operators allocate internally."""
     events: list[Event] = []
     for event in work.events:
         if isinstance(event, Launch) and isinstance(event.what, Operation) and (own := inside(event.what)):
@@ -150,9 +142,7 @@ def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:
 
 
 def next_launches(work: Work) -> list[Launch | None]:
-    """Return, for each event, the launch that it belongs to. A launch belongs to itself. A memory event belongs to the
-    next launch, or to the last launch of the step if no launch follows.
-    """
+    """Return, for each event, the launch that it belongs to."""
     found: list[Launch | None] = [None] * len(work.events)
     last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
     for place in range(len(work.events) - 1, -1, -1):

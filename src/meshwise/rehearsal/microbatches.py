@@ -42,14 +42,7 @@ Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1
 
 
 def composer(short: Trace, growth: Growth) -> Composer:
-    """Return a function that returns the trace of a step of many microbatches. It takes the actions of this step in
-    order, the microbatches among them that are left out (see `Work.left_out`), what moves launches to another stage,
-    and whether only the launches of a later step are asked for. Storages are numbered anew. Raises Unlike, and so does
-    the function, if a longer step cannot be composed.
-
-    short: a marked trace of n microbatches, n at least LEAST.
-    growth: the events whose sizes grow with the number of microbatches, see `growth_of`.
-    """
+    """Return a function that returns the trace of a step of many microbatches."""
     pieces = cut(short, {})
     if pieces.count < LEAST:
         raise Unlike(f"a trace of {pieces.count} microbatches")
@@ -82,13 +75,7 @@ def composer(short: Trace, growth: Growth) -> Composer:
 
 
 def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]]) -> Growth:
-    """Return the events whose sizes grow with the number of microbatches. Raises Unlike if `long` is not what is
-    composed of `short`, or if only some events of a kind grow.
-
-    short, long: marked traces of n and n + 1 microbatches. The first step of `long` may be that of `short`. Then what
-        grows in its later step is what grows in its first step, too.
-    orders: returns the actions of the traced steps of so many microbatches, in order.
-    """
+    """Return the events whose sizes grow with the number of microbatches."""
     pieces = cut(short, {})
     actions, first = (orders(_microbatches(work)) for work in (long.step, long.first))
     if count_of(actions) != pieces.count + 1:
@@ -115,10 +102,7 @@ def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]
 
 
 def with_fewer(growth: Growth, count: int, fewer: int) -> Growth:
-    """Return the events whose sizes grow, as they are in a trace of fewer microbatches.
-
-    count, fewer: how many microbatches the trace has in which the events were found, and how many less the other has.
-    """
+    """Return the events whose sizes grow, as they are in a trace of fewer microbatches."""
     kinds = {kind_of(one): kind_of(grown_event(one, other, -fewer)) for one, other in growth.values()}
     found: dict[Kind, tuple[Event, Event]] = {}
     for kind, (one, other) in growth.items():
@@ -139,16 +123,14 @@ def _microbatches(work: Work) -> int:
 
 
 def with_more(trace: Trace) -> Trace:
-    """Return the trace of a step of one more microbatch, after a first step without it. Raises Unlike if this step
-    begins with other memory."""
+    """Return the trace of a step of one more microbatch, after a first step without it."""
     if trace.more is None:
         raise Unlike("no step of one more microbatch was traced")
     return replace(trace, step=_in_place_of(trace.step, trace.more))
 
 
 def _in_place_of(step: Work, more: Work) -> Work:
-    """Return `more`, the step after `step`, with the memory that it begins with as `step` numbers it. Raises Unlike if
-    it begins with other memory."""
+    """Return `more`, the step after `step`, with the memory that it begins with as `step` numbers it."""
     sort = operator.attrgetter("category", "size", "on_host", "stream")
     begins: list[list[Allocate]] = [sorted(work.held, key=sort) for work in (step, more)]
     named = {old.storage: new.storage for new, old in zip(*begins, strict=False)}

@@ -89,10 +89,7 @@ def sort_of(operation: Operation) -> str:
 
 
 def product_of(operation: Operation) -> Product | None:
-    """Return the matrix product that an operator computes. For a convolution, this is its implicit GEMM.
-
-    Returns None if the operator computes no matrix product, or if its shapes do not determine one.
-    """
+    """Return the matrix product that an operator computes."""
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         return _of_convolution(operation)

@@ -31,13 +31,7 @@ def around(costs: Sequence[Cost], left_out: range) -> tuple[int, ...]:
 def period_of(
     items: Mapping[int, Sequence[Item]], done: Iterable[Done], places: Mapping[int, tuple[int, ...]]
 ) -> float:
-    """Return the seconds from one microbatch to the next, at the place where microbatches are left out.
-
-    Raises Unlike if their launches do not follow each other evenly on all ranks, or if a host takes longer for a
-    microbatch: then its device will have to wait for it at last.
-
-    places: what `around` returns for each rank.
-    """
+    """Return the seconds from one microbatch to the next, at the place where microbatches are left out."""
     ends: dict[int, dict[int, float]] = {rank: {} for rank in items}
     for one in done:
         ends[one.rank][one.place] = one.end

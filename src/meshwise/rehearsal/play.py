@@ -143,8 +143,7 @@ class _Play:
                 return
 
     def begin_next(self, rank: int, stream: str, now: float) -> None:
-        """Begin the next item on a stream if it can begin now. Otherwise make sure that this method is called again
-        later."""
+        """Begin the next item on a stream if it can begin now."""
         of = self.ranks[rank]
         queue = of.queues[stream]
         if stream in of.busy or not queue:
@@ -271,14 +270,7 @@ def _first(task: _Task) -> tuple[int, int]:
 
 
 def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -> list[Done]:
-    """Simulate a step of several ranks at once. Return all launches with their times, in the order in which they end.
-
-    Ranks that are not simulated are assumed never to be late for a collective. Raises ValueError if ranks wait for each
-    other forever.
-
-    items: for each rank, its launches in the order in which its host makes them.
-    overlaps: for each rank, how much computing and communication slow each other while both run.
-    """
+    """Simulate a step of several ranks at once."""
     playing = _Play({rank: _Rank(list(own), overlaps[rank]) for rank, own in items.items()})
     playing.run()
     stuck = [_stuck(rank, of) for rank, of in playing.ranks.items() if len(of.ended) < len(of.items)]

@@ -33,11 +33,7 @@ OF = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "p
 def predicted_timeline(
     step: Step, machine: Machine, stages: Mapping[int, int] | None = None, facts: Mapping[str, Any] | None = None
 ) -> Timeline:
-    """Return a simulated step as a timeline with one step.
-
-    stages: the pipeline stage of each rank.
-    facts: facts about the run to store in the timeline, such as the job and the plan.
-    """
+    """Return a simulated step as a timeline with one step."""
     collectives: dict[Any, int] = {}
     own = {rank: None if stages is None else stages.get(rank) for rank in step.ranks}
     rows = [row for rank, stage in own.items() for row in _rows(step, rank, stage, collectives)]
@@ -55,10 +51,7 @@ def predicted_timeline(
 
 
 def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int]) -> Iterator[Row]:
-    """Yield the spans of a rank.
-
-    collectives: gives each collective a number that is the same on all ranks. New collectives are added to it.
-    """
+    """Yield the spans of a rank."""
     done = step.done[rank]
     main = [one for one in done if one.launch.stream == MAIN and not isinstance(one.launch.what, CollectiveOperation)]
     yield from _phases(rank, main, stage)
@@ -76,8 +69,7 @@ def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int])
 
 
 def _communication(rank: int, one: Done, what: CollectiveOperation, number: int, main: Sequence[Done]) -> Row:
-    """Return the span of a collective. It is in the main lane if the program waits for the collective, else in the
-    communication lane."""
+    """Return the span of a collective."""
     if what.kind in ("send", "receive"):
         name = collective_name(what.kind, "gradients" if one.launch.phase == "backward" else "activations")
         if what.kind == "receive":

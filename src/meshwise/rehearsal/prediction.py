@@ -42,12 +42,7 @@ def prediction(whole: Rehearsed, job: str) -> Prediction:
 
 
 def _held(whole: Rehearsed) -> dict[str, int]:
-    """Return the peak bytes of parameters, buffers, gradients and optimizer state, by category. `engine.held_bytes`
-    measures the same numbers in a real run.
-
-    On a GPU, the result also has `activations`. These are all other bytes that are allocated at the end of the last
-    forward.
-    """
+    """Return the peak bytes of parameters, buffers, gradients and optimizer state, by category."""
     work = next(trace.step for trace in whole.traces if trace.step.rank == whole.estimate.memory.rank)
     curve = memory_curve(work)
     columns = dict(zip(CATEGORIES, curve.by_category.T, strict=True))
@@ -76,10 +71,7 @@ def _kinds(whole: Rehearsed) -> dict[str, float]:
 
 
 def _origin(whole: Rehearsed) -> str:
-    """Return the sources of the estimated times, such as `catalog 80 %, model 20 %`.
-
-    The percentages are by time, on the rank that computes for the longest time.
-    """
+    """Return the sources of the estimated times, such as `catalog 80 %, model 20 %`."""
     assert whole.step is not None
     rank, machine = slowest_rank(whole.step).rank, whole.prices.machine
     shares: dict[str, float] = defaultdict(float)

@@ -66,11 +66,7 @@ def times(price: Priced, factor: float) -> Priced:
 
 
 def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:
-    """Estimate the time of one operator on a device. On a CPU, this includes calling the operator. Return None if a
-    figure is unknown.
-
-    known: returns the seconds of operators that were measured on this device. Measured seconds take precedence.
-    """
+    """Estimate the time of one operator on a device."""
     seconds = known(operation) if known is not None else None
     sort = sort_of(operation)
     factor = COMPUTE if sort in ("matmul", "attention", "convolution", "recurrent") else MEMORY
@@ -91,8 +87,7 @@ def kernel_seconds(operation: Operation, device: Device, known: Known | None = N
 
 
 def fused_share(operation: Operation) -> float:
-    """Return which fraction of its usual time an operator takes in a compiled block. It is less than 1 for memory-bound
-    operators, because compilation fuses them."""
+    """Return which fraction of its usual time an operator takes in a compiled block."""
     return FIGURES["compile.memory"].value if sort_of(operation) in FUSED else 1.0
 
 
@@ -114,8 +109,7 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
 
 
 def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
-    """Estimate the time of a copy between an accelerator and pinned memory of its host. Return None if a figure is
-    unknown."""
+    """Estimate the time of a copy between an accelerator and pinned memory of its host."""
     ends = (HOST, device.name) if copy.to == "device" else (device.name, HOST)
     link = link_between(machine, *ends)
     if link is None:
@@ -136,8 +130,7 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
 
 
 def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Estimate the time to read and write an operator's bytes in an accelerator's memory. Return None if the memory
-    rate is unknown."""
+    """Estimate the time to read and write an operator's bytes in an accelerator's memory."""
     moved = operation.read + operation.written
     group = sort if f"memory.{sort}" in FIGURES else "elementwise"
     share, floor = FIGURES[f"memory.{group}"], FIGURES["kernel"]
@@ -158,8 +151,7 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Estimate the time to compute an operator's FLOPs on an accelerator. Return None if the rate for its dtype is
-    unknown."""
+    """Estimate the time to compute an operator's FLOPs on an accelerator."""
     if not operation.dtypes:
         return None
     dtype, known = operation.dtypes[0], part(device.part)
@@ -195,11 +187,7 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
 
 
 def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[float, float, str] | None:
-    """Return (FLOP/s of a large matmul in `dtype`, relative error of this rate, source such as `catalog`).
-
-    The rate is the dtype's peak rate, times the fraction of the peak that large matmuls reach. Return None if the peak
-    is unknown.
-    """
+    """Return (FLOP/s of a large matmul in `dtype`, relative error of this rate, source such as `catalog`)."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -217,10 +205,8 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
 
 
 def _transposing(operation: Operation, device: Device) -> float:
-    """Return the seconds to convert a convolution's images to the memory layout of tensor cores, and its results back.
-
-    Return 0 if the convolution does not run on tensor cores, or if the memory rate is unknown.
-    """
+    """Return the seconds to convert a convolution's images to the memory layout of tensor cores, and its results
+    back."""
     narrow = operation.dtypes[0] in ("bf16", "fp16") or "tf32" in {*device.peak, *device.best_rates}
     rate = device.memory_rate or FIGURES["memory.copy"].value * (device.memory_bandwidth or 0.0)
     if not narrow or not rate:
@@ -229,8 +215,7 @@ def _transposing(operation: Operation, device: Device) -> float:
 
 
 def _attention(operation: Operation, device: Device, dtype: str, known: CatalogPart | None) -> Priced | None:
-    """Estimate the time of fused attention from its FLOPs, at a fraction of the peak rate. The FLOPs of causal
-    attention count half. Return None if the peak is unknown."""
+    """Estimate the time of fused attention from its FLOPs, at a fraction of the peak rate."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
@@ -256,14 +241,7 @@ def _filled(blocks: int, multiprocessors: int) -> float:
 
 @lru_cache(maxsize=65_536)
 def tile_share(product: Product, multiprocessors: int | None) -> float:
-    """Return the rate of a matrix product of this size, as a fraction of the rate of a very large product.
-
-    A GPU divides the product into tiles, and each of its multiprocessors computes one tile at a time. A small product
-    leaves multiprocessors idle, and a product that does not fill its tiles wastes time. The tile size in TILES with the
-    best rate is assumed, and the sums over `k` are divided among idle multiprocessors if this helps.
-
-    multiprocessors: how many multiprocessors the GPU has. If it is None, 1 is returned.
-    """
+    """Return the rate of a matrix product of this size, as a fraction of the rate of a very large product."""
     if not multiprocessors:
         return 1.0
     fill = FIGURES["matmul.fill"].value
@@ -283,16 +261,13 @@ def tile_share(product: Product, multiprocessors: int | None) -> float:
 
 
 def _measured_rate(products: Sequence[Matmul], flops: int, multiprocessors: int | None) -> float:
-    """Return the FLOP/s of a matmul that has `flops` FLOPs and fills the device. The result is interpolated between the
-    measured matmuls with the nearest numbers of FLOPs.
-    """
+    """Return the FLOP/s of a matmul that has `flops` FLOPs and fills the device."""
     sizes = {2 * p.m * p.n * p.k: p.rate / tile_share(Product(1, p.m, p.n, p.k), multiprocessors) for p in products}
     return _between(sorted(sizes.items()), flops)
 
 
 def _between(table: Sequence[tuple[int, float]], at: float) -> float:
-    """Interpolate a table of (x, y) at x = `at` on logarithmic axes. Outside the table, return the y of its nearest
-    end."""
+    """Interpolate a table of (x, y) at x = `at` on logarithmic axes."""
     place = bisect_left(table, (at,))
     if place == 0 or place == len(table):
         return table[min(place, len(table) - 1)][1]

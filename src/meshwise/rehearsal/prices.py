@@ -47,10 +47,7 @@ class Overlap:
 
 
 def overlap_of(device: Device, end: int = 0) -> Overlap:
-    """Return how much computing and communication slow each other on this kind of device.
-
-    end: 0 for the expected factors. -1 and 1 give the low and the high end of their uncertainty.
-    """
+    """Return how much computing and communication slow each other on this kind of device."""
     if device.kind != "cpu":
         return _overlap("gpu", end)
     return replace(_overlap("cpu", end), inside=_overlap("cpu.inside", end))
@@ -77,15 +74,11 @@ class Prices:
         notes: tuple[str, ...] = (),
         compiled: bool = False,
     ) -> None:
-        """known: for each device model, a function that returns measured seconds of operators.
-        program: the seconds that Python, modules and autograd add to each operator of a CPU worker.
-        dtensor: the seconds that DTensor adds to each operator of an optimizer.
-        crowd: the number of workers per core, at least 1.
-        inside: returns how many bytes an operator allocates and frees while it runs, as measured.
-        notes: remarks for the user.
-        compiled: whether the plan compiles blocks on accelerators (`Plan.compile`). Steps are traced without
-            compilation. The times of operators that compilation makes faster are therefore reduced.
-        """
+        """known: for each device model, a function that returns measured seconds of operators. program: the seconds
+        that Python, modules and autograd add to each operator of a CPU worker. dtensor: the seconds that DTensor adds
+        to each operator of an optimizer. crowd: the number of workers per core, at least 1. inside: returns how many
+        bytes an operator allocates and frees while it runs, as measured. notes: remarks for the user. compiled: whether
+        the plan compiles blocks on accelerators (`Plan.compile`)."""
         self.machine, self._crowd, self.inside, self.notes = machine, crowd, inside, notes
         self._program, self._dtensor, self.compiled = program, dtensor or 0.0, compiled
         self._known = known or {}
@@ -172,11 +165,7 @@ def _named(what: What, device: Device) -> str:
 
 
 def speed_of(device: Device) -> str:
-    """Return a text that describes how fast a device is, so that equal devices can be recognized.
-
-    Two devices have the same text if they are of the same kind and model, and have equal memory, peak rates and
-    measured times.
-    """
+    """Return a text that describes how fast a device is, so that equal devices can be recognized."""
     return repr(
         (device.kind, device.part, device.memory, device.peak, device.matmuls, device.memory_rate, device.launch)
     )

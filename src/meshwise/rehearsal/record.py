@@ -143,8 +143,7 @@ class Record:
         return tuple("tf32" if word == "fp32" else word for word in words) if loose and name in MATMULS else words
 
     def _on_collective(self, moved: Moved, values: Any) -> None:
-        """Record a collective. An asynchronous collective runs on the stream of its process group. Any other collective
-        runs on the current stream."""
+        """Record a collective."""
         what, own = _collective(moved), self._stream
         if what is None:  # a barrier; a wait for one
             self.beside.wait(moved.work, own, self._storages(values))
@@ -166,8 +165,7 @@ class Record:
         return MAIN if self.device == "cpu" else fake_device.stream_of().name
 
     def _named(self, stream: str) -> str:
-        """Return the name of a stream in the trace. The program's own are numbered by their first use, so that two
-        traces of a program have equal names."""
+        """Return the name of a stream in the trace."""
         return self._names.setdefault(stream, f"stream {len(self._names)}") if stream.startswith("stream ") else stream
 
     def _awaited(self, values: Any) -> Iterable[int]:
@@ -278,10 +276,7 @@ def _word(tensor: Tensor) -> str:
 
 
 def _layout(tensors: list[Tensor]) -> str:
-    """Return `channels_last` if any tensor of a convolution has this memory layout, and an empty string otherwise.
-
-    If any tensor has this layout, the convolution converts its other tensors to this layout, and computes in it.
-    """
+    """Return `channels_last` if any tensor of a convolution has this memory layout, and an empty string otherwise."""
     images = [tensor for tensor in tensors if tensor.dim() == 4 and not tensor.is_contiguous()]
     last = any(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
     return "channels_last" if last else ""

@@ -53,16 +53,7 @@ MICROBATCHES = GrowthAxis(_by_microbatch, lambda launch, number: (launch.module,
 
 
 def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets: bool = False) -> Trace:
-    """Extrapolate a trace with many blocks (or microbatches) from two traces with few. Raises Unlike if it is inexact.
-
-    Storages are numbered differently than in a trace of the whole model.
-
-    short, long: traces of the same rank, with few blocks and with one block more.
-    times: how many blocks the result has more than `short`.
-    axis: finds the block (or microbatch) of a launch.
-    buckets: whether the optimizer works on buckets of a fixed size. Buckets do not grow linearly, so Unlike is raised
-        if a launch or an allocation is larger in `long` than in `short`.
-    """
+    """Extrapolate a trace with many blocks (or microbatches) from two traces with few."""
     numbers: dict[Hashable, int] = {}
     one, other = _Row(short, axis.read, numbers), _Row(long, axis.read, numbers)
     first_held, first, held, step = map(tuple, _Longer(one, other, times, axis, buckets).sections())
@@ -180,10 +171,7 @@ class _Longer:
             begin, shift = end + piece.length, shift + piece.length
 
     def _fixed(self, place: int, before: int) -> Event | None:
-        """Add an event that is not repeated to the extrapolated trace. Extrapolate its sizes. Return the added event.
-
-        place, before: the index of the event in `self.long`, and in `self.short`.
-        """
+        """Add an event that is not repeated to the extrapolated trace."""
         event, times = self.long.events[place], self.times
         if event is None:
             return self._put(place, None, (), None)
@@ -269,15 +257,7 @@ class _Longer:
         return refers, at
 
     def _slope(self, beside: Sequence[tuple[int, int | None]], value: int, length: int | None = None) -> int:
-        """Return by how much an index grows from each copy of a repeated event to the next. For example, if the index
-        is 4 in the copy before, 5 in this copy and 6 in the copy after, the result is 1.
-
-        Raises Unlike if the growth is uneven.
-
-        beside: (-1, the index in the copy before) and (1, the index in the copy after), if these copies exist.
-        value: the index in this copy.
-        length: if given, Unlike is also raised if the result is not 0, `length` or -`length`.
-        """
+        """Return by how much an index grows from each copy of a repeated event to the next."""
         slopes = {None if other is None else way * (other - value) for way, other in beside}
         slope = slopes.pop() if len(slopes) == 1 else None
         if slope is None or (length is not None and abs(slope) not in (0, length)):
@@ -287,13 +267,7 @@ class _Longer:
     def _put(
         self, place: int, event: Event | None, refers: Sequence[int], number: int | None, check: bool = True
     ) -> Event | None:
-        """Add an event to the extrapolated trace, and return it with its new storage, module and references.
-
-        place: the index of the entry in `self.long` from which the event was made.
-        refers: the entries that the event refers to, as indices in the extrapolated trace.
-        number: the index of the event's block or microbatch, or None.
-        check: whether to raise Unlike if an entry in `refers` is of another kind than in `self.long`.
-        """
+        """Add an event to the extrapolated trace, and return it with its new storage, module and references."""
         keys, key = self.keys, self.long.keys[place]
         if check and refers:
             old = self.long.refers[place]
@@ -341,8 +315,7 @@ def grown_event(short: Event | None, long: Event, times: int) -> Event:
 
 
 def _notes(short: Sequence[str], long: Sequence[str], times: int) -> Iterator[str]:
-    """Yield the notes of the extrapolated trace. A note is kept if both `short` and `long` have it. Whole numbers in
-    the note may differ, and are extrapolated (see `grown`)."""
+    """Yield the notes of the extrapolated trace."""
     for one, other in zip(short, long, strict=False):
         (old, before), (new, now) = (([int(n) for n in COUNT.findall(t)], COUNT.sub("{}", t)) for t in (one, other))
         if before == now and "{}" not in one:

@@ -114,11 +114,7 @@ def _forward(work: Work) -> Forward:
 
 
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
-    """Trace the first steps of a script under a plan. Return one trace for each group of ranks that do the same work.
-
-    Raises PlanError if the plan uses an option that is not available for scripts. Raises UsageError, with the source
-    line, if the script cannot run on tensors without values.
-    """
+    """Trace the first steps of a script under a plan."""
     check_for_scripts(plan)
     return [_trace_rank(script, plan, kind, rank) for rank in kinds_of_ranks(plan, speeds)]
 

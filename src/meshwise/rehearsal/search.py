@@ -179,11 +179,7 @@ class _Searching:
         return self._likely(plan)[0] or self._guess(plan).seconds > UNLIKELY * best
 
     def _likely(self, plan: Plan) -> tuple[bool, int, float, float]:
-        """Return a sort key that puts the likely best plans first.
-
-        Plans that likely fit come first, sorted by time, with an advantage for simple plans. Plans that likely do not
-        fit follow, sorted by memory. Before the first estimate, plans that are quick to trace come first.
-        """
+        """Return a sort key that puts the likely best plans first."""
         assert self._guess is not None
         guess = self._guess(plan)
         over = guess.memory > self._room
@@ -251,11 +247,7 @@ class _Searching:
         return self.estimates.get(plan)
 
     def _out_of_bounds(self, plan: Plan) -> bool:
-        """Return whether a plan cannot fit in memory, or cannot be faster than the fastest simulated plan that fits.
-
-        Lower bounds on memory and time decide this without a simulation. If the plan is rejected, the reason is
-        recorded.
-        """
+        """Return whether a plan cannot fit in memory, or cannot be faster than the fastest simulated plan that fits."""
         if self._bounds is None:
             return False
         why = self._bounds.too_large(plan)
@@ -280,11 +272,7 @@ class _Searching:
 
 
 def _cut_alike(plan: Plan, refused: Plan) -> bool:
-    """Return whether `plan` will be refused for the same reason as the plan `refused`, so that it can be skipped.
-
-    This is so if both plans split the model in the same way and have the same values of the options in ALSO. An option
-    that has its default in `refused` does not matter.
-    """
+    """Return whether `plan` will be refused for the same reason as the plan `refused`, so that it can be skipped."""
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
     also = ((getattr(plan, name), getattr(refused, name), default) for name, default in ALSO.items())

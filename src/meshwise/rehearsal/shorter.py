@@ -140,11 +140,7 @@ class Heard:
 
 
 def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> Stretch | None:
-    """Return the longest sequence of equal blocks, or of equal groups of neighboring blocks, in a model. Return None if
-    the model has no such sequence.
-
-    done: for each block, by name, what it does in a forward pass. Blocks are only equal if they do the same.
-    """
+    """Return the longest sequence of equal blocks, or of equal groups of neighboring blocks, in a model."""
     blocks = repeated_blocks(model) or blocks_of(model)
     done = done or {}
     held = Counter(id(p) for _, block in blocks for p in {id(p): p for p in block.parameters()}.values())
@@ -161,12 +157,7 @@ def stretch_of(model: nn.Module, done: Mapping[str, object] | None = None) -> St
 
 
 def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, number of groups) of each sequence in which a group of `group` blocks is repeated.
-
-    For example, the blocks A B A B with `group` = 2 give (0, 2).
-
-    prints: one value for each block. Equal blocks have equal values.
-    """
+    """Yield (start, number of groups) of each sequence in which a group of `group` blocks is repeated."""
     start = 0
     for place in range(group, len(prints) + 1):
         if place == len(prints) or prints[place] != prints[place - group]:
@@ -176,8 +167,7 @@ def _stretches(prints: Sequence[object], group: int) -> Iterator[tuple[int, int]
 
 
 def _print(block: nn.Module, held: Counter[int], number: int) -> object:
-    """Return a value that is the same for equal blocks. A block that shares parameters with another block is never
-    equal to any other block."""
+    """Return a value that is the same for equal blocks."""
     if any(held[id(p)] > 1 for p in block.parameters()):
         return number
     return tuple((name, _print_of_one(module)) for name, module in block.named_modules())
@@ -211,8 +201,7 @@ def _plain(value: Any) -> object:
 
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
-    """Return a copy of the job with a shorter model, which keeps only `count` groups of the blocks in `stretch`. The
-    forward pass of the shorter model raises Unlike if the model cannot be shortened in this way."""
+    """Return a copy of the job with a shorter model, which keeps only `count` groups of the blocks in `stretch`."""
     return replace(job, model=functools.partial(_short_model, job.model, stretch, count))
 
 

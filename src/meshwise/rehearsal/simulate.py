@@ -65,18 +65,7 @@ def simulate(
     merged: bool = False,
     overlap: Overlap | None = None,
 ) -> Step:
-    """Simulate the step of several ranks, such as one rank of each pipeline stage.
-
-    Raises UsageError if the time of a launch is unknown (see `missing`) or if the machine has too few devices. Raises
-    ValueError if ranks wait for each other forever, and Unlike if it matters that microbatches are left out.
-
-    works: the step of each rank.
-    machine: the machine, or a `Prices` for it. A `Prices` can be used again, which saves time.
-    interval: whether to compute `low` and `high`. If False, they equal `seconds`.
-    merged: whether to simulate consecutive operators as one item, which is several times as fast, where this changes no
-        time.
-    overlap: how much computing and communication slow each other. By default, this depends on the kind of device.
-    """
+    """Simulate the step of several ranks, such as one rank of each pipeline stage."""
     prices = machine if isinstance(machine, Prices) else Prices(machine)
     costs = _costs(works, prices)
     devices = prices.machine.devices

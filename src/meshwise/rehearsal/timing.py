@@ -74,8 +74,7 @@ def serve() -> None:
 
 
 def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int]]:
-    """Time an operator call in this process. Return its seconds, and what it allocates while it runs. The seconds are
-    None if the call cannot be made."""
+    """Time an operator call in this process."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
         return seconds, () if seconds is None else _taken_inside(call)
@@ -83,10 +82,7 @@ def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, 
 
 @functools.cache
 def _child() -> subprocess.Popen[str]:
-    """Start the process in which operator calls are timed, and return it. It ends with this process.
-
-    Operators that only the user's program registers do not exist in it.
-    """
+    """Start the process in which operator calls are timed, and return it."""
     return subprocess.Popen(
         [sys.executable, "-c", SERVE],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -98,14 +94,7 @@ def _child() -> subprocess.Popen[str]:
 
 
 def _timed(call: str, others: int = 0) -> float | None:
-    """Return how many seconds an operator call takes.
-
-    Return None if the call cannot be made, or would take more than a quarter of the free memory.
-
-    If the tensors have more than IN_CACHE bytes, `others` threads make the same call at the same time. The call is then
-    timed twice, with the tensors in the CPU's caches and with empty caches. The result is the geometric mean of these
-    two times.
-    """
+    """Return how many seconds an operator call takes."""
     size = bytes_of(call)
     if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
         return None
@@ -145,8 +134,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
 
 def _taken_inside(call: str) -> tuple[int, ...]:
     """Return what a call allocates internally, in order, from the events of torch's allocator: the bytes of a block, -n
-    where the block that entry n allocated is freed (from 1), and 0 where a result is allocated. Empty if it allocates
-    its results alone."""
+    where the block that entry n allocated is freed (from 1), and 0 where a result is allocated."""
     own: list[int] = []
     alive: dict[int, int] = {}  # the entry of each block, by address
     for size, address in allocations_of(made(call)):
@@ -159,11 +147,7 @@ def _taken_inside(call: str) -> tuple[int, ...]:
 
 
 def median_of(call: Callable[[], object], repeats: int, before: Callable[[], object] | None = None) -> float:
-    """Return the median seconds of a call. If torch uses one thread, this is the CPU time of the thread, so that other
-    programs on the machine do not affect it.
-
-    before: called before each timed call, outside of the measured time.
-    """
+    """Return the median seconds of a call."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     seconds: list[float] = []

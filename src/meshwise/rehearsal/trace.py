@@ -121,8 +121,7 @@ def trace(
 
 
 def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
-    """Return one rank of each kind, in ascending order. Ranks are of the same kind if they have the same pipeline
-    stage, equally fast devices, and the same share of the batch."""
+    """Return one rank of each kind, in ascending order."""
     within, apart = plan.within_samples, plan.within_samples // plan.pipeline
     found: dict[Any, list[range]] = {}
     for replica in range(plan.replicas):
@@ -196,11 +195,7 @@ def _trace_rank(job: Job, plan: Plan, kind: str, rank: int, mail: stages.Mail, m
 
 @contextmanager
 def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[tuple[Record, FakeTensors]]:
-    """Within the context, make this process a rank of a simulated run.
-
-    Yield (record of its events, mode for its tensors). The caller enters the mode to run the program. Tensors then have
-    shapes but no values.
-    """
+    """Within the context, make this process a rank of a simulated run."""
     with ExitStack() as stack:
         device = stack.enter_context(fake_device.fake_device(MAIN)) if kind != "cpu" else "cpu"
         stack.enter_context(fake_world(rank, ranks))

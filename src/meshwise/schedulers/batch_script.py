@@ -75,8 +75,7 @@ def batch_script(job: BatchJob) -> str:
 
 
 def _options(job: BatchJob, *, elastic: bool) -> list[str]:
-    """Return the options of sbatch, one per line. The options that the user gives come last, and override the
-    others."""
+    """Return the options of sbatch, one per line."""
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
@@ -94,10 +93,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
 
 
 def _setup(site: Site) -> list[str]:
-    """Return the lines of a batch script that run the site's setup commands.
-
-    If a command fails, the job ends with a message. Single commands inside a sourced file are allowed to fail.
-    """
+    """Return the lines of a batch script that run the site's setup commands."""
     return [_SETUP_FAILED, *site.setup, "trap - ERR"] if site.setup else []
 
 
@@ -172,8 +168,7 @@ def _quoted(word: object) -> str:
 
 
 def _word(value: str) -> str:
-    """Format a value for an #SBATCH line, in quotes if needed. Raises UsageError for a double quote or backslash in
-    it."""
+    """Format a value for an #SBATCH line, in quotes if needed."""
     text = _one_line(value)
     if not re.search(r"[\s#'\"\\]", text):
         return text

@@ -70,10 +70,7 @@ def _waits(one: Queued) -> bool:
 
 
 def _is_of(row: str, job: str) -> bool:
-    """Return whether a row of squeue belongs to `job`, the number of a job or of a task of a job array.
-
-    row: the number in the row, such as `7` or `7_3`. Waiting tasks share a row, such as `7_[0-2,5%4]`.
-    """
+    """Return whether a row of squeue belongs to `job`, the number of a job or of a task of a job array."""
     array, _, tasks = row.partition("_")
     if job in (row, array):
         return True

@@ -63,8 +63,7 @@ def says_counted_parts(ended: Counter[tuple[str, int]], *, uneven: bool) -> Iter
 
 
 def _of_batch(loop: ast.For) -> set[str]:
-    """Return the names of the variables that hold the batch or a part of it. For `for batch in loader: x = batch[0]`,
-    these are `batch` and `x`."""
+    """Return the names of the variables that hold the batch or a part of it."""
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in inside(loop):
         for name, value in given(node):
@@ -118,9 +117,7 @@ def _counts(node: ast.expr, rows: set[str]) -> bool:
 
 def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
     """Return whether the user's function divides `kept` by a length such as `len(dataset)`, which counts the samples of
-    all ranks.
-
-    kept: the expression to which the loop adds this rank's losses, such as `total`."""
+    all ranks."""
     for node in inside(source.scope):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _uses(node.left, kept):
             right = node.right
@@ -130,19 +127,13 @@ def _is_divided_by_all(source: Source, kept: ast.expr) -> bool:
 
 
 def _is_read_behind(source: Source, loop: ast.For, kept: ast.expr) -> bool:
-    """Return whether the function that contains the loop reads `kept` after the loop.
-
-    kept: the expression to which the loop adds values, such as `stats["loss"]` or `self.total`."""
+    """Return whether the function that contains the loop reads `kept` after the loop."""
     below = [n for n in inside(source.scope) if isinstance(n, ast.stmt) and n.lineno > (loop.end_lineno or 0)]
     return any(_uses(node, kept) for node in below)
 
 
 def _uses(node: ast.AST, kept: ast.expr) -> bool:
-    """Return whether code may read `kept`. Code that reads the whole dict or object of which `kept` is an entry or
-    attribute counts too.
-
-    kept: a name, an entry such as `stats["loss"]`, or an attribute such as `self.total`. For any other expression, the
-        result is True."""
+    """Return whether code may read `kept`."""
     if isinstance(kept, ast.Name):
         return reads(node, kept.id)
     if not isinstance(kept, ast.Subscript | ast.Attribute):
@@ -163,12 +154,7 @@ def _uses(node: ast.AST, kept: ast.expr) -> bool:
 
 
 def may_be_joined(source: Source, kept: ast.expr, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether the user's function may reduce the value `kept` over the ranks. Return True also if the function
-    returns the value or gives it to other code, which may then reduce it. Variables computed from the value count as
-    the value.
-
-    kept: the expression that holds the value, such as `total`, `stats["loss"]` or `self.total`.
-    behind: the variables that are known to be computed from the value."""
+    """Return whether the user's function may reduce the value `kept` over the ranks."""
     name = kept.id if isinstance(kept, ast.Name) else ""
     functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in inside(source.scope):
@@ -224,8 +210,7 @@ def _buffers(source: Source, loop: ast.For, rows: set[str]) -> Iterator[tuple[in
 
 
 def _extended(node: ast.AST, rows: set[str]) -> str:
-    """Return the name of the list to which a statement appends the samples of a batch. Return an empty string if the
-    statement does not append samples. rows: the variables that hold the samples."""
+    """Return the name of the list to which a statement appends the samples of a batch."""
     if isinstance(node, ast.For) and any(reads(node.iter, name) for name in rows):
         appends = [n for n in ast.walk(node) if _is_call_of(n, "append")]
         return next((n.func.value.id for n in appends if n.args), "")  # type: ignore[attr-defined]
@@ -235,8 +220,7 @@ def _extended(node: ast.AST, rows: set[str]) -> str:
 
 
 def _pushed(node: ast.AST, rows: set[str]) -> str:
-    """Return the name of an object that a call passes the batch to, as `memory` in `memory.push(x, y)`. Return an empty
-    string if the node is no such call."""
+    """Return the name of an object that a call passes the batch to, as `memory` in `memory.push(x, y)`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return ""
     holder, gives = node.func.value, any(reads(each, name) for each in node.args for name in rows)
@@ -245,9 +229,7 @@ def _pushed(node: ast.AST, rows: set[str]) -> str:
 
 def _is_full_of_samples(thing: Any, batch: list[Any]) -> bool:
     """Return whether an object, such as a replay memory, stores single samples in a full deque, which drops its oldest
-    sample for each new sample. PyTorch modules and Python modules are not examined, and the result for them is False.
-
-    batch: the tensors of a batch. A single sample has one dimension less."""
+    sample for each new sample."""
     if isinstance(thing, nn.Module | ModuleType):
         return False
     dims = {tensor.dim() for tensor in tensors_in(batch)}
@@ -274,11 +256,7 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 
 def _lets_go(loop: ast.For, name: str, value: Any) -> bool:
-    """Return whether the loop removes old entries of a collection, such as by `del buffer[0]` or `buffer.pop(0)`. A
-    deque with a maximum length drops old entries by itself once it is full, so return True for a full one.
-
-    name: the variable that holds the collection.
-    value: the collection as it is now, or None if it is unknown."""
+    """Return whether the loop removes old entries of a collection, such as by `del buffer[0]` or `buffer.pop(0)`."""
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) == value.maxlen
     for node in inside(loop):

@@ -45,10 +45,7 @@ def says_divided(size: int | None, ranks: int) -> str:
 
 
 def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Call, Source]]:
-    """Find where a loader was created. Yield each call of a DataLoader class that may have created the value of the
-    expression `node`, with the `Source` of the function that contains the call.
-
-    deep: how many variables and calls to follow from `node` to the DataLoader."""
+    """Find where a loader was created."""
     if isinstance(node, ast.Name) and deep:
         for value in source.given_to(node.id):
             yield from _loaders(source, value, deep - 1) if value is not None else ()
@@ -65,9 +62,7 @@ def _loaders(source: Source, node: ast.expr, deep: int) -> Iterator[tuple[ast.Ca
 
 def _dividends(source: Source, node: ast.expr, deep: int) -> Iterator[ast.expr]:
     """Yield the expression `n` if the value of `node` is computed as `n // world_size`, or by another division by the
-    number of ranks. Calls such as `int(...)` and variables are followed.
-
-    deep: how many variables to follow."""
+    number of ranks."""
     if (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.FloorDiv | ast.Div)

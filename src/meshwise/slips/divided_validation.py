@@ -58,8 +58,7 @@ def divided_evaluation(evaluated: Evaluated, count: int) -> Iterator[str]:
 
 
 def _of_training(source: Source) -> Iterator[ast.expr]:
-    """Yield the expressions by which the program divides the losses that it passes to `mw.backward`. For
-    `mw.backward(loss / ACCUMULATE)`, this is `ACCUMULATE`."""
+    """Yield the expressions by which the program divides the losses that it passes to `mw.backward`."""
     scopes: list[Scope] = [source.tree, *(n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef))]
     for scope in scopes:
         nodes = list(inside(scope))

@@ -41,8 +41,7 @@ def _said(source: Source, call: ast.Call) -> str:
 
 
 def _loss(node: ast.expr) -> str:
-    """Return `loss` for the expressions `loss`, `scaler.scale(loss)` and `loss / 4`. Return an empty string for
-    others."""
+    """Return `loss` for the expressions `loss`, `scaler.scale(loss)` and `loss / 4`."""
     if isinstance(node, ast.BinOp):
         node = node.left
     if isinstance(node, ast.Call) and name_of(node) == "scale" and node.args:
@@ -87,8 +86,7 @@ def _is_shown(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _may_join(source: Source, call: ast.Call) -> bool:
-    """Return False for a call that just shows a value, such as `print(loss)`. Return True if the call, or a call in its
-    arguments, may reduce the value over the ranks, store it, or depend on the rank."""
+    """Return False for a call that just shows a value, such as `print(loss)`."""
     functions = {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     called = [name_of(each) for each in ast.walk(call) if isinstance(each, ast.Call)]
     names = [each.id for each in ast.walk(call) if isinstance(each, ast.Name)]

@@ -127,13 +127,7 @@ def _names_of_result(source: Source, call: ast.Call | None, count: int) -> dict[
 
 
 def _sums(source: Source, loader: str, deep: int, *, every: bool) -> Iterator[tuple[ast.For, ast.Call, str]]:
-    """Find loops over a loader that add up values, if the sum is reduced over the ranks after the loop. Yield (loop,
-    call, name): the loop, the call of `mw.sum` or `mw.mean`, and the variable with the sum.
-
-    loader: the variable with the loader.
-    deep: how many levels of called functions to search.
-    every: True if every batch has fewer samples than there are ranks, False if only the last batch is that small. With
-        False, loops with `break` or `return` are left out, because they may end before the last batch."""
+    """Find loops over a loader that add up values, if the sum is reduced over the ranks after the loop."""
     nodes = list(inside(source.scope))
     for loop in nodes:
         if isinstance(loop, ast.For) and _reads_all(loop.iter, loader) and (every or not _is_left(loop)):
@@ -181,9 +175,7 @@ def _joined(source: Source, call: ast.Call, loop: ast.For, added: set[str]) -> s
 
 
 def _parameters(tree: ast.Module, call: ast.Call, name: str) -> Iterator[tuple[ast.FunctionDef, str]]:
-    """Find the parameter of a function that receives the variable `name` in a call. Yield (function, parameter): the
-    definition of the called function, and the name of the parameter. Yield nothing if the variable is no argument of
-    the call."""
+    """Find the parameter of a function that receives the variable `name` in a call."""
     given_at = {at for at, each in enumerate(call.args) if isinstance(each, ast.Name) and each.id == name}
     by_name = {k.arg for k in call.keywords if isinstance(k.value, ast.Name) and k.value.id == name}
     if not name or not isinstance(call.func, ast.Name) or not (given_at or by_name):

@@ -64,8 +64,7 @@ def _is_empty(value: Any, kept: Sequence[Any]) -> bool:
 
 
 def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, str]]:
-    """Find the calls of `enumerate` in this line that count from 0. For `enumerate(tqdm(loader))`, yield the texts
-    `tqdm(loader)` and `loader`. A call that has a second argument, the start, is left out."""
+    """Find the calls of `enumerate` in this line that count from 0."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not node.keywords]
     for call in calls:
         here = call.lineno <= line <= (call.end_lineno or 0)

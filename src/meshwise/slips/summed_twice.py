@@ -43,8 +43,7 @@ def _asked(question: Callable[[Source, ast.expr], bool]) -> bool:
 
 
 def _joined(source: Source, node: ast.expr, behind: tuple[str, ...]) -> bool | None:
-    """Return True if a value was computed from results of `mw.sum` or `mw.mean`, and possibly from plain numbers.
-    Return False if it was computed from plain numbers only, and None if anything else is involved or unknown."""
+    """Return True if a value was computed from results of `mw.sum` or `mw.mean`, and possibly from plain numbers."""
     node = bare(node)
     if isinstance(node, ast.Constant):
         return False

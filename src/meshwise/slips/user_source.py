@@ -58,8 +58,7 @@ class Source:
         return str(getattr(function, "__name__", "")) if ours else ""
 
     def given_to(self, name: str) -> list[ast.expr | None]:
-        """Return the expressions that the running function assigns to a name. If it assigns none, return those that the
-        module assigns to the name. An unknown value, such as that of a parameter, appears as None."""
+        """Return the expressions that the running function assigns to a name."""
         for scope in dict.fromkeys([self.scope, self.tree]):
             found = [value for each, value in values_of(scope) if each == name]
             if found:
@@ -135,8 +134,7 @@ def asked(question: Callable[[Source, ast.Call], _Answer], unknown: _Answer) -> 
 
 
 def loop_at(source: Source) -> ast.For | None:
-    """Return the innermost `for` loop whose `for ... in ...` stands on the line `source.line`. Return None if there is
-    none."""
+    """Return the innermost `for` loop whose `for ... in ...` stands on the line `source.line`."""
     loops = [n for n in inside(source.scope) if isinstance(n, ast.For)]
     loops = [n for n in loops if n.lineno <= source.line <= (n.iter.end_lineno or 0)]
     return loops[-1] if loops else None

@@ -53,11 +53,7 @@ class ClockFit:
 
 
 def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
-    """Fit the clock of a rank to the clock of rank 0.
-
-    samples: clock round trips as (sent, rank 0's time, received), in ns. Without samples, the offset and the error are
-        0, since ranks of one host share a clock.
-    """
+    """Fit the clock of a rank to the clock of rank 0."""
     if not samples:
         return ClockFit(Clock(rank), np.zeros(1), np.zeros(1))
     at, offset, half = _bursts(np.asarray(samples, dtype=np.int64))
@@ -75,9 +71,7 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
 
 
 def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Select the shortest clock round trip of each burst, which is the most exact one. Return three arrays in ns: the
-    middle of the trip on the rank's clock, the clock offset, and the error of the offset, which is half of the trip's
-    duration."""
+    """Select the shortest clock round trip of each burst, which is the most exact one."""
     sent, theirs, received = samples[np.argsort(samples[:, 0], kind="stable")].T
     burst = np.concatenate([[0], np.cumsum(np.diff(sent) > BURST)])
     order = np.lexsort((received - sent, burst))
@@ -88,12 +82,7 @@ def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np.float64]) -> tuple[float, float]:
-    """Fit a line to the clock offset over time. Returns the slope, and the offset on the line at `at[0]`.
-
-    The slope is 0 if there is only one offset, or if there are two that differ by no more than the sum of their errors.
-    at, offset, half: for each burst of round trips, the time, the measured offset and its error. Offsets are weighted
-        by 1 / `half`.
-    """
+    """Fit a line to the clock offset over time."""
     if len(at) < 2 or (len(at) == 2 and abs(offset[1] - offset[0]) <= half.sum()):
         return 0.0, float(offset[np.argmin(half)])
     slope, level = np.polyfit(at - at[0], offset - offset[0], 1, w=1 / np.maximum(half, 1.0))
@@ -101,14 +90,7 @@ def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np
 
 
 def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
-    """Return how to shift the ranks' clocks so that no collective ends before its last rank has arrived.
-
-    The result has the shift of each rank in ns, relative to rank 0. Shifts are as small as possible. Returns None if no
-    constant shifts are enough, so that the recorded times must be wrong in another way.
-
-    arrivals, ends: when each rank arrived at and left each collective, in ns, shape (collectives, ranks). These times
-        are on the clocks as aligned by clock round trips.
-    """
+    """Return how to shift the ranks' clocks so that no collective ends before its last rank has arrived."""
     ranks = arrivals.shape[1]
     if not len(arrivals):
         return np.zeros(ranks, np.int64)
@@ -126,6 +108,5 @@ def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
 
 
 def widened(clock: Clock, shift: int) -> Clock:
-    """Add a shift in ns to the offset of a clock. The error of the clock is also increased to at least the size of the
-    shift."""
+    """Add a shift in ns to the offset of a clock."""
     return replace(clock, offset=clock.offset + shift, error=max(clock.error, float(abs(shift))))

@@ -82,12 +82,7 @@ def _parts(seconds: dict[str, float], wall: float) -> list[GoodputPart]:
 
 
 def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, float]:
-    """Return the seconds of two parts of the wall time, (starting, lost), each as the mean over the ranks.
-
-    Starting is the time before and after the steps. Lost is the time of steps that were repeated in a later session,
-    and the time after the last span of a failed session.
-    wall: the total seconds of all sessions. If no rank has recorded anything, all of this time counts as starting.
-    """
+    """Return the seconds of two parts of the wall time, (starting, lost), each as the mean over the ranks."""
     starting = float(table.seconds[(table.step == 0) & ~table.lost][:, :, :OUTSIDE].sum())
     lost = float(table.seconds[table.lost][:, :, :OUTSIDE].sum())
     if not len(table.ranks):
@@ -174,8 +169,7 @@ def report_of(
 
 
 def _shares(timeline: Timeline) -> tuple[float, ...]:
-    """Return each rank's share of a batch, as proportions. Returns () if the ranks worked on the same samples, or if
-    the shares are unknown."""
+    """Return each rank's share of a batch, as proportions."""
     plan = fields_of(str(timeline.facts.get("plan") or ""))
     if not plan or timeline.facts.get("program") == "plain" or {"pipeline", "context", "tensor"} & plan.keys():
         return ()
@@ -184,8 +178,7 @@ def _shares(timeline: Timeline) -> tuple[float, ...]:
 
 
 def _have_links(timeline: Timeline) -> bool:
-    """Return True if the ranks may communicate over links between devices or machines. It is False for CPU workers of
-    one machine, which have no links between them."""
+    """Return True if the ranks may communicate over links between devices or machines."""
     facts, ranks = timeline.facts, timeline.ranks
     several = int(facts.get("world") or 0) > len(facts.get("devices") or ()) or len({rank.host for rank in ranks}) > 1
     return several or any(not rank.device.startswith("cpu") for rank in ranks)
@@ -210,8 +203,7 @@ def _verdict(status: str, timeline: Timeline, verdict: str) -> str:
 
 
 def _throughput(timeline: Timeline, seconds: float) -> float | None:
-    """Return the training throughput in samples of global batches per second, or None if no rank counted samples. The
-    counter of the lowest rank that counted samples is used."""
+    """Return the training throughput in samples of global batches per second, or None if no rank counted samples."""
     counter = timeline.counter("samples")
     if counter is None or seconds <= 0:
         return None
@@ -253,9 +245,8 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
 
 
 def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return two dicts for a rank: the largest value in bytes of each memory counter, and the largest values by phase.
-    The second dict has, for each counter, the largest value that was measured at the end of a `forward`, of a
-    `backward` and so on."""
+    """Return two dicts for a rank: the largest value in bytes of each memory counter, and the largest values by
+    phase."""
     counters = [c for c in timeline.counters if c.rank == rank and c.name not in NOT_MEMORY]
     peaks = {c.name: float(c.value.max()) for c in counters}
     by_phase = {
@@ -266,8 +257,7 @@ def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, 
 
 
 def _collectives(timeline: Timeline, arrivals: Arrivals) -> list[CollectiveReport]:
-    """Report the most expensive collectives, grouped by name and size. A collective's duration begins with the arrival
-    of its last rank, or with the end of the previous collective if that is later."""
+    """Report the most expensive collectives, grouped by name and size."""
     use = arrivals.complete
     if not use.any() or len(arrivals.ranks) < 2:
         return []
@@ -315,8 +305,7 @@ def _last_known(loss: dict[int, float], steps: Whole) -> float:
 
 
 def _thinned(counter: Counter) -> CounterSeries:
-    """Reduce a counter to at most POINTS values. Each value is the largest value of an interval, so that peaks are
-    kept."""
+    """Reduce a counter to at most POINTS values."""
     parts = np.array_split(np.arange(len(counter.value)), min(POINTS, len(counter.value)))
     keep = [int(part[counter.value[part].argmax()]) for part in parts]
     return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())

@@ -59,11 +59,7 @@ class Arrivals:
     of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Table, numbers: Table) -> Table:
-        """Look up until when ranks wait in collectives, in the table `until`.
-
-        ranks, numbers: the rank and the number of the collective, for each value to return. A value is ABSENT if the
-            table does not have the rank or the collective.
-        """
+        """Look up until when ranks wait in collectives, in the table `until`."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
@@ -72,8 +68,7 @@ class Arrivals:
         return np.where(known, self.until[at, column], ABSENT)
 
     def waits_until(self, spans: Spans) -> Table:
-        """Return the time until which each span waits for another rank. For a span that does not wait, return the start
-        of the span."""
+        """Return the time until which each span waits for another rank."""
         until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
         if self.of_stages:
             places = zip(spans["rank"].tolist(), spans["start"].tolist(), strict=True)
@@ -91,11 +86,7 @@ def is_collective(spans: Spans) -> NDArray[np.bool_]:
 
 
 def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
-    """Build the `Arrivals` of a run: when each rank arrived at and left each collective.
-
-    spans: the spans of all ranks.
-    names: the names of the spans. The field `name` of a span is an index in this list.
-    """
+    """Build the `Arrivals` of a run: when each rank arrived at and left each collective."""
     found = spans[is_collective(spans)]
     number, first, row = np.unique(found["collective"], return_index=True, return_inverse=True)
     ranks, column = np.unique(found["rank"], return_inverse=True)
@@ -128,11 +119,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
-    """Return how long after each rank the last rank left the previous collective, in ns, shape (collectives, ranks).
-
-    The last rank is the rank for which the collective waits (`last_rank`). The result is 0 where the last rank left
-    earlier, and where the times are unknown.
-    """
+    """Return how long after each rank the last rank left the previous collective, in ns, shape (collectives, ranks)."""
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
     row = np.arange(len(arrival))

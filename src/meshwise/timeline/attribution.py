@@ -137,11 +137,7 @@ def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray
 
 
 def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
-    """Return the start and the end of each interval that a rank's spans cover, and the `Owner` to which it belongs.
-
-    Intervals may overlap. A collective is divided into waiting and communication. A backward pass is divided at the
-    moment at which its last collective begins.
-    """
+    """Return the start and the end of each interval that a rank's spans cover, and the `Owner` to which it belongs."""
     spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
     kind, start, end = spans["kind"], spans["start"], spans["end"]
     communication, backward = kind == KIND["communication"], kind == KIND["backward"]
@@ -162,14 +158,7 @@ def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
 
 
 def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
-    """Return when the last collective within each backward pass began.
-
-    From then on, the backward pass has no more gradients to reduce. If no collective began within a backward pass,
-    return the end of the pass.
-
-    start, end: the start and the end of each backward pass.
-    begun: the start times of collectives, sorted.
-    """
+    """Return when the last collective within each backward pass began."""
     if not len(begun):
         return end
     at = np.searchsorted(begun, end, side="left") - 1
@@ -178,8 +167,7 @@ def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
 
 
 def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
-    """Return the gaps between a rank's sessions, of shape (gaps, 2). A gap lasts from the end of the last span of a
-    session to the start of the first span of the next session."""
+    """Return the gaps between a rank's sessions, of shape (gaps, 2)."""
     if len(sessions) < 2 or not len(spans):
         return np.empty((0, 2), np.int64)
     session = session_of(spans["start"], sessions)
@@ -195,13 +183,7 @@ def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
 
 
 def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> tuple[Whole, Whole]:
-    """Return when each step of a rank begins, and a number that identifies this step on all ranks.
-
-    The number is session * PER_SESSION + step, so numbers ascend. The time before the first step of a session counts as
-    step 0 of that session. A step that was done in two sessions is returned twice, with a number for each session.
-
-    spans: the spans of one rank, sorted by start.
-    """
+    """Return when each step of a rank begins, and a number that identifies this step on all ranks."""
     number = np.maximum.accumulate(session_of(spans["start"], sessions) * PER_SESSION + spans["step"])
     first = np.flatnonzero(np.diff(number, prepend=-1))
     return spans["start"][first].astype(np.int64), number[first]

@@ -158,8 +158,7 @@ def _differs(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
 
 
 def _names(first: Report, second: Report) -> tuple[str, str]:
-    """Return names that distinguish the two runs. These are the first of the following that are known and differ: the
-    titles, the folder names, the whole paths. Otherwise they are `the first` and `the second`."""
+    """Return names that distinguish the two runs."""
     for a, b in (
         (first.title, second.title),
         (Path(first.folder).name, Path(second.folder).name),
@@ -171,8 +170,7 @@ def _names(first: Report, second: Report) -> tuple[str, str]:
 
 
 def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
-    """Compare the steps of two runs. The first result is for the time of a whole step, and the others are for the kinds
-    of time, such as forward. Kinds that neither run has are left out."""
+    """Compare the steps of two runs."""
     tables = [_table(first), _table(second)]
     there = np.flatnonzero(tables[0].any(axis=0) | tables[1].any(axis=0))
     medians = [np.median(table, axis=0).tolist() for table in tables]
@@ -185,19 +183,14 @@ def _differences(first: StepTable, second: StepTable) -> list[TimeDifference]:
 
 
 def _table(table: StepTable) -> Seconds:
-    """Return the seconds of each step that counts for medians (`StepTable.steady`), of shape (steps, 1 + kinds). The
-    first column is the whole step.
-    """
+    """Return the seconds of each step that counts for medians (`StepTable.steady`), of shape (steps, 1 + kinds)."""
     of_step, of_kind = table.step_seconds()[table.steady], table.kind_seconds()[table.steady]
     columns: Seconds = np.concatenate([of_step[:, None], of_kind[:, OF_STEP]], axis=1)
     return columns
 
 
 def _resampled(table: Seconds, seed: int) -> Seconds:
-    """Resample a run by a block bootstrap, and return the median of each column in each resampled run.
-
-    The shape is (RESAMPLES, columns). There are no rows if the run has fewer than FEWEST steps.
-    """
+    """Resample a run by a block bootstrap, and return the median of each column in each resampled run."""
     table = table[:: -(-len(table) // MOST_STEPS)]
     steps = len(table)
     if steps < FEWEST:

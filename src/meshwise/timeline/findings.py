@@ -100,8 +100,7 @@ def findings_of(
     counters: Sequence[Counter],
     facts: RunFacts = UNKNOWN,
 ) -> list[Finding]:
-    """Return the findings of a run. If one device would be faster, this comes first. Next are the limits of a step, by
-    their share of the step. Last are the time of computing, ranks that are often late, and growing memory."""
+    """Return the findings of a run."""
     steady = table.steady
     if not steady.any():
         return []
@@ -125,11 +124,7 @@ def verdict_of(findings: Sequence[Finding]) -> str:
 
 
 def _balanced(table: StepTable, taken: Sequence[float]) -> str:
-    """Suggest to give each rank a share of the batch in proportion to its speed. Returns "" if all ranks are about
-    equally fast.
-
-    taken: the share of the batch that each rank had in this run.
-    """
+    """Suggest to give each rank a share of the batch in proportion to its speed."""
     if len(taken) != len(table.ranks) or len(taken) < 2:
         return ""
     computing = table.seconds[table.steady][:, :, [KIND["forward"], KIND["backward"]]].sum(axis=2)
@@ -140,10 +135,7 @@ def _balanced(table: StepTable, taken: Sequence[float]) -> str:
 
 
 def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
-    """Report each rank that delays the other ranks. It is a straggler, or only often late (see `_mostly`).
-
-    less: a suggestion that is appended to the advice if the rank is slow in its forward or backward passes.
-    """
+    """Report each rank that delays the other ranks."""
     points = table.sync_points
     steady = np.isin(points.step, table.step[table.steady])
     compared = steady & points.overlapped if points.overlapped.any() else steady
@@ -169,19 +161,14 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
 
 
 def _mostly(often: float, ranks: int) -> bool:
-    """Return whether a rank is last in so many steps that it is a straggler. By chance, each rank would be last in 1 /
-    ranks of the steps. A straggler is last in 1.5 / ranks of the steps or more, or in 2/3 of them.
-
-    often: the fraction of the steps in which the rank is last.
-    """
+    """Return whether a rank is last in so many steps that it is a straggler."""
     return often >= min(2 / 3, 1.5 / ranks)
 
 
 def _slower_than_one(
     table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
 ) -> Iterator[Finding]:
-    """Report that one device would be faster than all ranks, if a step takes clearly less time on one device. That time
-    was measured in an earlier run (`alone`), or is the upper estimate of `one_device_seconds`."""
+    """Report that one device would be faster than all ranks, if a step takes clearly less time on one device."""
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
@@ -263,8 +250,7 @@ def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Findi
 
 
 def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
-    """Report the pipeline bubble. The text of the finding gives the bubble as a percentage of the time from the first
-    forward to the last backward. The field `share` is the waiting time as a fraction of the whole step."""
+    """Report the pipeline bubble."""
     share = shares.share("waiting")
     if share < LEAST["imbalance"]:
         return
@@ -289,8 +275,7 @@ def _idle(shares: _Shares) -> Iterator[Finding]:
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:
-    """Report stalls, which are steps that take more than STALL times the median. The time of a stall beyond the median
-    is lost. Stalls are reported if LEAST["stalls"] of the time of all steps is lost."""
+    """Report stalls, which are steps that take more than STALL times the median."""
     seconds, steps = table.step_seconds()[table.steady], table.step[table.steady]
     usual = float(np.median(seconds))
     beyond = np.where(seconds > STALL * usual, seconds - usual, 0.0)

@@ -54,11 +54,7 @@ class Alone:
 
 
 def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
-    """Find the newest earlier run of the same work on one device, and return the time of its steps.
-
-    The run must lie beside `folder` and agree in source, arguments, batch size and machine. Returns None if there is no
-    such run, or while this run is still running.
-    """
+    """Find the newest earlier run of the same work on one device, and return the time of its steps."""
     facts = timeline.facts
     if len(timeline.ranks) < 2 or facts.get("status") == "running":
         return None
@@ -97,8 +93,7 @@ def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
-    """Return the hosts of a run, and the mean number of samples in its steps. Returns None if the run did not count
-    samples, such as a program without calls of meshwise."""
+    """Return the hosts of a run, and the mean number of samples in its steps."""
     counter = timeline.newest_session().counter("samples")
     if counter is None or not counter.step[-1] or timeline.facts.get("program") == "plain":
         return None
@@ -109,8 +104,7 @@ def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
 
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:
-    """Estimate how many seconds a step would take on one device. Returns a lower and an upper estimate, each as the
-    median over the steady steps (see `StepTable.steady`)."""
+    """Estimate how many seconds a step would take on one device."""
     seconds = table.seconds[table.steady]  # (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
     divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # so are the steps

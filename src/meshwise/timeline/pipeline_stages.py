@@ -59,11 +59,7 @@ def _place(action: Any) -> Place:
 
 
 def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
-    """Return when each receive of a pipeline stops waiting for another stage. The key is (rank, start of the receive).
-
-    The receive waits until the neighboring stage has computed the input of the rank's next action, for the same
-    microbatch.
-    """
+    """Return when each receive of a pipeline stops waiting for another stage."""
     actions = actions_of(spans, names)
     places = actions[["pipe", "step", "forward", "stage", "microbatch", "end"]].tolist()
     ended = {(pipe, step, tuple(place)): end for pipe, step, *place, end in places}
@@ -81,10 +77,7 @@ def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int]
 
 
 def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> PipelineReport | None:
-    """Report the stages and the bubble of the pipeline in these steps.
-
-    Returns None if there is no pipeline, or if the logs are incomplete in every step.
-    """
+    """Report the stages and the bubble of the pipeline in these steps."""
     actions = actions_of(spans, names)
     if not actions["stage"].any() or not actions["forward"].any():
         return None
@@ -110,14 +103,7 @@ def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> Pipelin
 
 def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], float]) -> float | None:
     """Simulate one step of a pipeline, and return its bubble: the fraction of the step that a rank spends waiting, as
-    the mean over the ranks.
-
-    Each rank runs its actions in the given order. An action begins when its input has been computed, since sending
-    takes no time. Returns None if there are no actions, or if the input of an action is never computed.
-
-    orders: for each rank, its actions in order.
-    seconds: returns the duration of an action.
-    """
+    the mean over the ranks."""
     last = max((stage for order in orders for _, stage, _ in order), default=0)
     ends: dict[Place, float] = {}
     done, free = [0] * len(orders), [0.0] * len(orders)
@@ -155,8 +141,7 @@ def _stage(some: Actions) -> StageReport:
 
 
 def _pipes(rank: Table, stage: Table) -> Table:
-    """Return for each action the number of its pipeline. With data parallelism, several ranks run the same stages: the
-    lowest of these ranks is in pipeline 0, the next rank in pipeline 1, and so on."""
+    """Return for each action the number of its pipeline."""
     stages = {one: frozenset(stage[rank == one].tolist()) for one in np.unique(rank).tolist()}
     alike: dict[frozenset[int], list[int]] = {}
     for one, own in stages.items():

@@ -106,16 +106,12 @@ class RankLog:
                 self.damaged += 1
 
     def last_known(self) -> int:
-        """Return the latest time that is known without unpacking the spans, in ns of the rank's clock. It is the time
-        of the log's beginning, of its newest counter value, or of its end."""
+        """Return the latest time that is known without unpacking the spans, in ns of the rank's clock."""
         return max([self.clock, *(counter[0] for counter in self.counters[-1:]), *([self.end] if self.end else [])])
 
 
 def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[RankLog], str]:
-    """Read the log file of a rank. Returns its sessions, and a sentence that says why the log cannot be read, or "".
-
-    last_blocks: keep only this many of the newest blocks of spans.
-    """
+    """Read the log file of a rank."""
     logs: list[RankLog] = []
     other = ""
     headless = True  # the lines that follow are of a session whose first line cannot be read, and name no kinds of ours
@@ -258,11 +254,7 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
 
 
 def _column(values: NDArray[np.int64]) -> tuple[int, bytes]:
-    """Encode a column of integers. Returns the number of bytes per value, and the bytes.
-
-    All first bytes of the values are written first, then all second bytes, and so on. Similar bytes are then neighbors,
-    which compresses better.
-    """
+    """Encode a column of integers."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = next(w for w in (1, 2, 4, 8) if -(1 << (8 * w - 1)) <= low and high < 1 << (8 * w - 1))
     narrow = np.ascontiguousarray(values.astype(f"<i{width}"))

@@ -93,14 +93,7 @@ def _align(logs: Sequence[RankLog], began: Sequence[float]) -> None:
 
 
 def _spans(logs: Sequence[RankLog], began: Sequence[int]) -> tuple[Spans, list[str]]:
-    """Return the spans of all ranks, with their times on the timeline's clock, and the list of the spans' names. The
-    field `name` of a span is an index in this list. The spans are sorted by rank, then by start.
-
-    A machine that has lost its connection may still record spans after the next session of the run has begun. These
-    spans are left out.
-
-    began: when each session began, in ns on the timeline's clock.
-    """
+    """Return the spans of all ranks, with their times on the timeline's clock, and the list of the spans' names."""
     found: dict[str, int] = {"": 0}
     spans = np.empty(sum(log.spans for log in logs), SPAN)
     at = 0
@@ -136,8 +129,7 @@ def _fill(rows: Spans, block: tuple[Column, ...], of_code: Column, log: RankLog)
 
 
 def _made_causal(spans: Spans, names: Sequence[str], logs: Sequence[RankLog]) -> list[Clock]:
-    """Shift the clocks of ranks so that no collective ends before its last rank has arrived. Changes the spans in
-    place, and returns the shifted clocks."""
+    """Shift the clocks of ranks so that no collective ends before its last rank has arrived."""
     clocks: dict[int, Clock] = {}
     for log in logs:
         clocks[log.rank] = max(clocks.get(log.rank, log.fit.clock), log.fit.clock, key=lambda clock: clock.error)
@@ -250,11 +242,7 @@ def _counter(rank: int, name: str, rows: list[Row]) -> Counter:
 
 
 def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
-    """Return the losses of a job as a list with one `Counter`. The list is empty if there are no losses or no spans.
-
-    The time of each loss is the end of the optimizer phase of its step, on the lowest rank that has spans.
-    losses: the loss by step.
-    """
+    """Return the losses of a job as a list with one `Counter`."""
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]

@@ -27,12 +27,7 @@ WORTH_SAYING = 0.01
 def reconciled(
     facts: Mapping[str, Any], table: StepTable, ranks: Sequence[RankReport]
 ) -> tuple[Reconciled | None, list[str]]:
-    """Compare the time and the memory of a run's steps with the prediction of `meshwise plan`.
-
-    Returns (comparison, sentences). The comparison is None if there is no readable prediction, or if the run has done
-    no step. If the prediction could not be made or read, the one sentence says why.
-    facts: the record of the run, which contains the prediction.
-    """
+    """Compare the time and the memory of a run's steps with the prediction of `meshwise plan`."""
     given = facts.get(PREDICTED)
     if given is None or not table.steady.any():
         return None, []

@@ -238,12 +238,7 @@ class Recorder:
         return _Blocking(self, code, bytes, numbered)
 
     def drain(self) -> tuple[list[int], list[Count]]:
-        """Remove all records and return them as (spans, counters). The spans are a flat list with WIDTH numbers per
-        span.
-
-        Spans of device work that is still running stay for the next call. Another thread may call this during
-        recording, because each copy or deletion of a part of a list is atomic in Python.
-        """
+        """Remove all records and return them as (spans, counters)."""
         end, count = len(self._rows), len(self._counters)
         rows, counters = self._rows[:end], self._counters[:count]
         del self._rows[:end]

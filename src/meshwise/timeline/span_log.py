@@ -121,7 +121,6 @@ class SpanLog:
 
 
 def _plain(counter: Count) -> list[Any]:
-    """Convert one value of a counter to a list for JSON. If the value is a CUDA tensor, reading it makes this thread
-    wait for the device. The training thread does not wait."""
+    """Convert one value of a counter to a list for JSON."""
     *facts, value = counter
     return [*facts, value if isinstance(value, (int, float)) else float(value)]

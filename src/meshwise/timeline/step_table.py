@@ -63,15 +63,13 @@ class StepTable:
 
     @property
     def steady(self) -> NDArray[np.bool_]:
-        """Mask of the training steps that are used for medians. The first step of each session is left out as a
-        warm-up. If fewer than five steps would remain, no step is left out."""
+        """Mask of the training steps that are used for medians."""
         first = np.concatenate([[True], np.diff(self.session) > 0]) | (np.concatenate([[0], self.step[:-1]]) == 0)
         rest = self.trained & ~first
         return rest if rest.sum() >= 5 else self.trained
 
     def step_seconds(self) -> Seconds:
-        """Return the seconds of each step, without evaluation and saving. Each is the mean over the ranks that did the
-        step. The shape is (steps,)."""
+        """Return the seconds of each step, without evaluation and saving."""
         return _mean_over_ranks(self.seconds[:, :, OF_STEP].sum(axis=2), self.present)
 
     def kind_seconds(self) -> Seconds:

@@ -28,15 +28,7 @@ WINDOW_STEPS = 5
 def step_windows(
     timeline: Timeline, table: StepTable, steps: tuple[int, int] | None, straggler: int | None = None
 ) -> list[StepWindow]:
-    """Choose which steps to show in detail.
-
-    steps: the first and the last step of the user's choice, which give one window. If it is None, there are windows of
-        typical, slow, first and last steps. A short run has one window with all its steps.
-    straggler: the rank that makes the others wait, if there is such a rank. In the typical step, it is about as late as
-        usual.
-
-    Raises UsageError if the run has none of the user's steps.
-    """
+    """Choose which steps to show in detail."""
     rows = np.flatnonzero(table.trained)
     if steps is not None:
         inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]
@@ -65,8 +57,7 @@ def step_windows(
 
 
 def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int | None) -> Whole:
-    """Return the steady steps in which the straggler is about as late as usual: by 0.5 to 2 times its median delay. If
-    there is no such step, return all steady steps."""
+    """Return the steady steps in which the straggler is about as late as usual: by 0.5 to 2 times its median delay."""
     points = table.sync_points
     of_rank = points.rank == straggler
     if straggler is None or not of_rank.any():
@@ -78,11 +69,7 @@ def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int
 
 
 def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual: float | None = None) -> StepWindow:
-    """Build the window of the steps in `rows`, which are row numbers of the step table.
-
-    usual: the usual time of a step, in seconds. The viewer first shows the step nearest to it. By default, it is the
-        median of the run.
-    """
+    """Build the window of the steps in `rows`, which are row numbers of the step table."""
     spans = timeline.of_steps(int(table.step[rows].min()), int(table.step[rows].max()))
     spans = spans[np.isin(session_of(spans["start"], timeline.sessions), table.session[rows])]
     usual = float(np.median(table.step_seconds()[table.trained])) if usual is None else usual
@@ -90,11 +77,7 @@ def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual:
 
 
 def window_of(name: str, spans: Spans, names: Sequence[str], arrivals: Arrivals, usual: float = 0.0) -> StepWindow:
-    """Build the window of the steps of these spans.
-
-    name: how the steps were chosen, such as `slowest`.
-    usual: the usual time of a step, in seconds. The viewer first shows the step nearest to it.
-    """
+    """Build the window of the steps of these spans."""
     start, end = int(spans["start"].min()), int(spans["end"].max())
     steps = [_times(spans[spans["step"] == step], start) for step in np.unique(spans["step"])]
     return StepWindow(
@@ -116,8 +99,7 @@ def _times(spans: Spans, origin: int) -> StepTimes:
 
 
 def _bars(spans: Spans, names: Sequence[str], arrivals: Arrivals, origin: int) -> list[Bar]:
-    """Return a bar for each span, then a bar for each time in which a rank waits for another rank in a collective. The
-    bar of the collective itself begins only when this waiting ends."""
+    """Return a bar for each span, then a bar for each time in which a rank waits for another rank in a collective."""
     until = arrivals.waits_until(spans).tolist()
     bars, waits = [], []
     for s, split in zip(spans, until, strict=True):
@@ -137,11 +119,7 @@ def _bar(s: np.void, kind: str, name: str, start: int, end: int, size: int = 0, 
 
 
 def _attributed(spans: Spans, arrivals: Arrivals, origin: int) -> Iterator[Bar]:
-    """Yield bars that divide the time of each rank into kinds of time without overlap (see attribution.py). Idle time
-    has no bar.
-
-    origin: the time at which the window begins, in ns.
-    """
+    """Yield bars that divide the time of each rank into kinds of time without overlap (see attribution.py)."""
     for rank in np.unique(spans["rank"]).tolist():
         mine = spans[spans["rank"] == rank]
         found = attribution_of(mine, arrivals)

@@ -56,10 +56,7 @@ NONE = SyncPoints(_WHOLE, np.empty(0, np.bool_), _WHOLE, _SECONDS, _WHOLE, _SECO
 
 
 def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Sequence[Attribution]) -> SyncPoints:
-    """Find the sync points of a run.
-
-    spans, attributions: one element per rank, in the order of `arrivals.ranks`.
-    """
+    """Find the sync points of a run."""
     use = arrivals.together
     if len(arrivals.ranks) < 2 or not use.any():
         return NONE
@@ -83,11 +80,7 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
 
 
 def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
-    """Return the time at which a rank continued after each collective.
-
-    This time is the end of the collective. If the collective overlaps with a backward pass, it is the end of the
-    backward pass.
-    """
+    """Return the time at which a rank continued after each collective."""
     backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
     if not len(backward):
         return end
@@ -105,11 +98,7 @@ def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
 
 
 def _excess(work: Seconds, rank: Whole) -> Seconds:
-    """Return how much longer one rank worked than the median of the other ranks, for each sync point.
-
-    work: the time of each rank, of shape (sync points, ranks). The result has the same unit.
-    rank: the column of the rank to compare, for each sync point.
-    """
+    """Return how much longer one rank worked than the median of the other ranks, for each sync point."""
     result: Seconds = work[np.arange(len(work)), rank] - _median_of_others(work, rank)
     return result
 
@@ -147,11 +136,7 @@ def last_of_steps(sync_points: SyncPoints) -> Whole:
 
 
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """Return the ranks that are last so often that it cannot be chance.
-
-    If all ranks were equally likely to be last at each sync point, the probability of returning any rank would be below
-    CHANCE. The bound is Chernoff's inequality for the tail of the binomial distribution.
-    """
+    """Return the ranks that are last so often that it cannot be chance."""
     use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
     last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)
     times = {rank: int((last == rank).sum()) for rank in ranks.tolist()}
@@ -159,10 +144,8 @@ def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
 
 
 def tail_bound(total: int, times: int, fair: float) -> float:
-    """Return an upper bound on the probability of at least `times` successes in `total` trials of probability `fair`.
-
-    The bound is exp(-n KL(k/n, p)): Chernoff, 1952; Hoeffding, 1963, theorem 1.
-    """
+    """Return an upper bound on the probability of at least `times` successes in `total` trials of probability
+    `fair`."""
     share = times / total
     if share <= fair:
         return 1.0

@@ -46,12 +46,7 @@ class MetricsLog:
         *,
         scaled: bool,
     ) -> None:
-        """folder: the run folder, to which metrics and, if tensorboard is installed, its events are written. None
-        writes no file.
-        send: sends a message to the display of the run. None sends nothing.
-        trackers: further trackers, by name or as functions.
-        scaled: whether a loss scaler skips steps with non-finite gradients.
-        """
+        """folder: the run folder, to which metrics and, if tensorboard is installed, its events are written."""
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self.pending: list[tuple[int, int, Losses]] = []
         """Epoch, step and losses of each step since the last `sync`. The losses are still on their device."""
@@ -94,12 +89,7 @@ class MetricsLog:
         self.last_loss = self.losses[-1]
 
     def _write(self, steps: Sequence[tuple[int, int]], totals: Sequence[Tensor]) -> list[float]:
-        """Compute the loss of each step over all ranks. Write these losses to metrics.jsonl and the trackers, and
-        return them.
-
-        steps: the epoch and number of each step.
-        totals: for each step, a tensor of shape (ranks, 2), as `_gather` returns it.
-        """
+        """Compute the loss of each step over all ranks."""
         records: list[Record] = []
         points: list[Point] = []
         found: list[float] = []
@@ -177,6 +167,5 @@ class MetricsLog:
 
 
 def _gather(losses: list[Losses]) -> list[Tensor]:
-    """Gather the losses of some steps from all ranks. Collective. Returns a tensor of shape (ranks, 2) for each step.
-    Column 0 has the sum of a rank's losses, each times its loss weight. Column 1 has the sum of the loss weights."""
+    """Gather the losses of some steps from all ranks."""
     return list(collectives.all_gather(totals_of(losses), of="losses").cpu().unbind(1))

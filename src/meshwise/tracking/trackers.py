@@ -52,11 +52,7 @@ def check_trackers(wanted: Sequence[str]) -> None:
 
 
 def open_tracker(wanted: str | Tracker, folder: Path, step: int) -> OpenTracker:
-    """Open a tracker for the run in `folder`.
-
-    wanted: the name of a tracker, or a function that records values.
-    step: the last step that the run has finished.
-    """
+    """Open a tracker for the run in `folder`."""
     if not isinstance(wanted, str):
         return OpenTracker(getattr(wanted, "__name__", type(wanted).__name__), wanted)
     return TRACKERS[wanted](folder, step)

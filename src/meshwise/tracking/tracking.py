@@ -39,11 +39,7 @@ class Tracking:
     and then left out."""
 
     def __init__(self, folder: Path | None, trackers: Iterable[str | Tracker], notify: Callable[[str], None]) -> None:
-        """folder: the folder of the run, in which metrics.jsonl is written. If it is None, this file is not written,
-        and trackers that are given by name write to the working folder.
-        trackers: trackers by name or as functions.
-        notify: called with lines for the user.
-        """
+        """folder: the folder of the run, in which metrics.jsonl is written."""
         self._folder, self._notify = folder, notify
         self._wanted = list(dict.fromkeys(trackers))
         self._open: list[OpenTracker] = []
@@ -99,8 +95,7 @@ class Tracking:
                     tracker.track(values, step)
 
     def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
-        """Append records to metrics.jsonl. Lines that cannot be written because the disk is full are written at the
-        next call."""
+        """Append records to metrics.jsonl."""
         if folder is None:
             return
         first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
@@ -291,11 +286,7 @@ def _target() -> _Target:
 
 
 def _of_script(first: bool) -> _Target:
-    """Make the target of `mw.log` in a script. Values go to the run folder and to the trackers that the environment
-    variables MESHWISE_RUN and MESHWISE_LOG name.
-
-    first: whether this is rank 0, which alone opens the trackers.
-    """
+    """Make the target of `mw.log` in a script."""
     wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
     check_trackers(wanted)
     folder = _folder()

@@ -25,10 +25,7 @@ _NOT_ZERO = signed(GOLDEN)  # added to each sum: when reading the sums themselve
 
 
 def block_sums(tensor: Tensor) -> list[int]:
-    """Return the checksum of each block of 256 KiB of the tensor's bits, in element order.
-
-    The tensor may have any strides. Waits for the device.
-    """
+    """Return the checksum of each block of 256 KiB of the tensor's bits, in element order."""
     raw = _bits(tensor)
     whole = raw.numel() // BLOCK_BYTES
     keys = _keys(raw.device)
@@ -83,10 +80,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as a uint8 tensor. Nothing is copied.
-
-    as_strided is used, since a tensor of 0 or 1 elements may have any stride.
-    """
+    """Return the memory of a contiguous tensor as a uint8 tensor."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -282,10 +282,7 @@ def _run(
     ends: Ends = EVERYONE,
     of: str = "",
 ) -> None:
-    """Run a collective on the tensors `moved`, and wait for it. With one rank, do nothing.
-
-    On a CPU, the host waits until the collective is done. On an accelerator, only the stream waits.
-    """
+    """Run a collective on the tensors `moved`, and wait for it."""
     if world_size(group) == 1:
         return
     size, device = _bytes(moved), moved[0].device if moved else _HOST

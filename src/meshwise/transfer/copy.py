@@ -130,10 +130,7 @@ def _is_leaf(item: Any) -> bool:
 def moved_to(
     leaf: Any, target: torch.device, operation: str, options: CopyOptions = DEFAULT, *, own: bool = False
 ) -> Tensor:
-    """Return `leaf` as a tensor on `target`. A tensor that is already there is returned unchanged.
-
-    own: whether to always copy to new memory.
-    """
+    """Return `leaf` as a tensor on `target`."""
     tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
@@ -209,10 +206,7 @@ def _check(dst: Any, src: Tensor, stream: torch.Stream | None) -> Tensor:
 
 
 def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], options: CopyOptions) -> None:
-    """Copy by the path `way`, and log the copy.
-
-    row: (operation, source, target, bytes) for the log.
-    """
+    """Copy by the path `way`, and log the copy."""
     watch = Stopwatch(None)
     if way == STAGED:
         seconds = staged(dst, src)

@@ -50,10 +50,7 @@ def log(kind: str, size: int, device: torch.device, group: Group, seconds: Secon
 
 
 def begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
-    """Begin to sum a tensor over the group, and return the future. If a `comm_log` is open, add a row to it.
-
-    The caller uses a faster way for contiguous tensors of usual dtypes, unless collectives are logged or counted.
-    """
+    """Begin to sum a tensor over the group, and return the future."""
     watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with ours():
         begun = backend.begin_sum(tensor, group)

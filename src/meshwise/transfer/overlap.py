@@ -40,10 +40,7 @@ def overlapping(tensor: Tensor, other: Tensor) -> bool:
 
 
 def torchs_check_is_sure(dst: Tensor, src: Tensor) -> bool:
-    """Check whether `dst.copy_(src)` needs no further check for shared memory.
-
-    This is so if the tensors share no memory, or if torch itself raises an error, as it does for contiguous tensors.
-    """
+    """Check whether `dst.copy_(src)` needs no further check for shared memory."""
     if dst.is_contiguous():
         return src.is_contiguous() or _apart(dst, src)
     return not repeats(dst) and _apart(dst, src)

@@ -50,10 +50,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def _handed_over(batch: Any, stream: torch.Stream, device: str) -> Any:
-    """Make the device's current stream wait for tensors that were copied on `stream`.
-
-    The memory of the tensors is not reused until the current stream is done with them.
-    """
+    """Make the device's current stream wait for tensors that were copied on `stream`."""
     current = torch.get_device_module(device).current_stream(device)
     current.wait_stream(stream)
     for tensor in tensors_in(batch):

@@ -110,10 +110,7 @@ def someone_is_past() -> bool:
 
 
 def _past_us(other: int) -> str | None:
-    """Describe where rank `other` is, if it has ended or has entered more collectives than this rank.
-
-    Returns None as long as rank `other` may still come to the point where this rank is.
-    """
+    """Describe where rank `other` is, if it has ended or has entered more collectives than this rank."""
     store, key = default_store(), f"{KEY}/at/{other}"
     if not store.check([key]):
         return None

@@ -59,17 +59,13 @@ def _alike(first: Any, tensor: Any) -> bool:
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """Return the mesh axis that shards the tensor, if exactly one axis does and it shards dim 0. In all other cases,
-    return None."""
+    """Return the mesh axis that shards the tensor, if exactly one axis does and it shards dim 0."""
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and sharding.division(tensor.placements[axes[0]]) == (0, 1) else None
 
 
 def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
-    """Yield the whole tensors of DTensors that are all sharded over the same axis of one mesh.
-
-    They are gathered by a single all-gather of equal parts.
-    """
+    """Yield the whole tensors of DTensors that are all sharded over the same axis of one mesh."""
     if not tensors:
         return
     mesh, axis = tensors[0].device_mesh, _sharded_axis(tensors[0])

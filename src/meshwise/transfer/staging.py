@@ -54,8 +54,7 @@ def staged(dst: Tensor, src: Tensor) -> Seconds:
 
 
 def _chunks(dst: Tensor, src: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (0 or 1, chunk of dst, chunk of src) for each chunk. The number says which of two buffers on the host to
-    use."""
+    """Yield (0 or 1, chunk of dst, chunk of src) for each chunk."""
     step = chunk_bytes(src.numel())
     for number, start in enumerate(range(0, src.numel(), step)):
         yield number % 2, dst[start : start + step], src[start : start + step]

@@ -115,18 +115,12 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
 
 
 def seconds_needed(gate: StepGate, guess: float) -> float:
-    """Return how many seconds a run needs to finish its current step and to stop.
-
-    If the run saves its state when it stops, this includes the time of SAVES saves.
-
-    guess: the seconds to assume for a save if no save was measured.
-    """
+    """Return how many seconds a run needs to finish its current step and to stop."""
     return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
 
 
 def left_by_squeue(job: str) -> float | None:
-    """Ask squeue how many seconds a Slurm job may still run. Return infinity if there is no limit, and None if
-    unknown."""
+    """Ask squeue how many seconds a Slurm job may still run."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)

@@ -37,8 +37,7 @@ class DivergenceWatch:
         self._looked = self._seen = 0.0
 
     def trails(self) -> dict[int, VerbTrail | None]:
-        """Return, for each rank, the log of the calls that all ranks must make in the same order (see `Verb`). The
-        value is None for a rank that has logged no call."""
+        """Return, for each rank, the log of the calls that all ranks must make in the same order (see `Verb`)."""
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
@@ -86,8 +85,7 @@ def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
 
 
 def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> int | None:
-    """Return the number of the first call that is not the same on all ranks. A call that some ranks have not made yet
-    does not count, unless their programs have ended."""
+    """Return the number of the first call that is not the same on all ranks."""
     counts = {rank: trail.count if trail else 0 for rank, trail in trails.items()}
     common, known = min(counts.values()), [trail for trail in trails.values() if trail]
     first = max((trail.oldest for trail in known), default=1)

@@ -89,8 +89,7 @@ class Doorkeeper:
         self._selector.register(connection, selectors.EVENT_READ, guest)
 
     def _part(self, guest: Guest) -> None:
-        """Close the connection to a client that has not proven that it knows the secret. If the client speaks
-        meshwise's protocol, keep its address as `stranger`, for error messages."""
+        """Close the connection to a client that has not proven that it knows the secret."""
         if guest.proofs is not None:
             with contextlib.suppress(OSError):
                 self.stranger = str(guest.connection.getpeername()[0])

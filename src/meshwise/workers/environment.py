@@ -55,10 +55,7 @@ def result_path(task: Path, rank: int) -> Path:
 
 
 def refuse_few_files(workers: int) -> None:
-    """Raise WorkerFailed if this process, and therefore each worker, may open too few files.
-
-    A process that cannot open its next file fails in odd ways, or only after everything is computed.
-    """
+    """Raise WorkerFailed if this process, and therefore each worker, may open too few files."""
     least = FILES + FILES_OF_WORKER * workers
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else least
     if 0 <= limit < least:
@@ -68,10 +65,7 @@ def refuse_few_files(workers: int) -> None:
 
 
 def visible(index: int) -> str:
-    """Return the entry of CUDA_VISIBLE_DEVICES for the accelerator that this process sees as number `index`.
-
-    Without such an entry, return the index as text.
-    """
+    """Return the entry of CUDA_VISIBLE_DEVICES for the accelerator that this process sees as number `index`."""
     shown = [v for v in os.environ.get(VISIBLE, "").split(",") if v]
     return shown[index] if index < len(shown) else str(index)
 
@@ -82,10 +76,7 @@ def started_by_launcher() -> bool:
 
 
 def derived_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_* and, if known, MASTER_*, as the launcher's variables define them.
-
-    Variables that are already set are left out.
-    """
+    """Return RANK, WORLD_SIZE, LOCAL_* and, if known, MASTER_*, as the launcher's variables define them."""
     found = place_in(environment).variables()
     return {name: value for name, value in found.items() if name not in environment}
 

@@ -66,8 +66,7 @@ def tell(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error:
 
 
 def _ends(folder: Path, rank: int, ranks: Sequence[int]) -> None:
-    """Record that the program of this rank has ended. The last rank of the machine to end removes the folder with the
-    logs."""
+    """Record that the program of this rank has ended."""
     if folder.is_dir():
         _mark(folder, rank).touch()
         if all(_mark(folder, each).exists() for each in ranks):

@@ -120,8 +120,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _is_of_system(error: BaseException) -> bool:
-    """Check whether an error is an OSError that was not raised in user code. Such an error is shown to the user without
-    a traceback."""
+    """Check whether an error is an OSError that was not raised in user code."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, OSError) and not any(is_users(frame.filename) for frame in frames)
 
@@ -179,11 +178,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | None] = lambda: None) -> Failure:
-    """Return the failure of a worker that ended without a report.
-
-    status: the exit status of the worker, as in `Popen.returncode`.
-    out_of_memory: called after a SIGKILL. It returns the result of `oom_killer.evidence`.
-    """
+    """Return the failure of a worker that ended without a report."""
     if status < 0:
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
         name = names.get(-status, f"signal {-status}")
@@ -197,12 +192,7 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
 
 
 def with_server(died: Failure, server: int | None) -> Failure:
-    """Turn the failure of a rank into the failure of the fork server that started the rank. When the server ends, all
-    its ranks end too.
-
-    died: the failure of a rank. Its message says how the server ended.
-    server: the process id of the fork server.
-    """
+    """Turn the failure of a rank into the failure of the fork server that started the rank."""
     how = died.message.removesuffix(" without saying that its work is done")
     text = f"process {server}, which starts the ranks of this machine, {how}, which ended the ranks too."
     return replace(died, kind="server", message=" ".join([text, *died.notes]), plain=True)

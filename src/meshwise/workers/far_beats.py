@@ -83,11 +83,7 @@ class FarBeats:
 
 
 def _plain(far: Far) -> dict[str, Any]:
-    """Convert the state of a rank to values for JSON. Return an empty dict for a rank that makes progress.
-
-    Only the last collective of `beat.recent` is sent, and no times of steps. The time at which a collective was called
-    is sent as the ns that have passed since then, because the clocks of machines differ.
-    """
+    """Convert the state of a rank to values for JSON."""
     if not far.silence:
         return {}
     now, beat = time.perf_counter_ns(), replace(far.beat, steps=(), recent=tuple(far.beat.recent[-1:]))

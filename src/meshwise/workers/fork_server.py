@@ -49,11 +49,7 @@ class ForkServer:
     """The launcher's side of the fork server. `start` starts a worker. Call `close` after all workers have ended."""
 
     def __init__(self, preload: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Start the server, which imports the modules of `preload` before it forks.
-
-        variables: the environment variables of the first worker. The server gets them too, because libraries read the
-            number of threads from them when they are imported.
-        """
+        """Start the server, which imports the modules of `preload` before it forks."""
         self._started, self._lock = 0, threading.Lock()
         self._known: dict[int, dict[str, int]] = {}
         self.process: subprocess.Popen[bytes] | None = None
@@ -190,11 +186,7 @@ def start_worker(
     output: tuple[int, int],
     listener: socket.socket | None = None,
 ) -> subprocess.Popen[bytes] | ForkedWorker:
-    """Start a worker process in a session of its own. A Ctrl-C then reaches only the launcher, which stops all ranks.
-
-    output: the file descriptors of stdout and stderr.
-    listener: for rank 0, the socket on which the process group's store listens.
-    """
+    """Start a worker process in a session of its own."""
     kept = [] if listener is None else [listener.fileno()]
     if server is not None:
         return server.start([task], variables, [*output, *kept])
@@ -238,12 +230,7 @@ class ForkedWorker:
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
-    """Run the fork server: for each request, fork a process that calls `work`. End when the launcher is gone.
-
-    interrupted: the handler of SIGINT in a worker. The server itself ignores SIGINT.
-
-    Returns the result of `work` in a forked worker, and 0 in the server.
-    """
+    """Run the fork server: for each request, fork a process that calls `work`."""
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
     gc.freeze()  # what is imported is no garbage: a worker's collections leave it alone, and its pages shared
@@ -308,8 +295,7 @@ def _is_over(worker: subprocess.Popen[bytes] | ForkedWorker) -> bool:
 
 
 def _status_of_ended(pid: int) -> int | None:
-    """Return the exit status of a process that has ended but for which its parent has not waited yet. Otherwise,
-    None."""
+    """Return the exit status of a process that has ended but for which its parent has not waited yet."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":

@@ -98,8 +98,7 @@ class StepGate:
             return self._begun
 
     def set_last(self, step: int) -> None:
-        """Set the number of the step after which all ranks stop. It is 0 if no rank has begun a step. The program may
-        then never begin a step, so it gets SIGINT if `interrupts` is True."""
+        """Set the number of the step after which all ranks stop."""
         with self._changed:
             self._last = step
             self._changed.notify_all()

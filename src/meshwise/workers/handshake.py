@@ -145,8 +145,7 @@ def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float
 
 
 def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Proofs:
-    """Ask the server to prove that it knows the secret, and check its code. Return the codes of the server and the
-    client. Raises OSError if the code is wrong."""
+    """Ask the server to prove that it knows the secret, and check its code."""
     until, nonce, answer = time.monotonic() + timeout, secrets.token_bytes(NONCE), b""
     connection.settimeout(timeout)
     connection.sendall(HELLO + nonce)

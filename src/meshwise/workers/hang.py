@@ -103,11 +103,7 @@ def patience(
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Find the ranks that cause a hang. Returns None if no such rank is found.
-
-    beats: the last report of each rank on any machine that has not ended.
-    silent: the ranks that have stopped reporting progress.
-    """
+    """Find the ranks that cause a hang."""
     waits = {rank: _wait(beats[rank], all_silent=len(silent) == len(beats)) for rank in silent}
     waiting = {rank: wait for rank, wait in waits.items() if wait is not None}
     late = {rank: _late(beats, wait) for rank, wait in waiting.items()}
@@ -132,8 +128,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
 
 
 def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[int]]) -> list[int]:
-    """Return two ranks between which a message must be lost, or an empty list. The first rank waits for a message of
-    the second rank. The second rank cannot be sending it, since the second rank itself waits for something else."""
+    """Return two ranks between which a message must be lost, or an empty list."""
     for rank, wait in waiting.items():
         for other in late[rank] if _is_message(wait) else ():
             if rank in late[other] or not _is_message(waiting[other]):
@@ -142,19 +137,14 @@ def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[
 
 
 def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
-    """Return the collective in which a rank without progress waits, or None if it is unknown.
-
-    A rank with an accelerator does not see where the accelerator waits. If all ranks are without progress, the last
-    collective that this rank has entered is returned.
-    """
+    """Return the collective in which a rank without progress waits, or None if it is unknown."""
     if beat.waits_in is None and beat.overlaps and all_silent:
         return max(beat.recent, key=lambda c: c.at, default=None)
     return beat.waits_in
 
 
 def _late(beats: Mapping[int, Beat], wait: CollectiveCall) -> set[int]:
-    """Return the ranks that a collective still waits for: the ranks of its group that have not entered it. For a send
-    or a receive, return the rank at the other end, since such calls are not counted."""
+    """Return the ranks that a collective still waits for: the ranks of its group that have not entered it."""
     members = _members(wait) & beats.keys()
     if _is_message(wait):
         return members
@@ -174,11 +164,7 @@ class HangWatch:
     """Detects hangs among the ranks of this machine, from the progress that they report."""
 
     def __init__(self, folder: Path, limit: float | None, *, idle: bool = False) -> None:
-        """Begin to watch the ranks that report to the files in `folder`.
-
-        limit: the seconds without progress after which the run is ended. None never ends the run.
-        idle: whether using the CPU counts as progress. A hang of all ranks is then reported even without a known cause.
-        """
+        """Begin to watch the ranks that report to the files in `folder`."""
         self._folder, self._limit = folder, limit
         self._idleness = Idleness() if idle else None
         self._looked = time.monotonic()
@@ -243,8 +229,7 @@ class HangWatch:
         return Hang(first, f"{explain(seconds)}{why}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
-        """Add `passed` seconds to the silence of each rank that reports no progress. If a rank makes progress again
-        after its hang was reported, return a message that says so."""
+        """Add `passed` seconds to the silence of each rank that reports no progress."""
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))
@@ -330,8 +315,7 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
-    """Blame stopped processes for a hang. If all ranks wait in collectives, return a hang that the ranks with stopped
-    processes cause. If no process is stopped, or some rank does not wait, return `stall` unchanged."""
+    """Blame stopped processes for a hang."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 

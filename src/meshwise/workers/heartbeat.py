@@ -129,10 +129,7 @@ def read_beat(path: Path) -> Beat:
 
 
 def steps_of(folder: Path, ranks: Iterable[int], rank: int) -> tuple[int | None, int]:
-    """Return the step that `rank` is in, and the last step that all `ranks` have finished.
-
-    The first number is None before the first step.
-    """
+    """Return the step that `rank` is in, and the last step that all `ranks` have finished."""
     beats = {each: read_beat(beat_path(folder, each)) for each in {*ranks, rank}}
     done = min(beat.step - (beat.phase not in BETWEEN) for beat in beats.values())
     here = beats[rank].step + (beats[rank].phase == "data")

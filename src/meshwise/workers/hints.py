@@ -88,11 +88,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 def _is_swapped(error: BaseException, text: str) -> bool:
     """Check whether a program assigned the results of mw.distribute to the wrong variables, such as the model to
-    `optimizer`.
-
-    text: the message of the error, which names a class that is used wrongly. Returns True if a function that calls
-        mw.distribute has a model, optimizer, scheduler or loader of this class in a variable.
-    """
+    `optimizer`."""
     match = _OTHER_KIND.search(text) or _UNPACKED.search(text)
     held = [
         value

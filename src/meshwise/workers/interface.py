@@ -20,12 +20,7 @@ ANYWHERE = "192.0.2.1"
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the network interface that gloo must use to reach `host`, such as `eth0`. Returns None if no interface is
-    found, or if gloo finds a good one itself.
-
-    By default, gloo uses the address of this machine's own name. This works if other machines can reach the address. If
-    `host` is this machine, return the interface by which packets leave this machine.
-    """
+    """Return the network interface that gloo must use to reach `host`, such as `eth0`."""
     own: dict[str, str] = {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()

@@ -65,10 +65,7 @@ def rank_context() -> RankContext:
 
 
 def _world_at(place: Place) -> World:
-    """Return the world of this process, and set the environment variables that describe it.
-
-    If no launcher tells where rank 0 is, rank 0 is found first.
-    """
+    """Return the world of this process, and set the environment variables that describe it."""
     os.environ.update(derived_ranks(os.environ))
     world = read_world(os.environ)
     if place.size > 1 and place.key and place.rendezvous is None:
@@ -159,11 +156,7 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 def enter_process_group(world: World, store: Any = None) -> None:
-    """Make the process group, with gloo for CPU tensors and, if there is CUDA, nccl for CUDA tensors. The process
-    leaves it at its exit.
-
-    store: the store in which the ranks meet. By default, it is reached at MASTER_ADDR and MASTER_PORT.
-    """
+    """Make the process group, with gloo for CPU tensors and, if there is CUDA, nccl for CUDA tensors."""
     global _made_group
     _refuse_without_rank_0(world)
     alone = world.local_size == world.size  # on this machine, whose own name often does not resolve

@@ -191,8 +191,7 @@ class _Launcher:
             self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
-        """Tell the user about a rank that makes no progress. Fail if this lasts for the hang limit. Do nothing while
-        the run is being stopped, because ranks that have stopped make no progress either."""
+        """Tell the user about a rank that makes no progress."""
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
@@ -272,8 +271,7 @@ class _Launcher:
                 entry.died(status)
 
     def _failures(self) -> list[Failure]:
-        """Return the failures so far. A rank that exited early with code 0 counts as a failure only if it was in the
-        middle of its work, such as an epoch, or if another rank has failed."""
+        """Return the failures so far."""
         if self._over():
             return []
         failed = any(w.state is State.FAILED for w in self.workers)

@@ -61,12 +61,7 @@ def ended(error: BaseException) -> tuple[str, str] | None:
 
 
 def await_end(error: BaseException) -> None:
-    """Wait for a report on how a loader worker ended, if `error` says only that the connection to it broke. For any
-    other error, do not wait.
-
-    Torch's handler of SIGCHLD gives this report by raising RuntimeError, but it may run later than `error` is raised.
-    So this function waits up to MOMENT seconds for the RuntimeError. In the end, it removes the handler.
-    """
+    """Wait for a report on how a loader worker ended, if `error` says only that the connection to it broke."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
         time.sleep(MOMENT)
@@ -74,11 +69,7 @@ def await_end(error: BaseException) -> None:
 
 
 def caught(error: BaseException) -> Caught | None:
-    """Find out from the message of `error` which error a loader worker has raised.
-
-    Torch raises a copy of that error in the rank, with the traceback of the loader worker in its message. Return None
-    if the message of `error` has no such traceback.
-    """
+    """Find out from the message of `error` which error a loader worker has raised."""
     found = _CAUGHT.match(text_of(error))
     traces = list(_FRAMES.finditer(found[2])) if found else []
     if found is None or not traces:

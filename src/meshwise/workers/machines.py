@@ -50,13 +50,7 @@ class Machines:
         secret: Secret,
         rdzv: tuple[str, int] | None = None,
     ) -> None:
-        """Take part in a run on `nnodes` machines.
-
-        meeting: the connection to the store of machine 0, which is reached at `rdzv`.
-        store: the store that this machine keeps.
-        me: this machine.
-        secret: the secret of the run.
-        """
+        """Take part in a run on `nnodes` machines."""
         self._meeting, self._store, self.me, self.nnodes, self._rdzv = meeting, store, me, nnodes, rdzv
         self._secret = secret
         self._leader = 0
@@ -126,12 +120,7 @@ class Machines:
         return self._begin(begins)
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Join the run at its new leader. This is for machine 0, the first leader of the run. If machine 0 is lost,
-        another machine leads the run. Machine 0 joins it there when it is started again.
-
-        moved: the index of the new leader and the address of its store. Machine 0 gets them from the new leader.
-        asked: settings that must be equal to the settings of the run.
-        """
+        """Join the run at its new leader."""
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
         try:
@@ -145,12 +134,7 @@ class Machines:
         self._join(asked, say)
 
     def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Register this machine for the next attempt of a run that is under way.
-
-        asked: the settings with which this machine was started.
-
-        Raises UsageError if these settings differ from the settings of the run.
-        """
+        """Register this machine for the next attempt of a run that is under way."""
         theirs = json.loads(self._meeting.try_get("asked") or "{}")
         for name, value in theirs.items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
@@ -173,8 +157,7 @@ class Machines:
         return [m for m in found if self._meeting.has_seen(m.name) and self._meeting.silence_of(m.name) is None]
 
     def _call_back(self) -> None:
-        """While this machine leads, tell machine 0 the address of this machine's store, again and again. If machine 0
-        was lost and is started again, it can join there."""
+        """While this machine leads, tell machine 0 the address of this machine's store, again and again."""
         moved = {"node": self.me.node, "host": self.me.host, "port": self.me.port}
         while self.leads and self._rdzv is not None and not self._meeting.is_over:
             with (
@@ -231,8 +214,7 @@ class Machines:
         return self.nodes
 
     def announced(self, after: int) -> Beginning | None:
-        """Return the attempt that the leader has announced. None if its number is not above `after`, or if this machine
-        takes no part in it."""
+        """Return the attempt that the leader has announced."""
         told = self._meeting.try_get("begins")
         begins = None if told is None else Beginning.of(told)
         if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):
@@ -281,8 +263,7 @@ class Machines:
         return self.nodes
 
     def _move(self) -> None:
-        """Connect to the store of the new leader of the run, after the leader was lost. The new leader is the next
-        machine that can be reached. It may be this machine."""
+        """Connect to the store of the new leader of the run, after the leader was lost."""
         self._meeting.close()
         self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
         others = (m for m in self.nodes.members if m.node != self._leader)

@@ -24,10 +24,8 @@ class Meeting:
     """The connection of one machine, which is identified by its name, to the store in which the launchers meet."""
 
     def __init__(self, connect: Callable[[], Exchanges], name: str) -> None:
-        """connect: a function that returns the store by which the machines of a run exchange values, or raises OSError.
-        It is called once, in a thread that this object starts.
-        name: the name of this machine.
-        """
+        """connect: a function that returns the store by which the machines of a run exchange values, or raises
+        OSError."""
         self._connect, self._name = connect, name
         self._out: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._written = self._asked = 0
@@ -53,8 +51,7 @@ class Meeting:
         self._wake.set()
 
     def try_get(self, key: str) -> str | None:
-        """Return the value of a key that any machine has set, or None if there is no value. The newest values come with
-        the next exchange with the store."""
+        """Return the value of a key that any machine has set, or None if there is no value."""
         return self._known.get(key)
 
     def flush(self, seconds: float) -> None:
@@ -89,8 +86,7 @@ class Meeting:
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """Return the seconds since the store last received something from a machine. None if that is at most SILENCE
-        seconds ago."""
+        """Return the seconds since the store last received something from a machine."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 

@@ -72,12 +72,9 @@ class Nodes:
     def __init__(
         self, meeting: Meeting, node_rank: int, nnodes: int, begins: Beginning, listener: socket.socket | None = None
     ) -> None:
-        """meeting: the connection to the store in which the launchers meet.
-        node_rank, nnodes: the index of this machine, and the number of machines on which the run was started.
-        begins: the leader's announcement of this attempt.
-        listener: on the leader, the socket on which rank 0 will serve the process group's store. It is already open, so
-            that no other program takes the port.
-        """
+        """meeting: the connection to the store in which the launchers meet. node_rank, nnodes: the index of this
+        machine, and the number of machines on which the run was started. begins: the leader's announcement of this
+        attempt. listener: on the leader, the socket on which rank 0 will serve the process group's store."""
         self._meeting, self.node_rank, self.nnodes, self.listener = meeting, node_rank, nnodes, listener
         self.begins, self.members = begins, begins.members
         at = [member.node for member in self.members].index(node_rank)
@@ -96,8 +93,7 @@ class Nodes:
         self._meeting.set(f"{self.begins.number}/{key}", json.dumps(value))
 
     def try_get(self, key: str) -> Any:
-        """Return the value that some machine has set under `key`. Returns None as long as no value has reached this
-        machine."""
+        """Return the value that some machine has set under `key`."""
         told = self._meeting.try_get(f"{self.begins.number}/{key}")
         return None if told is None else json.loads(told)
 
@@ -169,8 +165,7 @@ class Nodes:
         return None
 
     def all_done(self) -> bool:
-        """Tell the other machines that the workers of this machine are done. Return whether the workers of all machines
-        are done."""
+        """Tell the other machines that the workers of this machine are done."""
         self.set(f"done/{self.node_rank}", True)
         return all(self.try_get(f"done/{member.node}") for member in self.others)
 
@@ -184,11 +179,7 @@ class Nodes:
         self._meeting.close()
 
     def _until_all(self, what: str, until: float | None) -> None:
-        """Wait until every other machine has set the key `what` or the key `left`. Do not wait for machines that are
-        lost or have never connected.
-
-        until: when to stop waiting, on the clock `time.monotonic`. None sets no limit.
-        """
+        """Wait until every other machine has set the key `what` or the key `left`."""
 
         def gone(member: Member) -> bool:
             return bool(self._why_lost(member)) or not self._meeting.has_seen(member.name)

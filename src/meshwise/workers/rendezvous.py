@@ -83,11 +83,7 @@ def taken(port: int) -> int | None:
 
 
 def secret_at(where: tuple[str, int]) -> Secret:
-    """Return the secret that is shared by all processes which meet at this host and port.
-
-    If `meet` has been at this address, it is the secret that `meet` used. Otherwise, `secret_of` derives the secret
-    from the address.
-    """
+    """Return the secret that is shared by all processes which meet at this host and port."""
     return _secrets.get(where) or secret_of(f"{where[0]}:{where[1]}", _folder(alone=is_here(where[0])))
 
 
@@ -97,19 +93,12 @@ def is_here(host: str) -> bool:
 
 
 def listens_at(*, alone: bool) -> str:
-    """Return the address to listen at. An empty string means all addresses.
-
-    alone: whether only processes of this machine connect. The address is then the loopback address.
-    """
+    """Return the address to listen at."""
     return "127.0.0.1" if alone else ""
 
 
 def _folder(*, alone: bool) -> Path:
-    """Return the folder in which processes that were started together share a file. It is the current folder.
-
-    alone: whether all processes are on this machine. If they are, and the current folder is read-only, the system's
-        folder for temporary files is returned instead.
-    """
+    """Return the folder in which processes that were started together share a file."""
     here = Path.cwd()
     return Path(tempfile.gettempdir()) if alone and not os.access(here, os.W_OK) else here
 
@@ -121,13 +110,7 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def open_door(place: Place, port: int, folder: Path) -> Secret:
-    """On rank 0, start threads that tell each other rank at which port the ranks meet. They end once all ranks know the
-    port.
-
-    port: the port at which the ranks will meet.
-
-    Returns the secret by which rank 0 and the other ranks recognize each other.
-    """
+    """On rank 0, start threads that tell each other rank at which port the ranks meet."""
     secret = secret_of(place.key, folder)
     let_in, answered = dict[int, str](), set[int]()
 
@@ -156,8 +139,7 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
 
 
 def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str, int]:
-    """On a rank other than 0, find the host and the port of the store. Raises UsageError if rank 0 is not found in
-    time."""
+    """On a rank other than 0, find the host and the port of the store."""
     began, since, said, made = time.monotonic(), math.inf, False, False
     question = json.dumps({"rank": place.rank, "who": uuid.uuid4().hex}).encode()
     while True:
@@ -189,11 +171,7 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
 
 
 def _tried(place: Place, secret: Secret, stranger: str) -> str:
-    """Return a phrase for an error: in which file and at which addresses this rank has looked for rank 0.
-
-    secret: the secret, with the path of its file.
-    stranger: the address of a process that answered but does not know the secret. It is empty if there was none.
-    """
+    """Return a phrase for an error: in which file and at which addresses this rank has looked for rank 0."""
     host = place.hosts[0] if place.hosts else "any known host"
     ports = ", ".join(map(str, _ports(place.key)))
     file = f"{secret.path} ({secret.why})" if secret.why else secret.path
@@ -210,8 +188,7 @@ def _listening(place: Place) -> socket.socket:
 
 
 def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, Any]:
-    """Ask the process at this address, and return its answer, or {} if there is none. Raises Unproven if the process
-    does not know the secret."""
+    """Ask the process at this address, and return its answer, or {} if there is none."""
     try:
         with socket.create_connection((address, port), timeout=REACH) as connection:
             line = enter(connection, secret, PURPOSE, ANSWER)
@@ -227,11 +204,7 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
 
 
 def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
-    """Yield each host and port at which rank 0 may answer.
-
-    First come the addresses that rank 0 has written into the file of the secret. Then comes the first host of the run,
-    with each port that all ranks derive from `place.key`.
-    """
+    """Yield each host and port at which rank 0 may answer."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         yield from [(str(address), int(secret.told["port"])) for address in secret.told["addresses"]]
     if place.hosts or place.nodes == 1:
@@ -239,16 +212,14 @@ def _doors(place: Place, secret: Secret) -> Iterator[tuple[str, int]]:
 
 
 def _ports(key: str) -> list[int]:
-    """Derive PORTS ports from `Place.key`. Rank 0 listens at one of them, and all machines derive the same ports. They
-    are lower than the ports that the system uses for outgoing connections."""
+    """Derive PORTS ports from `Place.key`."""
     digest = hashlib.sha256(key.encode()).digest()
     numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * PORTS, 4)]
     return [LISTENING_PORTS[number % len(LISTENING_PORTS)] for number in numbers]
 
 
 def _addresses(place: Place) -> list[str]:
-    """Return the names and addresses at which other machines may reach this machine. If the run uses no other machine,
-    return the loopback address."""
+    """Return the names and addresses at which other machines may reach this machine."""
     if place.nodes == 1:
         return ["127.0.0.1"]
     known = [each for addresses in psutil.net_if_addrs().values() for each in addresses]

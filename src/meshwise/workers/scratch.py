@@ -72,8 +72,7 @@ def own(folder: Path) -> IO[bytes]:
 
 @functools.cache
 def sweep_once() -> None:
-    """Remove the temporary folders that killed commands have left (see `sweep`). Only the first call in a process does
-    this."""
+    """Remove the temporary folders that killed commands have left (see `sweep`)."""
     with contextlib.suppress(OSError):
         sweep(Path(tempfile.gettempdir()))
 
@@ -92,10 +91,7 @@ def sweep(parent: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Check whether all processes that use a temporary folder have ended. They hold a lock on a file in it.
-
-    Raises OSError if there is no lock file. Meshwise did not make such a folder.
-    """
+    """Check whether all processes that use a temporary folder have ended."""
     with (folder / OWNED).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

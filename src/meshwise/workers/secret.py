@@ -84,13 +84,7 @@ class Secret:
 
 
 def secret_of(name: str, folder: Path) -> Secret:
-    """Return the secret of the processes that were started together under a name. It comes from the environment
-    variable VARIABLE, or else from a file in `folder`. The first process makes this file.
-
-    name: a text that is the same for these processes only, such as `Place.key` or the address at which they meet.
-
-    Raises UsageError if the variable's text is too short, or if the file cannot be kept private to this user.
-    """
+    """Return the secret of the processes that were started together under a name."""
     path = folder.resolve() / (PREFIX + re.sub(r"[^.\w-]", "_", f"{os.geteuid()}-{name}") + ".json")
     given = os.environ.get(VARIABLE, "").strip()
     if not given:
@@ -124,14 +118,12 @@ def _of_file(name: str, path: Path) -> Secret:
 
 
 def _of(secret: bytes, name: str) -> bytes:
-    """Derive the secret of one start of processes, called `name`, from a longer-lived secret. Starts with different
-    names get different secrets."""
+    """Derive the secret of one start of processes, called `name`, from a longer-lived secret."""
     return hmac.digest(secret, f"start {name}".encode(), "sha256")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what the file of a secret contains, such as the secret and the port of rank 0. Raises OSError if the file
-    is missing, or if other users can access it."""
+    """Return what the file of a secret contains, such as the secret and the port of rank 0."""
     with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
         lines = file.read(MOST).splitlines()
     told = dict[str, Any]()
@@ -154,8 +146,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def not_private(facts: os.stat_result) -> str:
-    """Return why an open file is not private to this user, such as `has a second hard link`. Returns an empty string if
-    the file is private."""
+    """Return why an open file is not private to this user, such as `has a second hard link`."""
     if not stat.S_ISREG(facts.st_mode):
         return "is not a regular file"
     if facts.st_uid != os.geteuid():

@@ -76,11 +76,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
 
 
 def leave_in_peace() -> None:
-    """Ignore signals such as SIGTERM from now on, because this process is about to end. Works in the main thread only.
-
-    Schedulers send such signals again and again. A late signal would kill the process and change its exit code, because
-    Python removes its own handlers when it exits. A signal that is ignored stays ignored.
-    """
+    """Ignore signals such as SIGTERM from now on, because this process is about to end."""
     if threading.current_thread() is threading.main_thread():
         for number in WARNINGS:
             signal.signal(number, signal.SIG_IGN)
@@ -151,12 +147,7 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
 
 
 def _found(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until the store has all keys. Return True if it has them. Return False after `seconds`, or as soon as this
-    program begins to end.
-
-    The store's own method `wait` is not used. If a thread were still in it when Python exits, Python would abort
-    (SIGABRT).
-    """
+    """Wait until the store has all keys."""
     until = time.monotonic() + seconds
     while not store.check(keys):
         if _over.wait(ROUND) or time.monotonic() > until:
@@ -165,11 +156,7 @@ def _found(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _outlive(store: Any, keys: list[str]) -> None:
-    """On rank 0, wait until all ranks know after which step to stop, but at most LINGER seconds. They read the step
-    from the store that rank 0 serves, so rank 0 must not end earlier.
-
-    keys: a key for each rank, which the rank sets once it has read the step.
-    """
+    """On rank 0, wait until all ranks know after which step to stop, but at most LINGER seconds."""
     until = time.monotonic() + LINGER
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(ROUND / 10)

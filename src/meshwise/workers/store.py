@@ -61,13 +61,7 @@ class Store:
     """A key-value store in the memory of this process. Other machines reach it at a port."""
 
     def __init__(self, secret: bytes, port: int = 0, listens: int | None = None, host: str = "") -> None:
-        """Begin to serve the store. Raises OSError if the port is taken.
-
-        secret: the secret that clients must prove to know.
-        port: the port to listen at, 0 for a free one.
-        listens: the file descriptor of a socket that already listens there.
-        host: the address to listen at. By default, all addresses.
-        """
+        """Begin to serve the store."""
         self._kept: dict[str, tuple[int, str]] = {}
         self._heard: dict[str, float] = {}
         self._version, self._lock = 0, threading.Lock()
@@ -85,8 +79,7 @@ class Store:
             return Answer(self._version, new, {other: now - at for other, at in self._heard.items()})
 
     def forget_gone(self) -> None:
-        """Forget the machines that have closed their connection to this store, so that they do not count as lost. A
-        machine closes its connection to join another leader's store, and may come back later."""
+        """Forget the machines that have closed their connection to this store, so that they do not count as lost."""
         with self._lock:
             self._heard = {name: at for name, at in self._heard.items() if at > -math.inf}
 

@@ -67,11 +67,7 @@ def standing(pid: int, stack: Path) -> Standing:
 
 
 def stuck_child(pid: int, stack: Path) -> Standing | None:
-    """Return a child process, such as a loader worker, that seems to hang. This is a child that the kernel does not let
-    run, or else a child that is inside the user's code. Returns None if there is no such child.
-
-    stack: the file to which the children write their Python stack.
-    """
+    """Return a child process, such as a loader worker, that seems to hang."""
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
     if held is not None:
@@ -95,8 +91,7 @@ def state_of(pid: int) -> str:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat without the first two. The first field returned is the state (see
-    proc_pid_stat(5)). Returns an empty list if there is no such process."""
+    """Return the fields of /proc/PID/stat without the first two."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

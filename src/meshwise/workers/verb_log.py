@@ -70,8 +70,7 @@ class VerbTrail:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest logged call to read. The rank may overwrite the entries of older calls at any
-        moment."""
+        """The number of the oldest logged call to read."""
         return max(1, self.count - SLOTS // 2)
 
     def checksum(self, number: int) -> int:

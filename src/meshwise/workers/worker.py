@@ -69,11 +69,7 @@ def main() -> int:
 
 
 def main_of_fork() -> int:
-    """Run the worker in a process that the fork server has forked.
-
-    A fork makes the accelerator unusable if something, such as a torch plugin, has initialized it before. The worker is
-    then started again as a new program, which takes the place of this process.
-    """
+    """Run the worker in a process that the fork server has forked."""
     if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
         if LISTENER in os.environ:
             os.set_inheritable(int(os.environ[LISTENER]), True)
@@ -106,8 +102,7 @@ def answer(task: Path) -> int:
 
 
 def watch_files(channel: WorkerChannel) -> None:
-    """From now on, tell the launcher about each file that the user's code writes. Files in the run folder are left
-    out."""
+    """From now on, tell the launcher about each file that the user's code writes."""
     records = [os.environ[RUN_FOLDER]] if RUN_FOLDER in os.environ else []
     watch = FileWatch(lambda path, where: channel.send("writes", path=path, where=where), ignored=records)
     watch.begin()
@@ -115,29 +110,21 @@ def watch_files(channel: WorkerChannel) -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux, let the kernel kill this process when its parent dies, even while this process holds the GIL.
-
-    On other systems, this process ends itself when the connection to its launcher closes (see channel.py).
-    """
+    """On Linux, let the kernel kill this process when its parent dies, even while this process holds the GIL."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def bind_to_cores(cores: str) -> None:
-    """Bind this process to the CPU cores in a comma-separated text. Do nothing if it is empty or the system cannot do
-    it."""
+    """Bind this process to the CPU cores in a comma-separated text."""
     if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def keep_sockets_in(scratch: Path) -> None:
-    """Make loader workers put their sockets for passing tensors into the folder `scratch`. The folder is deleted at the
-    end of the launch, so that sockets of killed workers do not stay behind.
-
-    Does nothing if the path of the folder is too long for a socket.
-    """
+    """Make loader workers put their sockets for passing tensors into the folder `scratch`."""
     if len(str(scratch)) > SOCKET_ROOM:
         return
     before, tempfile.tempdir = tempfile.tempdir, str(scratch)

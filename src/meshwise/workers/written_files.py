@@ -46,9 +46,7 @@ class FileWatch:
 
     def __init__(self, tell: Tell, *, ignored: Iterable[str] = ()) -> None:
         """tell: called once for each file that the user's code writes, with its path and the source line that writes
-        it.
-        ignored: folders whose files are never reported.
-        """
+        it. ignored: folders whose files are never reported."""
         caches = [os.environ[name] for name in CACHES if name in os.environ]
         self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
         self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # asked here: it opens files itself

@@ -64,8 +64,7 @@ def host_facts(
 
 
 def core_packages(proc: Path) -> Mapping[int, int | None]:
-    """Return the processor socket of each core according to /proc/cpuinfo. The socket is None if the file does not say
-    it, as on Arm."""
+    """Return the processor socket of each core according to /proc/cpuinfo."""
     found: dict[int, int | None] = {}
     for name, number in re.findall(r"^(processor|physical id)\s*:\s*(\d+)$", read_text(proc / "cpuinfo"), re.MULTILINE):
         if name == "processor":
@@ -94,8 +93,7 @@ def own_limits() -> Mapping[str, float]:
 
 
 def limits_that_hurt(machine: Machine) -> list[str]:
-    """Return a sentence for each limit of a host that will stop or slow training on its devices. The sentence says what
-    to do."""
+    """Return a sentence for each limit of a host that will stop or slow training on its devices."""
     found = []
     for at, host in enumerate(machine.hosts):
         devices = [device for device in machine.devices if device.host == at]

@@ -30,16 +30,7 @@ HOST_BRIDGE, OTHER_NODE = 30, 50
 
 
 def read_nvidia(sys: Path, nvml: Any, sockets: Sockets) -> Found:
-    """Find all NVIDIA devices of this host, and how they are connected. Never raises an exception.
-
-    If devices are present but NVML does not work, only their PCIe links are known, from /sys. A warning then says why,
-    for example that nvidia-ml-py is not installed.
-
-    nvml: the Python module through which NVML is called. None means pynvml, if it is installed.
-    sockets: the socket of each NUMA node. NVML reports only that two devices are on different NUMA nodes. With
-        `sockets`, the result also says whether copies between the two devices leave the socket, or only cross a bridge
-        of the host.
-    """
+    """Find all NVIDIA devices of this host, and how they are connected."""
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()

@@ -31,8 +31,7 @@ class PciFacts:
 
 
 def pci_facts(sys: Path, address: str) -> PciFacts:
-    """Read what /sys says of the PCI device at an address such as `0000:3b:00.0`. If the device is missing, its facts
-    are unknown."""
+    """Read what /sys says of the PCI device at an address such as `0000:3b:00.0`."""
     folder = sys / "bus/pci/devices" / address.lower()
     node = read_text(folder / "numa_node")
     numa = int(node) if node.isdecimal() else None  # -1: the firmware does not say
@@ -61,10 +60,7 @@ def address_of(properties: object) -> str:
 
 
 def displays(sys: Path, vendor: str) -> list[str]:
-    """Return the PCI addresses of a vendor's display and accelerator devices, in order.
-
-    vendor: the PCI vendor number, such as `0x10de`.
-    """
+    """Return the PCI addresses of a vendor's display and accelerator devices, in order."""
     folder = sys / "bus/pci/devices"
     if not folder.is_dir():
         return []

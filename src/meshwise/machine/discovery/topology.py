@@ -20,17 +20,13 @@ AS_REPORTED = "by generation and width, as the device reports them; the part is 
 
 
 def host_links(found: Sequence[Accelerator], far: Container[int | None]) -> list[Link]:
-    """Return the links from the host to each accelerator and back.
-
-    far: the NUMA nodes of sockets of which this process has no core.
-    """
+    """Return the links from the host to each accelerator and back."""
     to = [_host_link(one, "socket" if one.numa in far else "") for one in found if one.listed]
     return [way for link in to for way in (link, replace(link, source=link.target, target=HOST))]
 
 
 def device_links(found: Sequence[Accelerator], between: Mapping[tuple[int, int], Between]) -> list[Link]:
-    """Return a link for each pair of accelerators in each direction. It is NVLink if the pair has it, else
-    PCIe."""
+    """Return a link for each pair of accelerators in each direction."""
     return [_device_link((found[a], found[b]), what) for (a, b), what in between.items()]
 
 
@@ -119,8 +115,7 @@ def _narrow_or_idle(link: Link) -> str:
 
 
 def and_more(found: Sequence[object], word: str) -> str:
-    """Return text such as ` and 3 more devices`, to append to the name of the first item. Returns "" if there is only
-    one item."""
+    """Return text such as ` and 3 more devices`, to append to the name of the first item."""
     more = len(found) - 1
     return f" and {more} more {word}{'s' if more > 1 else ''}" if more else ""
 

@@ -61,12 +61,7 @@ def _properties(module: Any, index: int) -> Any:
 
 
 def as_torch_sees(found: Found, torch: Found) -> Found:
-    """Return the devices that torch sees, in torch's order and with torch's names. What the driver reports of a device
-    is kept.
-
-    found: what the driver reports.
-    torch: what torch reports.
-    """
+    """Return the devices that torch sees, in torch's order and with torch's names."""
     devices, versions, warnings = found.accelerators, {**found.versions, **torch.versions}, [*found.warnings]
     if not torch.accelerators:
         missing = [_no_device(torch.versions, len(devices))] if devices else []

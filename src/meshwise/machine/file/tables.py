@@ -31,10 +31,7 @@ Known = Mapping[str, Read]
 
 
 def read_table(table: Table, known: Known, where: str, required: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read and convert the values of a table. Raises UsageError for unknown and for missing keys.
-
-    required: keys that must be in the table, with an example of the value of each.
-    """
+    """Read and convert the values of a table."""
     for key in table:
         check_known(f"{where}: key", key[:60], known)
     for key, example in (required or {}).items():
@@ -52,10 +49,7 @@ def wrong(value: object, where: str, must: str) -> UsageError:
 
 
 def of_type(kind: type, must: str) -> Read:
-    """Return a function that accepts only values of this type, and reads them unchanged.
-
-    must: what the value must be, for the error message, such as "a number".
-    """
+    """Return a function that accepts only values of this type, and reads them unchanged."""
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, kind):
@@ -102,10 +96,7 @@ def one_of(*known: str) -> Read:
 
 
 def list_of(read: Read, what: str) -> Read:
-    """Return a function that accepts a list of values, each of which `read` reads.
-
-    what: what the values are, for errors.
-    """
+    """Return a function that accepts a list of values, each of which `read` reads."""
 
     def read_list(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
@@ -116,8 +107,7 @@ def list_of(read: Read, what: str) -> Read:
 
 
 def table_of(read: Read) -> Read:
-    """Return a function that accepts a table with any keys. `read` reads the values. An example is a table of shares
-    by dtype."""
+    """Return a function that accepts a table with any keys."""
     return lambda value, where: {name: read(item, f"{where}.{name[:60]}") for name, item in table(value, where).items()}
 
 

@@ -34,10 +34,7 @@ LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # half a second on the slowest link of 
 
 
 def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> list[PathSpec]:
-    """Return all copies to measure on one host.
-
-    peers: `peers(one, other)` returns whether device `one` can read the memory of device `other` directly.
-    """
+    """Return all copies to measure on one host."""
     host = [(pair, how) for d in devices for how in ("pinned", "pageable") for pair in (("host", d), (d, "host"))]
     ways = {pair: ("peer", "staged") if peers(*pair) else ("staged",) for pair in permutations(devices, 2)}
     between = [(pair, how) for pair, known in ways.items() for how in known]
@@ -59,10 +56,7 @@ def measure_in_process(devices: Sequence[str], sizes: Sequence[int], budget: flo
 
 
 def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move) -> PathResult:
-    """Time one path at growing sizes for about `budget` seconds, then check that every byte arrives.
-
-    A size that would take longer than the time left is skipped, and so are all larger sizes.
-    """
+    """Time one path at growing sizes for about `budget` seconds, then check that every byte arrives."""
     end = time.perf_counter() + budget
     source, target = (
         torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=path.path == "pinned")
@@ -85,8 +79,7 @@ def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move
 
 
 def check_copy(path: PathSpec, target: Tensor, source: Tensor, move: Move) -> str | None:
-    """Copy once, and compare the bytes. Return a text on the first byte that did not arrive as it was sent, or None if
-    all did."""
+    """Copy once, and compare the bytes."""
     fill(source, 1)
     fill(target, -1)  # what an earlier copy left must not pass for this one's
     move(target, source, path.path)

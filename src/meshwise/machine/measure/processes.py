@@ -94,12 +94,7 @@ def measure_ranks(
     device: torch.device | None = None,
     group: Group = None,
 ) -> list[PathResult]:
-    """Measure paths and collectives between the ranks of an existing group for about `budget` seconds. All ranks of the
-    group must call it, and all get the results.
-
-    names: the names of the ranks, such as `cpu:0` or `node0`.
-    progress: is called on rank 0 only.
-    """
+    """Measure paths and collectives between the ranks of an existing group for about `budget` seconds."""
     member = Member(get_rank(group), world_size(group), group, device or torch.device("cpu"))
     if member.ranks < 2:
         return []
@@ -146,11 +141,7 @@ def measure_hosts(
 
 
 def paths_between(names: Sequence[str], backend: str, what: Sequence[str]) -> list[RanksSpec]:
-    """Return the paths and collectives to measure between ranks, in order.
-
-    names: the name of each rank, such as `cpu:0` or `node0`.
-    what: the groups to measure, `links` and `collectives`.
-    """
+    """Return the paths and collectives to measure between ranks, in order."""
     for one in what:
         check_known("what", one, WHAT)
     paths: list[RanksSpec] = []

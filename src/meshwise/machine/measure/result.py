@@ -59,12 +59,7 @@ def result_of(
     note: str,
     in_step: Sequence[float] = (),
 ) -> PathResult:
-    """Build the `PathResult` of a measured path or collective.
-
-    samples: the seconds of repeated calls, by message size in bytes.
-    wrong: where received data was wrong, or None.
-    in_step: the mean seconds of calls that follow computing, by size. Empty if not measured.
-    """
+    """Build the `PathResult` of a measured path or collective."""
     cuts = [quantiles(seconds, n=100, method="inclusive") for seconds in samples.values()]
     p95, p99 = ([each[at] for each in cuts] for at in (94, 98))
     timings = fitted(list(samples), list(map(median, samples.values())), p95, p99, in_step)

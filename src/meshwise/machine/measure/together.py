@@ -43,11 +43,7 @@ class RanksSpec(PathSpec):
 def measure_path(
     path: RanksSpec, member: Member, sizes: Sequence[int], budget: float, starts: Callable[[str], object]
 ) -> PathResult:
-    """Time a path at growing sizes until `budget` seconds are spent, and check the bytes at each size. All ranks must
-    call it.
-
-    starts: called with the name of each measurement before it starts.
-    """
+    """Time a path at growing sizes until `budget` seconds are spent, and check the bytes at each size."""
     began = time.perf_counter()
     agree = partial(_agree, member)
     latency = _latency(path, member) if path.source else 0.0
@@ -83,12 +79,7 @@ def measure_path(
 
 
 def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`, and check what arrived. All ranks must call it, and all get the
-    same result.
-
-    Returns None if every byte is right on every rank. Otherwise returns a text on the path and on the first wrong byte
-    of the lowest rank that received wrong bytes.
-    """
+    """Communicate once with the data of round `number`, and check what arrived."""
     case.fill(number)
     case.call()
     found = case.wrong(number)

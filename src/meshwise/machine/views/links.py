@@ -25,8 +25,7 @@ MOST_MATRIX = 8
 
 
 def links_text(machine: Machine, width: int) -> list[Text]:
-    """Return lines that show the links between devices and between hosts. There are no lines if no such link is
-    known."""
+    """Return lines that show the links between devices and between hosts."""
     names = [device.name for device in machine.devices]
     pairs = [link for link in machine.links if {link.source, link.target} <= set(names)]
     classes = [link for link in machine.links if link.source == link.target == DEVICE]  # only if described, not found

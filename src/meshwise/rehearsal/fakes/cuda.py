@@ -60,10 +60,7 @@ def by_its_name(text: str) -> str:
 
 @contextmanager
 def cuda_by_name(there: bool) -> Iterator[None]:
-    """Within the context, redirect `cuda` to the fake device. If `there` is False, make CUDA unavailable instead.
-
-    Must be entered inside the `FakeTensors` mode.
-    """
+    """Within the context, redirect `cuda` to the fake device."""
     with ExitStack() as stack:
         table = _OF_GPU if there else _OF_NONE
         stack.enter_context(patch.multiple(torch.cuda, **{name: _told(name, own) for name, own in table.items()}))
@@ -109,8 +106,7 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 def _told(name: str, own: Callable[..., Any]) -> Any:
-    """Return a replacement for the function `name` of `torch.cuda`. It calls torch's function if the caller is torch or
-    meshwise. For any other caller, it calls `own`."""
+    """Return a replacement for the function `name` of `torch.cuda`."""
     real = getattr(torch.cuda, name)
     if isinstance(real, type):
         return own

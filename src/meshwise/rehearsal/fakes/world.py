@@ -56,8 +56,7 @@ class _Store:
 
 @contextmanager
 def resizing(call: Callable[[Tensor, int], None]) -> Iterator[None]:
-    """Within the context, call `call(tensor, bytes)` whenever FSDP2 resizes a tensor's storage. No operator reports
-    these changes."""
+    """Within the context, call `call(tensor, bytes)` whenever FSDP2 resizes a tensor's storage."""
     real = _fsdp_param.alloc_storage, _fsdp_param.free_storage
 
     def alloc(tensor: Tensor) -> None:
@@ -87,11 +86,7 @@ def start_values_unread() -> Iterator[None]:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Within the context, make this process rank `rank` in a process group of `size` ranks. The other ranks do not
-    exist.
-
-    With `size` 1, no process group is created. Raises RuntimeError if this process already has a process group.
-    """
+    """Within the context, make this process rank `rank` in a process group of `size` ranks."""
     if size == 1:
         yield
         return

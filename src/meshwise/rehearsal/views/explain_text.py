@@ -54,8 +54,7 @@ def explain_lines(found: Explanation, width: int) -> list[Text]:
 
 
 def _phases(found: Explanation, width: int) -> list[Text]:
-    """Return a table of seconds with a row for each phase and a column for each kind of time. Empty rows and columns
-    are left out."""
+    """Return a table of seconds with a row for each phase and a column for each kind of time."""
     kinds = [kind for kind in KINDS if found.time.kinds.get(kind)]
     rows: list[list[Cell]] = []
     for phase in PHASES:
@@ -70,11 +69,7 @@ def _phases(found: Explanation, width: int) -> list[Text]:
 
 
 def limit_sentences(found: Explanation) -> list[str]:
-    """Return sentences that explain the time of a step.
-
-    They say what limits the step, what its time consists of, how much communication overlaps with computing, and why
-    the step may take longer than estimated.
-    """
+    """Return sentences that explain the time of a step."""
     whole, hidden = found.time.seconds, found.time.hidden
     first = next(iter(found.limits), IDLE)
     shares = [
@@ -100,11 +95,7 @@ def _costly(title: str, costly: Sequence[Costly], step: float, width: int) -> li
 
 
 def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[str, list[Cell]]:
-    """Return a table of the launches that take the most time, as a mapping from titles to columns.
-
-    title: the title of the first column.
-    step: the seconds of the step.
-    """
+    """Return a table of the launches that take the most time, as a mapping from titles to columns."""
     return {
         title: [one.what for one in costly],
         "times": [str(one.times) for one in costly],

@@ -33,8 +33,7 @@ def memory_lines(found: MemoryParts, width: int) -> list[Text]:
 
 
 def _phases(found: MemoryParts, width: int) -> list[Text]:
-    """Return a table of bytes by category, with a row for the peak of each phase. The row with the peak of the step is
-    bold."""
+    """Return a table of bytes by category, with a row for the peak of each phase."""
     names = [name for name in CATEGORIES if any(name in split for split in found.phases.values())]
     most = max(sum(split.values()) for split in found.phases.values())
     rows: list[list[Cell]] = []

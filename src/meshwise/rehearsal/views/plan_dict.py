@@ -42,10 +42,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
 
 
 def explanation_dict(explanation: Explanation) -> dict[str, Any]:
-    """Convert the explanation of a step to plain values.
-
-    The seconds of a phase are given by kind of time, such as `{"forward": {"computing": 0.2}}`.
-    """
+    """Convert the explanation of a step to plain values."""
     values: dict[str, Any] = json_value(explanation)
     phases: dict[str, dict[str, float]] = {}
     for (phase, kind), seconds in explanation.time.phases.items():

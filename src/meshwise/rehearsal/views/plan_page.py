@@ -64,19 +64,14 @@ def plan_page(plans: Any, first: Rehearsed) -> str:
 
 
 def _table(columns: Mapping[str, Sequence[Any]], right: Sequence[str]) -> dict[str, Any]:
-    """Return a table as JSON data: its titles, its rows as texts, and the indices of the columns to align left.
-
-    columns: the columns by title.
-    right: the titles of the columns to align right.
-    """
+    """Return a table as JSON data: its titles, its rows as texts, and the indices of the columns to align left."""
     titles = list(columns)
     rows = [[str(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
     return {"titles": titles, "rows": rows, "left": [at for at, title in enumerate(titles) if title not in right]}
 
 
 def _memory(first: Rehearsed) -> dict[str, Any]:
-    """Return the data of the memory curve to draw. The curve shows a step after the first step, on the rank that needs
-    the most memory. The x axis is the time, or the number of operators and collectives if the time is unknown."""
+    """Return the data of the memory curve to draw."""
     rank = first.estimate.memory.rank
     traced = next(each for each in first.traces if each.step.rank == rank)
     before, after = (with_inside(work, first.prices.inside) for work in (traced.first, traced.step))
@@ -100,11 +95,7 @@ def _memory(first: Rehearsed) -> dict[str, Any]:
 
 
 def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
-    """Return the x coordinate of each point of a memory curve, in ms since the beginning of the step.
-
-    Memory is allocated for an operator or collective. The coordinate is the time at which this operator or collective
-    begins. If the step's time is unknown, the coordinate is its index in the step instead.
-    """
+    """Return the x coordinate of each point of a memory curve, in ms since the beginning of the step."""
     launched = np.cumsum([isinstance(event, Launch) for event in curve.work.events])
     number = np.where(curve.places < 0, 0, launched[np.maximum(curve.places, 0)])
     if step is None:
@@ -114,8 +105,7 @@ def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
 
 
 def _thinned(curve: Curve) -> list[int]:
-    """Return the indices of the points of a curve to draw. The curve is cut into at most POINTS sections. The highest
-    point of each section is drawn, and the first point of the curve."""
+    """Return the indices of the points of a curve to draw."""
     parts = np.array_split(np.arange(1, len(curve.places)), min(POINTS, max(len(curve.places) - 1, 1)))
     total = curve.total
     return [0, *(int(part[total[part].argmax()]) for part in parts if len(part))]

@@ -60,11 +60,7 @@ def first_text(plans: Any) -> str:
 
 
 def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the plans that a user may choose.
-
-    A plan is left out if another plan with the same mesh needs neither more time nor more memory. A plan that does not
-    fit is left out if another plan may fit. The JSON output has all plans.
-    """
+    """Return the plans that a user may choose."""
     shown: list[Estimate] = []
     for each in estimates:  # the best first
         nowhere = each.memory.verdict == TOO_LARGE and estimates[0].memory.verdict != TOO_LARGE
@@ -83,9 +79,7 @@ def _beats(one: Estimate, other: Estimate) -> bool:
 
 
 def plan_columns(plans: Any) -> dict[str, list[Cell]]:
-    """Return the columns of the table of plans, by title. The table has a row for each plan that `worth_showing`
-    selects, or only for the best plan if `plans.one` is set.
-    """
+    """Return the columns of the table of plans, by title."""
     every = plans.found.estimates
     shown = every[:1] if plans.one else worth_showing(every)[:MOST_ROWS]
     room = {each.memory.capacity for each in shown if each.memory.capacity is not None}
@@ -109,8 +103,7 @@ def _cost(plans: Any, estimate: Estimate) -> str:
 
 
 def training_sentence(plans: Any) -> str:
-    """Return a sentence on how long the whole training takes with the best plan. Return an empty string if this is
-    unknown."""
+    """Return a sentence on how long the whole training takes with the best plan."""
     first = plans.found.estimates[0]
     hours = plans.device_hours(first)
     if hours is None:
@@ -140,10 +133,7 @@ def _below(plans: Any) -> list[Text]:
 
 
 def _not_shown(found: Any) -> Iterator[str]:
-    """Yield lines that say which plans are not in the table, one line for each reason.
-
-    A line names several plans. Plans that were guessed to be good before the search are named first.
-    """
+    """Yield lines that say which plans are not in the table, one line for each reason."""
     guessed, shown = [plan for plan, _ in found.first], worth_showing(found.estimates)[:MOST_ROWS]
     reasons: dict[str, list[Plan]] = {}
     for each in found.estimates:

@@ -102,11 +102,7 @@ def _rank_rows(rank: int, spans: Spans, first: int) -> _Rows:
 
 
 def _copies(spans: Spans) -> Whole:
-    """Return on which row of its lane each span is drawn. The rows of a lane count from 0.
-
-    Two spans can share a row if they do not overlap, or if one span lies inside the other. Each span gets the first row
-    with room. Nothing is drawn inside a collective, because collectives that run at the same time must look separate.
-    """
+    """Return on which row of its lane each span is drawn."""
     copy = np.zeros(len(spans), np.int64)
     lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # of each copy the open spans: end, collective
     for at, (start, end, lane, kind) in enumerate(_columns(spans, "start", "end", "lane", "kind")):
@@ -120,11 +116,7 @@ def _copies(spans: Spans) -> Whole:
 
 
 def _has_room(stack: list[tuple[int, bool]], start: int, end: int) -> bool:
-    """Return whether a new span can be drawn on a row that has the open spans of `stack`. This is possible if no span
-    is open, or if the new span lies inside the innermost open span and that span is no collective.
-
-    stack: for each open span, its end and whether it is a collective. Spans that have ended by `start` are removed.
-    """
+    """Return whether a new span can be drawn on a row that has the open spans of `stack`."""
     while stack and stack[-1][0] <= start:
         stack.pop()
     return not stack or (end <= stack[-1][0] and not stack[-1][1])
@@ -145,8 +137,7 @@ def _of_steps(counter: Counter, steps: tuple[int, int] | None) -> Counter:
 
 def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
     """Return facts about the whole trace, such as the job, the report's verdict, and how exact the clocks of the ranks
-    are. They are written to its `otherData`. No value is a list, because some versions of Perfetto cannot read lists
-    there."""
+    are."""
     facts: dict[str, Any] = {
         "written by": "meshwise",
         "job": report.title,
@@ -221,12 +212,7 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
 
 def _flows(rows: Sequence[_Rows], table: Arrivals, origin: int) -> Iterator[Event]:
     """Yield the events that viewers draw as arrows between ranks: in each collective, from the last rank to arrive (in
-    a broadcast, from its source) to each rank that waited for it.
-
-    An arrow begins and ends at the time when the last rank arrived. Each arrow has its own id, since chrome://tracing
-    draws one arrow per id. The events come after all slices in the file, since Perfetto keeps the order of events of
-    the same time.
-    """
+    a broadcast, from its source) to each rank that waited for it."""
     tids = _tids(rows, table)
     for low in range(0, len(table.number), CHUNK):
         part = slice(low, low + CHUNK)
@@ -243,8 +229,7 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, origin: int) -> Iterator[Even
 
 
 def _tids(rows: Sequence[_Rows], table: Arrivals) -> Whole:
-    """Return the id of the thread on which each collective is drawn, by collective and rank. The shape is (collectives,
-    ranks). An id is 0 if the rank has no span of the collective."""
+    """Return the id of the thread on which each collective is drawn, by collective and rank."""
     tids = np.zeros((len(table.number), len(table.ranks)), np.int64)
     for r in rows:
         found = is_collective(r.spans)
@@ -255,11 +240,7 @@ def _tids(rows: Sequence[_Rows], table: Arrivals) -> Whole:
 
 
 def _micro(times: Whole) -> list[float]:
-    """Convert ns to µs, so that readers get the exact ns back.
-
-    Perfetto computes `int(µs * 1000)`, which may be 1 ns too low. Where it would be, 0.3 ns are added. Rounding gives
-    the exact ns too. This holds for times of up to ten days.
-    """
+    """Convert ns to µs, so that readers get the exact ns back."""
     missed = np.trunc(times / 1000 * 1000.0) != times
     micro: list[float] = ((times + 0.3 * missed) / 1000).tolist()
     return micro

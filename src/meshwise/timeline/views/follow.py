@@ -116,8 +116,7 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
-    """Return the report to show, and how many seconds of the run it covers. The second value is None if it covers the
-    whole run. Otherwise, figures that need the whole run, such as goodput, are removed from the report."""
+    """Return the report to show, and how many seconds of the run it covers."""
     steps = timeline.spans["step"]
     if not running:
         return report, None

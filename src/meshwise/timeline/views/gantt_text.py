@@ -33,13 +33,7 @@ def gantt_text(
     ascii_only: bool = False,
     overlapped: bool = True,
 ) -> list[Text]:
-    """Draw a Gantt chart in lines of at most `width` characters. There is a row for each rank, and an axis in ms.
-
-    step: the step to draw. None draws the whole window.
-    overlapped: draw a second row for a rank with the collectives that overlap with its computing.
-
-    Returns [] if the step is not in the window, or if it takes no time.
-    """
+    """Draw a Gantt chart in lines of at most `width` characters."""
     times = StepTimes(0, 0.0, window.seconds) if step is None else window.step(step)
     if times is None or times.seconds <= 0:
         return []
@@ -62,10 +56,7 @@ def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
 
 
 def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
-    """Divide `times` into `columns` equal slices, and return for each slice the kind of time that takes most of it.
-
-    If several kinds take equally much, the first of them in KINDS is returned. A slice without bars gives "".
-    """
+    """Divide `times` into `columns` equal slices, and return for each slice the kind of time that takes most of it."""
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
     whole = max(round(times.seconds * 1e9), 1)  # ns, and whole: what ends where a column begins is not in it
     for bar in bars:
@@ -77,18 +68,15 @@ def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[st
 
 
 def _with_gaps(row: list[str]) -> list[str]:
-    """Return the row with "idle" in each empty column that has a filled column before it and after it. Empty columns at
-    the beginning and at the end of the row stay empty."""
+    """Return the row with "idle" in each empty column that has a filled column before it and after it."""
     filled = [column for column, kind in enumerate(row) if kind]
     inside = range(filled[0], filled[-1]) if filled else ()
     return [kind or ("idle" if column in inside else NOTHING) for column, kind in enumerate(row)]
 
 
 def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[int, str]:
-    """Return where to write microbatch numbers in a row of a pipeline's chart, as {column: last digit of the number}.
-
-    row: the kind of time in each column. A number is written in the first column of a forward or backward pass.
-    """
+    """Return where to write microbatch numbers in a row of a pipeline's chart, as {column: last digit of the
+    number}."""
     found = {}
     for bar in bars:
         if place := stage_and_microbatch(bar.name):
@@ -127,8 +115,7 @@ def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
 
 
 def _tick(seconds: float, columns: int) -> float:
-    """Return the distance between two ticks of the time axis in seconds. It is the smallest of 1, 2 or 5 times a power
-    of ten that leaves room for the numbers."""
+    """Return the distance between two ticks of the time axis in seconds."""
     least = seconds * 12 / columns
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * step for step in TICK_STEPS if power * step >= least * (1 - 1e-9))

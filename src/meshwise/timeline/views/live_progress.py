@@ -71,8 +71,7 @@ def loss_text(loss: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as a row of block characters, scaled from the lowest to the highest value. Non-finite values are
-    drawn as `?`."""
+    """Draw values as a row of block characters, scaled from the lowest to the highest value."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -163,8 +162,7 @@ class LiveView:
 
 
 def quiet_live(console: Console, *, screen: bool) -> Live:
-    """Make a rich Live that is drawn only by `update`, and leaves stdout and stderr alone. It fills the screen, or
-    else disappears at its end."""
+    """Make a rich Live that is drawn only by `update`, and leaves stdout and stderr alone."""
     return Live(
         None,
         console=console,
@@ -177,10 +175,7 @@ def quiet_live(console: Console, *, screen: bool) -> Live:
 
 
 def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) -> RenderableType:
-    """Draw the progress of a run.
-
-    losses: the recent losses, the oldest first.
-    """
+    """Draw the progress of a run."""
     part = p.step / p.steps if p.steps else None
     whole = (p.epoch - 1 + (part or 0.0)) / p.epochs if p.epochs else 0.0
     bars = Table.grid(

@@ -68,8 +68,7 @@ def _longest(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def _scale(seconds: float) -> tuple[float, str, str]:
-    """Choose the scale of a chart that covers `seconds`. Returns units per second, the axis format of Mermaid, and the
-    label of the axis."""
+    """Choose the scale of a chart that covers `seconds`."""
     if seconds < IN_MICROSECONDS:
         return 1e6, "%Q", "axis in µs"
     return (1e3, "%S.%L", "axis in s") if seconds < 60 else (1e3, "%M:%S", "axis in min:s")

@@ -60,8 +60,7 @@ def report_text(report: Report, width: int | None = None, height: int | None = N
 
 
 def _lines(report: Report, screen: Screen, height: int | None) -> list[Text]:
-    """Return the report as lines, the most important first. If there is no room for all, a step is drawn for fewer
-    ranks or for none, and the last lines are left out."""
+    """Return the report as lines, the most important first."""
     width, ascii_only = screen.width, screen.ascii_only
     head = screen.wrap(_title(report, width), *_verdict(report))
     table, stages = rank_table(report, width, ascii_only), _stages(report, width)
@@ -77,8 +76,7 @@ def _lines(report: Report, screen: Screen, height: int | None) -> list[Text]:
 
 
 def _verdict(report: Report) -> list[Text]:
-    """Return the headline and the verdict of the report as two lines. If there is no headline, return only the verdict.
-    If the verdict begins with the words of the headline, return the verdict as one line, with these words in bold."""
+    """Return the headline and the verdict of the report as two lines."""
     begins = report.headline.rstrip(".")
     if not begins:
         return [Text(report.verdict, "bold")]
@@ -169,8 +167,7 @@ def _clocks(report: Report) -> list[Text]:
 
 
 def _gantt(report: Report, width: int, room: float, ascii_only: bool) -> list[Text]:
-    """Draw a step of usual length, or the few steps that the user chose. As many ranks are drawn as there is room for,
-    outliers first."""
+    """Draw a step of usual length, or the few steps that the user chose."""
     running = report.status == "running"  # then the newest steps tell most
     window = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
     if window is None:
@@ -193,8 +190,7 @@ def _gantt(report: Report, width: int, room: float, ascii_only: bool) -> list[Te
 
 
 def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
-    """Draw the table of ranks, in lines of at most `width` characters. The title row is first. Returns [] if there are
-    no ranks."""
+    """Draw the table of ranks, in lines of at most `width` characters."""
     if not report.ranks:
         return []
     many = len(report.ranks) > MOST_ROWS
@@ -212,8 +208,7 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
 
 
 def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
-    """Scale the shares to integers that add up to `whole`, rounding by the largest remainders. All are 0 if the shares
-    add up to 0."""
+    """Scale the shares to integers that add up to `whole`, rounding by the largest remainders."""
     total = sum(shares)
     if total <= 0:
         return [0] * len(shares)
@@ -243,12 +238,7 @@ def _name(rank: RankReport, report: Report) -> Text:
 
 
 def outliers(report: Report) -> list[RankReport]:
-    """Return the ranks that get a row of their own in the table when there are too many ranks to show. At most
-    MOST_OUTLIERS ranks are returned.
-
-    These are the ranks that a finding names, the rank with the most expensive delays, and the rank that uses the most
-    memory. The last two are returned only if their value is above 1.5 times the median.
-    """
+    """Return the ranks that get a row of their own in the table when there are too many ranks to show."""
     named = [finding.rank for finding in report.findings if finding.rank is not None]
     by_rank = {rank.rank: rank for rank in report.ranks}
     for value in (

@@ -74,9 +74,8 @@ def _time(seconds: float) -> str:
 
 
 def _figure_row(figure: Figure) -> list[str]:
-    """Return the cells of a row: the name of the figure, its values in the two runs, and the difference of the values.
-    The difference is in percent. For a share, it is in percentage points. It is empty if it cannot be computed, for
-    example because a value is unknown."""
+    """Return the cells of a row: the name of the figure, its values in the two runs, and the difference of the
+    values."""
     a, b = figure.first, figure.second
     change = ""
     if a is not None and b is not None:

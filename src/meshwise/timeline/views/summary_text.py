@@ -106,10 +106,7 @@ def _rows(s: RunSummary) -> dict[str, list[float]]:
 
 
 def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
-    """Return a table of the time of each phase: the mean over ranks, and the share with a bar.
-
-    If there is room, further columns have the time of each rank, or the minimum, median and maximum over the ranks.
-    """
+    """Return a table of the time of each phase: the mean over ranks, and the share with a bar."""
     rows, ranks = _rows(s), len(s.phases)
     rows["total"] = [sum(of_rank) for of_rank in zip(*rows.values(), strict=True)]
     unit, write = _in_one_unit(max(rows["total"]))
@@ -145,8 +142,7 @@ def _bar_text(share: float, width: int, ascii_only: bool) -> Text:
 
 
 def _in_one_unit(most: float) -> tuple[str, Callable[[float], str]]:
-    """Choose the unit in which a time of `most` seconds is easy to read. Returns the unit, and a function that formats
-    seconds in it."""
+    """Choose the unit in which a time of `most` seconds is easy to read."""
     units = (("ms", 1e3, 1.0), ("seconds", 1.0, 600.0), ("minutes", 1 / 60, 10800.0), ("hours", 1 / 3600, math.inf))
     unit, factor = next((unit, factor) for unit, factor, limit in units if most < limit)
     digits = 3 if most * factor < 9.9995 else 2 if most * factor < 99.995 else 1

@@ -13,8 +13,7 @@ MOST_HOSTS = 100_000
 
 
 def host_list(text: str) -> tuple[str, ...]:
-    """Expand `rack[0-1]n[01-02],big` to rack0n01, rack0n02, rack1n01, rack1n02, big. Raises UsageError for other
-    text."""
+    """Expand `rack[0-1]n[01-02],big` to rack0n01, rack0n02, rack1n01, rack1n02, big."""
     names = _NAME.findall(text)
     if not names or ",".join(names) != text.strip():
         raise _refused(text)

@@ -75,9 +75,7 @@ def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
 
 
 def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) -> str | None:
-    """Return the name of the Slurm step in which this process runs, such as `0`, `batch` or `interactive`. It is read
-    from the process's control group, or from the command line of the slurmstepd that started the process. Returns None
-    if it is in neither."""
+    """Return the name of the Slurm step in which this process runs, such as `0`, `batch` or `interactive`."""
     job = environment[JOB]
     for text, pattern in (
         (_text(proc / "self" / "cgroup"), rf"/job_{job}/step_(\w+)"),
@@ -102,8 +100,7 @@ def _text(path: Path) -> str:
 
 
 def _agree(environment: Mapping[str, str]) -> bool:
-    """Check whether the variables SLURM_STEP_* of this process fit Slurm's other variables, such as SLURM_NTASKS. If
-    they do not fit, they were inherited from another Slurm step."""
+    """Check whether the variables SLURM_STEP_* of this process fit Slurm's other variables, such as SLURM_NTASKS."""
     tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = number(environment, "SLURM_NODEID", 0)
     nodes = set(host_list(environment["SLURM_STEP_NODELIST"]))
