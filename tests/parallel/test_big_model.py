@@ -1,7 +1,8 @@
 """A model of 470 MB on four workers: built, loaded and trained, and no process ever holds it whole. One above what a
 process may hold: it predicts divided, where one device cannot.
 
-What a process peaks at is compared with its own peak before the model, as the interpreter alone is larger than this one.
+What a process peaks at is compared with its own peak before the model, as the interpreter alone is larger than this
+one.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def arm(ddp: DistributedDataParallel | PlainReducer) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return autograd's count of how often `tensor` was written in place. Of a tensor of `torch.inference_mode` there is
-    none, and the result is 0."""
+    """Return autograd's count of how often `tensor` was written in place, or 0 for a tensor of `torch.inference_mode`,
+    which has none."""
     try:
         return int(tensor._version)
     except RuntimeError:
