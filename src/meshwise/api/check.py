@@ -39,7 +39,6 @@ from meshwise.jobs.script import is_plain, run_script_file
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits, check_for_scripts
-from meshwise.process import once
 from meshwise.process.file_view import free_folders
 from meshwise.process.locked_files import can_lock, lock_files
 from meshwise.process.scratch_files import scratch_files
@@ -193,8 +192,6 @@ def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
     torch.set_num_threads(1)  # the same sums in the same order on both sides
     if can_lock():
         lock_files(free_folders())
-    for each in free_folders():  # with those of the launcher, which a whole view does not find below the scratch
-        once.free(each)
     _kept.enter_context(scratch_files(folder))
     try:
         with nowhere():

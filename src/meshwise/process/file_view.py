@@ -21,6 +21,8 @@ from meshwise.spec.units import bytes_text
 from meshwise.workers.written_files import CACHES
 
 LINKS = 40  # followed one after the other, as in Linux
+TEMPORARY = tempfile.gettempdir()
+"""Where the launcher has its folder. Inside a check, programs have another folder for temporary files."""
 IN_MEMORY = ("", ":memory:")  # names that sqlite knows, and that are no files
 
 
@@ -31,7 +33,8 @@ def free_folders() -> list[str]:
     A folder that contains the current folder is left out.
     """
     found = ["/dev", "/proc", "/sys", *(os.environ[name] for name in CACHES if name in os.environ)]
-    found += glob.glob(os.path.expanduser("~/.*/")) + glob.glob(os.path.join(tempfile.gettempdir(), "meshwise-*/"))
+    found += glob.glob(os.path.expanduser("~/.*/"))
+    found += [each for folder in {TEMPORARY, tempfile.gettempdir()} for each in glob.glob(f"{folder}/meshwise-*/")]
     here = os.path.realpath(os.getcwd()) + os.sep
     return [folder for folder in map(os.path.realpath, found) if not here.startswith(folder + os.sep)]
 
