@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from meshwise.compat.complex_numbers import stored_in
 from meshwise.compat.perturbed import open_exchanges
 from meshwise.compat.reducer import default_store
-from meshwise.data.keyed import KeyedDraws, Rows
+from meshwise.data.keyed import Rows
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.equivalence import across_ranks
@@ -35,7 +35,7 @@ from meshwise.equivalence.passes import say_step
 from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
 from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
-from meshwise.equivalence.whole_view import own_rows
+from meshwise.equivalence.whole_view import RowDraws, own_rows
 from meshwise.guards.undistributed import UndistributedLoops
 from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.job.job import Job
@@ -85,7 +85,7 @@ class EngineWatcher:
         """Which data set, random generator and collate function the batches come from."""
         self._forward: contextlib.ExitStack | None = None
         self._place: tuple[int, int] | None = None  # stage and microbatch, in a pipeline
-        self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], KeyedDraws]] = {}
+        self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], RowDraws]] = {}
         self.hints = Hints() if draws is None and job is None else None
         """Collects warnings about likely mistakes in a script on one device. None for a job or under a plan."""
         self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`

@@ -37,7 +37,10 @@ def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
             "what it returns."
         )
     if found.backwards == 0:
-        raise UsageError(f"{script}: mw.backward was never called. Write mw.backward(loss) instead of loss.backward().")
+        raise UsageError(
+            f"{script}: not judged. mw.backward was never called, nor loss.backward() with view='whole'. Write "
+            "mw.backward(loss) instead of loss.backward(). After torch.autograd.grad, let an optimizer make the step."
+        )
     if not found.trace.steps:
         raise UsageError(
             f"{script}: no optimizer of the model made a step after {found.backwards} calls of mw.backward. Give the "
