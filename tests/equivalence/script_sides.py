@@ -61,7 +61,10 @@ def watched(
     try:
         with contextlib.chdir(Path(script).parent), scratch_files(Path(folder) / "files"):
             process_engine().given.saves = _Files(first)
-            return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0)
+            try:
+                return watch_script(partial(run_script_file, Path(script), arguments), spec, draws, 0)
+            finally:
+                end_sessions()  # what it has redirected since is redirected no more
     finally:
         os.environ.pop(PLAN_FILE, None)
 
