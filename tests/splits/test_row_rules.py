@@ -24,7 +24,7 @@ from meshwise.splits import rules
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.crossing import gather
 from meshwise.splits.tensor import SplitTensor, split
-from tests.parallel.test_split_context import ThreadAxis, on_ranks, same
+from tests.parallel.test_split_context import ALONE, ThreadAxis, on_ranks, same
 
 D, INF = torch.float64, float("inf")
 SHAPES: dict[str, tuple[int, ...]] = {"v": (), "u": (), "q": (3, 4), "p": (4, 4, 4), "g": (2, 2, 2), "a": (2, 3, 4)}
@@ -55,7 +55,11 @@ def drawn(function: Callable[[], Any]) -> Any:
     """Call `function` with a generator that is as on one device: threads share it."""
     with LOCK:
         torch.manual_seed(5)
-        return function()
+        ALONE.holds_lock = True
+        try:
+            return function()
+        finally:
+            ALONE.holds_lock = False
 
 
 def recurrent(name: str, gates: int) -> Callable[..., Any]:
