@@ -123,7 +123,7 @@ class Backwards:
             return loss.detach()
         root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
         local, waits = plain(loss), loss.assumed and root.value is None
-        self._scale = _full(size / loss.assumed if waits else size, local.shape, local.dtype, local.device)
+        self._scale = torch.full_like(local, size / loss.assumed if waits else size)
         if root.value is not None:
             reduction.backward(over_count(local, loss) if loss.assumed else local)
             return value_of(loss)
@@ -175,11 +175,6 @@ def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
     if isinstance(x, SplitTensor) and 0 in x.parts:
         return own_gradient(gradient, x)
     return averaged(gradient, axis) if axis.averages(x) else gradient
-
-
-@functools.lru_cache(16)
-def _full(value: float, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 def _always(ours: Any) -> Callable[[Any], Any]:
