@@ -2,7 +2,7 @@
 
 A term looks like the sum and holds this rank's part of it. Linear operators keep it a term; any other operator gets
 the sum, which costs one small all-reduce. A loss is such a term, so its backward needs no communication of its own,
-and its value travels with the gradients (backward.py).
+and its value travels with the gradients (whole/backward.py).
 
 The gradient of a term is that of a part (splits/crossing.py): as large as the axis's `gradient_scale` says.
 """
@@ -37,7 +37,7 @@ storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requ
 _PLAIN = {*PLAIN.split()}
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
-"""While a step is listened to (alike.py): gets each operator on batches and terms."""
+"""While a step is listened to (guards/same_program.py): gets each operator on batches and terms."""
 
 
 class Known:

@@ -22,16 +22,15 @@ class ParameterHooks:
     """The hooks of these parameters."""
 
     def __init__(self, parameters: list[weakref.ref[nn.Parameter]]) -> None:
-        self._parameters, self._looked, self._hooked = parameters, (0, 0), list[nn.Parameter]()
+        self._parameters, self._looked, self._hooked = parameters, (0, 0), list[weakref.ref[nn.Parameter]]()
         _count()
 
     def behind_the_reduction(self) -> AbstractContextManager[None]:
         """Return a context manager for a backward and its reduction. The program's hooks are called at its end."""
         if self._looked != (now := (registered[0], len(self._parameters))):
-            every = [p for ref in self._parameters if (p := ref()) is not None]
-            self._hooked = [p for p in every if any(map(_of_program, gradient_hooks(p)))]
-            self._looked = now
-        return _behind(self._hooked) if self._hooked else contextlib.nullcontext()
+            self._hooked, self._looked = [ref for ref in self._parameters if _is_hooked(ref())], now
+        hooked = [p for ref in self._hooked if (p := ref()) is not None]
+        return _behind(hooked) if hooked else contextlib.nullcontext()
 
 
 registered = [1]
@@ -76,6 +75,10 @@ def _behind(hooked: list[nn.Parameter]) -> Iterator[None]:
             p.grad = found if earlier is None else earlier.add_(found)
         for hook in after.values():
             hook(p)
+
+
+def _is_hooked(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and any(map(_of_program, gradient_hooks(parameter)))
 
 
 def _of_program(held: dict[int, Any]) -> list[int]:
