@@ -65,7 +65,7 @@ def predict_with(options: PredictOptions, console: Console) -> Predictions:
     else:
         shares = _launched(options, console)
     if None in shares:
-        raise WorkerFailed("the program called sys.exit(0) before its end: not every sample was predicted.")
+        raise WorkerFailed("the program called sys.exit(0) on every rank before its end: not every sample was predicted.")
     found = whole(shares)
     console.print(summary(found), soft_wrap=True, markup=False, highlight=False)
     return found
