@@ -153,7 +153,7 @@ def two_lines_step(job: Job, kind: Callable[[Any], Any] = _Rows) -> Step:
     torch.manual_seed(0)
     model = job.model().to(join().world.device)
     loader = DataLoader(kind(job.data()), batch_size=job.batch_size, shuffle=True, collate_fn=COLLATE[kind])
-    model, optimizer, loader = mw.distribute(model, job.optimizer(model.parameters()), loader)
+    model, optimizer, loader = mw.distribute(model, job.optimizer(model.parameters()), loader, view="rank")
     batches, device = iter(loader), join().world.device
 
     def step() -> None:

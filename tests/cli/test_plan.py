@@ -102,7 +102,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model = nn.Sequential(nn.Embedding(1_100_000, 1000), nn.Linear(1000, 2)).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.randint(9, (32,))), batch_size=8)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for (x,) in loader:
     mw.backward(model(x.to(device)).square().mean())
     optimizer.step()

@@ -96,8 +96,8 @@ class Rows(torch.utils.data.Dataset):
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=where == "loader worker")
-ends("distribute", lambda: mw.distribute(model, optimizer, 5))
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+ends("distribute", lambda: mw.distribute(model, optimizer, 5, view="rank"))
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for step, x in enumerate(loader, 1):
     loss = model(x if where != "loader" else [x]).mean()
     if where == "by hand":

@@ -28,7 +28,7 @@ data = TensorDataset(*sentences(SAMPLES))
 loader = DataLoader(data, batch_size=8, shuffle=True, pin_memory=device == "cuda", **workers)
 scaler = torch.amp.GradScaler(device, init_scale=256.0, enabled="fp16" in given)
 
-model, average, optimizer, loader, scheduler = mw.distribute(model, average, optimizer, loader, scheduler)
+model, average, optimizer, loader, scheduler = mw.distribute(model, average, optimizer, loader, scheduler, view="rank")
 for _ in range(2):
     for batch in loader:
         batch = [each.to(device, non_blocking=True) for each in batch]

@@ -55,7 +55,7 @@ def under_mw() -> dict[str, Tensor]:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(images()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*pictures(24)), batch_size=8)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     for x, y in loader:
         mw.backward(nn.functional.cross_entropy(model(x.double()), y))
         optimizer.step()

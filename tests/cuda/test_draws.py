@@ -28,7 +28,7 @@ class Doubled(nn.Module):
 def split() -> Any:
     """(what dropout leaves of a batch, of the next, of a whole one; what the program itself has drawn around them)"""
     torch.manual_seed(1)
-    model = mw.distribute(Doubled().cuda())
+    model = mw.distribute(Doubled().cuda(), view="rank")
     kept, own = [], []
     for whole in (False, False, True):
         own.append(torch.rand(3, device="cuda").tolist())
@@ -59,7 +59,7 @@ def stepped() -> Any:
     torch.manual_seed(1)
     model, loader = nn.Linear(4, 2).cuda(), DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
     optimizer = Noisy(model.parameters(), 0.1)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     drawn = []
     for (x,) in loader:
         mw.backward(model(x).square().mean())
@@ -86,7 +86,7 @@ def built(deferred: bool) -> Any:
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
         nn.init.normal_(model[2].bias)
     if deferred:
-        mw.distribute(model, plan=mw.Plan(shard=2))
+        mw.distribute(model, plan=mw.Plan(shard=2), view="rank")
     whole = {name: full_tensor(p.detach()).tolist() for name, p in model.named_parameters()}
     assert all(p.device.type == "cuda" for p in model.parameters())
     return whole, torch.rand(3, device="cuda").tolist()

@@ -31,7 +31,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
 collate = lambda rows: [torch.stack(each) for each in zip(*rows)]
 loader = torch.utils.data.DataLoader(data, 8, num_workers=2, pin_memory=True, collate_fn=collate)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     loss = ((model(x.to("cuda")) - y.to("cuda")) ** 2).mean()
     optimizer.zero_grad()

@@ -23,7 +23,7 @@ def train(fp16=False, compiled=False):
     model = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cuda", enabled=fp16)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     for x, y in loader:
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.float16, enabled=fp16):
@@ -34,7 +34,7 @@ def train(fp16=False, compiled=False):
     return loss.item()
 
 def data_parallel():
-    mw.distribute(nn.DataParallel(nn.Linear(20, 2).cuda()))
+    mw.distribute(nn.DataParallel(nn.Linear(20, 2).cuda()), view="rank")
 
 def refused(*arguments, devices="2xcuda"):
     try:

@@ -288,7 +288,7 @@ side = torch.cuda.Stream()
 model = torch.nn.Linear(8, 1).cuda()
 data = torch.utils.data.TensorDataset(torch.ones(16, 8), torch.ones(16, 1))
 model, optimizer, loader = mw.distribute(
-    model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(data, batch_size=4))
+    model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(data, batch_size=4), view="rank")
 for x, y in loader:
     x = x.cuda() * 2
     WAIT

@@ -49,7 +49,7 @@ import meshwise as mw
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters())
 loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x in loader:
     mw.backward(model(x).mean())
     optimizer.step()

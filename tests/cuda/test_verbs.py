@@ -97,7 +97,7 @@ import torch, meshwise as mw
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = torch.utils.data.TensorDataset(torch.ones(9, 4), torch.arange(9))
-model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4), view="rank")
 for x, n in loader:
     mw.backward(model(x).square().mean())
     optimizer.step()

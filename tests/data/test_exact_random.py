@@ -78,9 +78,9 @@ def script(loader: bool, recompute: bool) -> Any:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         batches = DataLoader(TensorDataset(x, x.sum(2)), batch_size=8, shuffle=True)
         plan = Plan(data=mw.world_size(), recompute="full") if recompute else None
-        model, optimizer = mw.distribute(model, optimizer, plan=plan)
+        model, optimizer = mw.distribute(model, optimizer, plan=plan, view="rank")
         if loader:
-            batches = mw.distribute(batches)
+            batches = mw.distribute(batches, view="rank")
         losses = []
         for _ in range(2):
             for batch in batches:

@@ -75,7 +75,9 @@ def epochs(make: Callable[[], DataLoader[Any]], distribute: Callable[..., Any]) 
     torch.manual_seed(7)
     random.seed(7)
     numpy.random.seed(7)
-    train, test, shuffled = (distribute(loader) for loader in (make(), LOADERS["in order"](), LOADERS["shuffled"]()))
+    train, test, shuffled = (
+        distribute(loader, view="rank") for loader in (make(), LOADERS["in order"](), LOADERS["shuffled"]())
+    )
     seen: list[Any] = []
     for _ in range(3):
         for number, batch in enumerate(train):
@@ -101,7 +103,7 @@ def test_several_devices_take_the_order_of_rank_0(size: int, pool: Any) -> None:
     def unlike() -> Any:
         """Ranks whose generators are in different states: torch's is rank 0's from the loop on."""
         torch.manual_seed(mw.rank())
-        train = mw.distribute(LOADERS["shuffled"]())
+        train = mw.distribute(LOADERS["shuffled"](), view="rank")
         torch.rand(mw.rank())
         return [whole(batch) for batch in train], torch.rand(()).item()
 
@@ -118,7 +120,7 @@ def test_applying_a_plan_draws_nothing(pool: Any) -> None:
         precision._tried.cache_clear()
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
         before = torch.get_rng_state()
-        mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+        mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan, view="rank")
         return torch.equal(torch.get_rng_state(), before)
 
     plans = [mw.Plan(data=2), mw.Plan(shard=2, precision="bf16", recompute="full"), mw.Plan(data=2, zero1=True)]
@@ -132,7 +134,7 @@ def trained(distribute: Callable[..., Any], backward: Callable[[Any], Any]) -> A
     optimizer = torch.optim.SGD(model.parameters(), 0.001)
     rows = [row.double().reshape(1) for row in ROWS]
     train, test = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(rows, batch_size=4)
-    model, optimizer, train, test = distribute(model, optimizer, train, test)
+    model, optimizer, train, test = distribute(model, optimizer, train, test, view="rank")
     losses = []
     for _ in range(3):
         for x in train:
@@ -161,7 +163,7 @@ def resumed(name: str, stop: int | None, state: Any) -> Any:
     torch.manual_seed(7)
     random.seed(7)
     numpy.random.seed(7)
-    train, test = mw.distribute(LOADERS[name](), LOADERS["shuffled"]())
+    train, test = mw.distribute(LOADERS[name](), LOADERS["shuffled"](), view="rank")
     first, done, seen = 0, 0, []
     if state is not None:
         torch.manual_seed(99)
@@ -200,7 +202,7 @@ def test_what_two_devices_have_left_goes_on_on_three(pool: Any) -> None:
 def test_a_state_of_an_earlier_version_goes_on_in_its_own_order() -> None:
     end_sessions()
     torch.manual_seed(5)
-    loader = mw.distribute(LOADERS["shuffled"]())
+    loader = mw.distribute(LOADERS["shuffled"](), view="rank")
     seen = []
     for state in ({"epoch": 1, "index": 4}, {"epoch": 1, "index": 0}):
         loader.load_state_dict(state)

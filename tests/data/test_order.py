@@ -161,7 +161,7 @@ def test_an_epochs_slices_are_made_as_it_goes() -> None:
     job = Job("lazy", lambda: nn.Linear(1, 1), loss, lambda p: torch.optim.SGD(p, 0.1), lambda: (x,))
     run_job(replace(job, batch_size=4), RunOptions(), None)
     end_sessions()
-    loop = iter(mw.distribute(DataLoader(TensorDataset(x), batch_size=4, shuffle=True)))
+    loop = iter(mw.distribute(DataLoader(TensorDataset(x), batch_size=4, shuffle=True), view="rank"))
     next(loop)
     assert seen[0] - before < 5 and slices_now() - before < 5
 

@@ -376,7 +376,9 @@ def test_a_step_holds_no_batch_of_an_earlier_step(accumulate: int) -> None:
     read.clear()
 
     net = torch.nn.Linear(2, 1)
-    wrapped, sgd, loader = mw.distribute(net, torch.optim.SGD(net.parameters(), lr=0.01), DataLoader(data[0], 4))
+    wrapped, sgd, loader = mw.distribute(
+        net, torch.optim.SGD(net.parameters(), lr=0.01), DataLoader(data[0], 4), view="rank"
+    )
     for batch in loader:
         mw.backward(loss(wrapped, (batch,)))
         sgd.step()

@@ -52,7 +52,9 @@ def train() -> list[float]:
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(3, 1).double()
     loader, val = wrapped(ReadsAhead, 21, shuffle=True), wrapped(ReadsAhead, 11)
-    model, optimizer, same, val = mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), loader, val)
+    model, optimizer, same, val = mw.distribute(
+        model, torch.optim.SGD(model.parameters(), 0.1), loader, val, view="rank"
+    )
     assert same is loader and type(same).__name__ == "ReadsAhead" and isinstance(same, ReadsAhead)
     told = []
     for _ in range(2):
@@ -77,7 +79,7 @@ def test_on_one_device_a_wrapped_loader_gives_what_it_gave() -> None:
     want = [x.tolist() for x, _ in wrapped(ReadsAhead, 21, shuffle=True)]
     torch.manual_seed(1)
     end_sessions()
-    loader = mw.distribute(wrapped(ReadsAhead, 21, shuffle=True))
+    loader = mw.distribute(wrapped(ReadsAhead, 21, shuffle=True), view="rank")
     assert [x.tolist() for x, _ in loader] == want
     assert len(loader) == 3 and loader.loader.batch_size == 8
 
@@ -85,7 +87,7 @@ def test_on_one_device_a_wrapped_loader_gives_what_it_gave() -> None:
 def test_a_loader_that_drops_batches_is_refused() -> None:
     end_sessions()
     with pytest.raises(UsageError, match="DropsOne yields more or fewer batches than it reads"):
-        list(mw.distribute(wrapped(DropsOne, 21)))
+        list(mw.distribute(wrapped(DropsOne, 21), view="rank"))
 
 
 def test_only_what_holds_one_data_loader_is_a_loader() -> None:
@@ -93,7 +95,7 @@ def test_only_what_holds_one_data_loader_is_a_loader() -> None:
     assert loader_inside(object()) is None
     end_sessions()
     with pytest.raises(UsageError, match="loaders that wrap one DataLoader, but was passed a list"):
-        mw.distribute([1])
+        mw.distribute([1], view="rank")
 
 
 def test_a_scheduler_that_is_not_torchs_passes_through() -> None:
@@ -107,4 +109,4 @@ def test_a_scheduler_that_is_not_torchs_passes_through() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = Own(optimizer)
-    assert mw.distribute(model, optimizer, scheduler)[2] is scheduler
+    assert mw.distribute(model, optimizer, scheduler, view="rank")[2] is scheduler

@@ -115,7 +115,7 @@ def test_a_command_ends_with_the_address(processes: None, tmp_path: Path) -> Non
 
 
 def test_what_a_worker_refuses_ends_with_the_address(processes: None, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import meshwise as mw\n\nmw.distribute(3)\n")
+    (tmp_path / "train.py").write_text('import meshwise as mw\n\nmw.distribute(3, view="rank")\n')
     *_, refused, address = said("run", "--devices", "2xcpu", "train.py", at=tmp_path)
     assert "mw.distribute takes models" in refused
     assert address == "more      docs/api.md#mwdistribute"

@@ -14,9 +14,9 @@ def program() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
-    assert_type(mw.distribute(model), nn.Linear)
+    assert_type(mw.distribute(model, view="rank"), nn.Linear)
     assert_type(
-        mw.distribute(model, optimizer, loader),
+        mw.distribute(model, optimizer, loader, view="rank"),
         tuple[nn.Linear, torch.optim.SGD, DataLoader[tuple[torch.Tensor, ...]]],
     )
     assert_type(mw.backward(model(torch.zeros(1, 2)).sum()), torch.Tensor)

@@ -30,7 +30,9 @@ def losses_of(form: str, plan: mw.Plan | None = None) -> list[float]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="off" not in form)
-    model, optimizer, loader = mw.distribute(model, torch.optim.SGD(model.parameters(), 0.0), batches(), plan=plan)
+    model, optimizer, loader = mw.distribute(
+        model, torch.optim.SGD(model.parameters(), 0.0), batches(), plan=plan, view="rank"
+    )
     seen = []
     for number, (x, y) in enumerate(loader):
         loss = nn.functional.cross_entropy(model(x), y)

@@ -29,7 +29,7 @@ def trained(compiled: bool) -> tuple[list[float], int]:
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     loader: Any = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 1)), batch_size=8)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = mw.backward(nn.functional.mse_loss(model(x), y))

@@ -115,7 +115,7 @@ def train(plan: mw.Plan | None, batch_size: int = 5) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = DataLoader(data(), batch_size=batch_size, shuffle=True)
-    model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader, plan=plan)
+    model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader, plan=plan, view="rank")
     losses, norms = [], []
     for _ in range(2):
         for x, y in loader:
@@ -153,7 +153,9 @@ def test_what_a_plan_divides_is_divided(plan: mw.Plan, pool: Any) -> None:
     def case(plan: mw.Plan) -> Any:
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data(), batch_size=7), plan=plan)
+        model, optimizer, loader = mw.distribute(
+            model, optimizer, DataLoader(data(), batch_size=7), plan=plan, view="rank"
+        )
         for x, y in loader:
             mw.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
@@ -186,7 +188,7 @@ def test_the_same_objects_come_back_and_keep_class_hooks_and_keys(pool: Any) -> 
         group = optimizer.param_groups[0]
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         loader = DataLoader(data(), batch_size=4)
-        got = mw.distribute(model, optimizer, scheduler, loader, plan=plan)
+        got = mw.distribute(model, optimizer, scheduler, loader, plan=plan, view="rank")
         for x, y in got[3]:
             mw.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
@@ -211,7 +213,9 @@ def test_an_optimizer_that_has_stepped_before_goes_on_with_its_state(pool: Any) 
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-        model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data(), batch_size=5), plan=plan)
+        model, optimizer, loader = mw.distribute(
+            model, optimizer, DataLoader(data(), batch_size=5), plan=plan, view="rank"
+        )
         for x, y in loader:
             mw.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
@@ -227,17 +231,17 @@ def test_an_optimizer_that_has_stepped_before_goes_on_with_its_state(pool: Any) 
 def made_when(plan: mw.Plan | None, when: str) -> Any:
     model, loader = net(), DataLoader(data(), batch_size=5)
     if when == "after":
-        model, loader = mw.distribute(model, loader, plan=plan)
+        model, loader = mw.distribute(model, loader, plan=plan, view="rank")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if when == "optimizer first":
-            optimizer = mw.distribute(optimizer, plan=plan)
-            model, loader = mw.distribute(model, loader)
+            optimizer = mw.distribute(optimizer, plan=plan, view="rank")
+            model, loader = mw.distribute(model, loader, view="rank")
         else:
-            model, loader = mw.distribute(model, loader, plan=plan)
+            model, loader = mw.distribute(model, loader, plan=plan, view="rank")
         if when == "given later":
-            optimizer = mw.distribute(optimizer)
+            optimizer = mw.distribute(optimizer, view="rank")
     for x, y in loader:
         mw.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
@@ -268,7 +272,9 @@ def test_parameters_of_no_distributed_model_are_refused(pool: Any) -> None:
         model, other = net(), nn.Linear(2, 2).double()
         held = list(other.parameters()) + ([] if alone else list(model.parameters()))
         optimizer = torch.optim.SGD(held, 0.1)
-        model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data(), batch_size=5), plan=plan)
+        model, optimizer, loader = mw.distribute(
+            model, optimizer, DataLoader(data(), batch_size=5), plan=plan, view="rank"
+        )
         for x, y in loader:
             mw.backward(nn.functional.cross_entropy(other(model(x)), y))
             optimizer.step()
@@ -282,7 +288,7 @@ def test_parameters_of_no_distributed_model_are_refused(pool: Any) -> None:
 
 def test_plain_backward_is_refused_under_every_plan_and_for_an_optimizer_never_given(pool: Any) -> None:
     def case(plan: mw.Plan) -> Any:
-        model, loader = mw.distribute(net(), DataLoader(data(), batch_size=5), plan=plan)
+        model, loader = mw.distribute(net(), DataLoader(data(), batch_size=5), plan=plan, view="rank")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
@@ -297,7 +303,7 @@ def averaged(plan: mw.Plan | None, how: str) -> Any:
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, average, optimizer, loader = mw.distribute(
-        model, average, optimizer, DataLoader(data(), batch_size=5), plan=plan
+        model, average, optimizer, DataLoader(data(), batch_size=5), plan=plan, view="rank"
     )
     shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
     for x, y in loader:
@@ -325,7 +331,7 @@ def scaled(plan: mw.Plan | None) -> Any:
     model = net()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data(), batch_size=5), plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data(), batch_size=5), plan=plan, view="rank")
     overflow = torch.zeros(48, dtype=torch.float64)
     model.first.register_forward_hook(lambda m, i, out: out.register_hook(lambda g: g + overflow) and None)
     for number, (x, y) in enumerate(loader):
@@ -351,7 +357,7 @@ def test_autocast_of_the_user_works(pool: Any) -> None:
         model = net(torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         loader = DataLoader(data(dtype=torch.float32), batch_size=6)
-        model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+        model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
         for x, y in loader:
             with torch.autocast("cpu", torch.bfloat16):
                 out = model(x)
@@ -374,7 +380,7 @@ def test_the_precision_of_the_plan_needs_no_word_of_the_user(pool: Any) -> None:
         model.blocks[0].up.register_forward_hook(lambda m, i, out: inside.append(str(out.dtype)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         loader = DataLoader(data(dtype=torch.float32), batch_size=6)
-        model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+        model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
         for x, y in loader:
             out = model(x)
             loss = mw.backward(nn.functional.cross_entropy(out, y))
@@ -398,7 +404,9 @@ def test_gradients_kept_by_accumulate_are_reduced_once(pool: Any) -> None:
     def case(plan: mw.Plan | None) -> Any:
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data(), batch_size=5), plan=plan)
+        model, optimizer, loader = mw.distribute(
+            model, optimizer, DataLoader(data(), batch_size=5), plan=plan, view="rank"
+        )
         for number, (x, y) in enumerate(loader):
             if number % 2 == 0:
                 with mw.accumulate():
@@ -418,7 +426,7 @@ def test_gradients_kept_by_accumulate_are_reduced_once(pool: Any) -> None:
 
 def test_evaluation_with_fewer_samples_than_ranks_ends_and_counts_each_once(pool: Any) -> None:
     def case(plan: mw.Plan | None) -> Any:
-        model, loader = mw.distribute(net(), DataLoader(data(9), batch_size=4), plan=plan)
+        model, loader = mw.distribute(net(), DataLoader(data(9), batch_size=4), plan=plan, view="rank")
         total, count = 0.0, 0
         with torch.no_grad():
             for x, y in loader:
@@ -437,7 +445,7 @@ def normed(plan: mw.Plan | None, samples: int = 21) -> Any:
     model = nn.Sequential(nn.Linear(6, 70), nn.BatchNorm1d(70), nn.ReLU(), nn.Linear(70, 2)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(data(samples), batch_size=5)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
     for x, y in loader:
         mw.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
@@ -468,7 +476,7 @@ def files(plan: mw.Plan | None, folder: str, begin: bool) -> Any:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = DataLoader(data(), batch_size=5, shuffle=True)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
     path = Path(folder) / "state.pt"
     if not begin:
         saved = mw.load(path)
@@ -520,7 +528,7 @@ def test_a_state_saved_under_one_plan_goes_on_under_another(
 
 def test_a_model_itself_is_not_saved_in_parts(pool: Any, tmp_path: Path) -> None:
     def case(plan: mw.Plan, path: str) -> Any:
-        mw.save(mw.distribute(net(), plan=plan), path)
+        mw.save(mw.distribute(net(), plan=plan, view="rank"), path)
 
     assert "state_dict()" in refused(pool, case, PLANS["shard"], str(tmp_path / "m.pt"))
 
@@ -529,7 +537,7 @@ def whole_model(path: str) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     model.register_forward_hook(logging.debug)  # the program's own stays
-    model = mw.distribute(model)
+    model = mw.distribute(model, view="rank")
     for batch in torch.randn(2, 6, 6):
         mw.backward(model(mw.split(batch)).square().mean())
         hooks = dict(model._forward_hooks)
@@ -553,10 +561,10 @@ def gan(plan: mw.Plan | None, calls: int) -> Any:
     opt_m, opt_j = torch.optim.Adam(maker.parameters(), 0.01), torch.optim.Adam(judge.parameters(), 0.01)
     loader = DataLoader(data(12), batch_size=5)
     if calls == 1:
-        maker, judge, opt_m, opt_j, loader = mw.distribute(maker, judge, opt_m, opt_j, loader, plan=plan)
+        maker, judge, opt_m, opt_j, loader = mw.distribute(maker, judge, opt_m, opt_j, loader, plan=plan, view="rank")
     else:
-        maker, opt_m, loader = mw.distribute(maker, opt_m, loader, plan=plan)
-        judge, opt_j = mw.distribute(judge, opt_j)
+        maker, opt_m, loader = mw.distribute(maker, opt_m, loader, plan=plan, view="rank")
+        judge, opt_j = mw.distribute(judge, opt_j, view="rank")
     for x, y in loader:
         fake = maker(x[:, :3])
         mw.backward(nn.functional.cross_entropy(judge(x), y) + judge(fake.detach()).pow(2).mean())
@@ -592,7 +600,7 @@ def test_one_optimizer_of_two_models_is_bound_to_both(pool: Any) -> None:
         first, second = nn.Linear(6, 80).double(), nn.Linear(80, 2).double()
         optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], 0.01)
         first, second, optimizer, loader = mw.distribute(
-            first, second, optimizer, DataLoader(data(), batch_size=5), plan=plan
+            first, second, optimizer, DataLoader(data(), batch_size=5), plan=plan, view="rank"
         )
         for x, y in loader:
             mw.backward(nn.functional.cross_entropy(second(torch.tanh(first(x))), y))
@@ -608,7 +616,7 @@ def test_one_optimizer_of_two_models_is_bound_to_both(pool: Any) -> None:
 
 def test_a_copy_of_a_laid_model_is_a_model_of_its_own(pool: Any) -> None:
     def case(plan: mw.Plan) -> Any:
-        model = mw.distribute(net(torch.float32), plan=plan)
+        model = mw.distribute(net(torch.float32), plan=plan, view="rank")
         twin = copy.deepcopy(model)
         with torch.no_grad():
             for p in twin.parameters():
@@ -629,7 +637,7 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
         if named is not None:
             os.environ[PLAN_FILE] = named
         try:
-            model = mw.distribute(net(), plan=given)
+            model = mw.distribute(net(), plan=given, view="rank")
         finally:
             os.environ.pop(PLAN_FILE, None)
         return type(next(model.parameters())).__name__, str(default_engine().program.plan)
@@ -651,8 +659,8 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
 
 def test_a_script_has_one_plan(pool: Any) -> None:
     def case() -> Any:
-        first = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2))
-        mw.distribute(nn.Linear(2, 2), plan=mw.Plan(shard=2))
+        first = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2), view="rank")
+        mw.distribute(nn.Linear(2, 2), plan=mw.Plan(shard=2), view="rank")
         return first
 
     assert "A script has one plan" in refused(pool, case)
@@ -663,7 +671,9 @@ def step_under(plan: mw.Plan, width: int = 2) -> str:
     torch.manual_seed(0)
     model = nn.Linear(6, width).double()
     loader = DataLoader(data(), batch_size=4)
-    model, optimizer, loader = mw.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, plan=plan)
+    model, optimizer, loader = mw.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader, plan=plan, view="rank"
+    )
     for x, y in loader:
         mw.backward(nn.functional.cross_entropy(model(x), y))
         kind = type(next(model.parameters()).grad).__name__
@@ -682,9 +692,9 @@ def test_a_plan_ends_with_the_models_that_it_was_applied_to(pool: Any) -> None:
 def test_a_session_ends_its_plan_though_its_model_is_kept(pool: Any) -> None:
     def case() -> Any:
         with mw.session():
-            first = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2))
+            first = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(data=2), view="rank")
         with mw.session():
-            second = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(shard=2))
+            second = mw.distribute(nn.Linear(2, 2), plan=mw.Plan(shard=2), view="rank")
         return [type(next(model.parameters())).__name__ for model in (first, second)]
 
     assert pool(2).run(case) == [["Parameter", "DTensor"]] * 2
@@ -692,7 +702,7 @@ def test_a_session_ends_its_plan_though_its_model_is_kept(pool: Any) -> None:
 
 def test_a_backward_of_a_model_that_was_not_distributed_is_refused(pool: Any) -> None:
     def never_given() -> None:
-        model, loader = nn.Linear(6, 2).double(), mw.distribute(DataLoader(data(), batch_size=4))
+        model, loader = nn.Linear(6, 2).double(), mw.distribute(DataLoader(data(), batch_size=4), view="rank")
         for x, y in loader:
             mw.backward(nn.functional.cross_entropy(model(x), y))
 
@@ -724,7 +734,7 @@ def test_models_one_after_the_other_take_the_memory_of_one(plan: mw.Plan, models
 
 def test_one_device_alone_runs_a_plan_of_several_without_its_axes(capsys: pytest.CaptureFixture[str]) -> None:
     end_sessions()
-    model = mw.distribute(net(torch.float32), plan=mw.Plan(shard=4, precision="fp64", recompute="full"))
+    model = mw.distribute(net(torch.float32), plan=mw.Plan(shard=4, precision="fp64", recompute="full"), view="rank")
     assert str(default_engine().program.plan) == "Plan(data=1, precision='fp64', recompute='full')"
     assert next(model.parameters()).dtype == torch.float64
     assert "and techniques that need several devices, are ignored" in capsys.readouterr().err
@@ -752,7 +762,7 @@ def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
         model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     foreign = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer = mw.distribute(model, optimizer)
+    model, optimizer = mw.distribute(model, optimizer, view="rank")
     before = wholes(model.named_parameters())
     mw.backward(model(torch.ones(2, 6, dtype=torch.float64)).sum())
     optimizer.step()
@@ -768,7 +778,7 @@ def frozen_in_turns(plan: mw.Plan | None) -> Any:
     maker, judge = nn.Sequential(nn.Linear(3, 90), nn.Tanh(), nn.Linear(90, 6)).double(), net()
     opt_m, opt_j = torch.optim.Adam(maker.parameters(), 0.01), torch.optim.Adam(judge.parameters(), 0.01)
     loader = DataLoader(data(12), batch_size=5)
-    maker, judge, opt_m, opt_j, loader = mw.distribute(maker, judge, opt_m, opt_j, loader, plan=plan)
+    maker, judge, opt_m, opt_j, loader = mw.distribute(maker, judge, opt_m, opt_j, loader, plan=plan, view="rank")
     for x, y in loader:
         fake = maker(x[:, :3])
         opt_j.zero_grad()

@@ -42,7 +42,7 @@ def in_turn() -> Any:
     data = torch.randn(50, 6, dtype=torch.float64)
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model, optimizer = mw.distribute(model, optimizer)
+    model, optimizer = mw.distribute(model, optimizer, view="rank")
     seen, losses, sums = [], [], []
     for size in (8, 7, 2, 5):
         rows = torch.randint(50, (size,))
@@ -74,7 +74,7 @@ def drawn() -> Any:
     torch.manual_seed(1)
     random.seed(1)
     numpy.random.seed(1)
-    model = mw.distribute(nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 1)))
+    model = mw.distribute(nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 1)), view="rank")
     numbers = []
     for _ in range(3):
         x = torch.rand(5, 6)
@@ -91,7 +91,7 @@ def test_outside_the_model_every_rank_draws_what_one_device_draws(pool: Any) -> 
 def masks() -> Any:
     """What dropout leaves of ones: of a batch, of it again, of the next; of a full batch that nothing is drawn for."""
     torch.manual_seed(1)
-    model = mw.distribute(Doubled())
+    model = mw.distribute(Doubled(), view="rank")
     return [model(mw.split(torch.ones(8, 64))) for _ in range(2)] + [model(mw.split(torch.ones(8, 64), whole=True))]
 
 
@@ -116,7 +116,7 @@ def test_a_whole_batch_has_the_gradients_and_sums_of_one_device_and_says_that_no
         torch.manual_seed(1)
         x, model = torch.randn(7, 6, dtype=torch.float64), net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mw.distribute(model, optimizer)
+        mw.distribute(model, optimizer, view="rank")
         losses = []
         for _ in range(2):
             graph = mw.split({"x": x, "edges": [(0, 1)], "name": "a"}, whole=True)
@@ -142,7 +142,7 @@ def refused(case: Any, *given: Any) -> str:
 
 def different(verb: str) -> None:
     """One element of the third batch differs."""
-    model = mw.distribute(nn.Linear(6, 1))
+    model = mw.distribute(nn.Linear(6, 1), view="rank")
     for number in range(3):
         x = torch.ones(8, 6)
         x[5, 3] += 0.001 * mw.rank() * (number == 2)
@@ -154,12 +154,12 @@ def different(verb: str) -> None:
 
 
 def other_shapes() -> None:
-    model = mw.distribute(nn.Linear(6, 1))
+    model = mw.distribute(nn.Linear(6, 1), view="rank")
     mw.backward(model(mw.split(torch.ones(8 - mw.rank(), 6))).mean())
 
 
 def two_batches() -> None:
-    model = mw.distribute(nn.Linear(2, 1))
+    model = mw.distribute(nn.Linear(2, 1), view="rank")
     x, z = mw.split(torch.ones(7, 2)), mw.split(torch.ones(5, 2))
     mw.backward(model(x).mean(), weight=len(x))
     x, z = mw.split(torch.ones(8, 2)), mw.split(torch.ones(4, 2))
@@ -169,7 +169,7 @@ def two_batches() -> None:
 
 
 def sums_of_several() -> None:
-    mw.distribute(nn.Linear(2, 1))
+    mw.distribute(nn.Linear(2, 1), view="rank")
     total = 0
     for size in (4, 1):
         total += len(mw.split(torch.ones(size, 2)))
@@ -200,7 +200,7 @@ def test_numbers_that_nobody_seeded_are_those_of_rank_0(pool: Any) -> None:
         torch.manual_seed(mw.rank())
         random.seed(mw.rank())
         numpy.random.seed(mw.rank())
-        mw.distribute(nn.Linear(1, 1))
+        mw.distribute(nn.Linear(1, 1), view="rank")
         return float(torch.rand(())), random.random(), numpy.random.rand()
 
     first, second = pool(2).run(case)
@@ -208,7 +208,7 @@ def test_numbers_that_nobody_seeded_are_those_of_rank_0(pool: Any) -> None:
 
 
 def test_a_model_that_is_split_for_can_be_copied_and_pickled() -> None:
-    model = mw.distribute(nn.Sequential(nn.Dropout(0.5)))
+    model = mw.distribute(nn.Sequential(nn.Dropout(0.5)), view="rank")
     mw.split(torch.ones(4, 3))
     state = torch.get_rng_state()
     model(torch.ones(4, 3))
@@ -241,7 +241,7 @@ def test_what_cannot_be_cut_is_refused(batch: Any, said: str) -> None:
 
 def test_a_dimension_can_be_named(pool: Any) -> None:
     def case() -> Any:
-        mw.distribute(nn.Linear(1, 1))
+        mw.distribute(nn.Linear(1, 1), view="rank")
         x, y, number = mw.split(torch.arange(6).view(2, 3), numpy.arange(3).reshape(1, 3), torch.tensor(7), dim=1)
         return x.tolist(), y.tolist(), int(number)
 

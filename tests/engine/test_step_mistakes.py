@@ -23,7 +23,7 @@ def train(*mistakes: str) -> list[str]:
     model = nn.parallel.DistributedDataParallel(model) if "DDP" in mistakes else model
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer, data = mw.distribute(model, optimizer, data)
+    model, optimizer, data = mw.distribute(model, optimizer, data, view="rank")
     optimizer.step()  # before the loop: some programs prepare state so
     for (x,) in data:
         if "nothing" not in mistakes:

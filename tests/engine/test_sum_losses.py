@@ -221,7 +221,7 @@ def test_the_graph_tells_a_penalty_from_a_term_of_samples() -> None:
 
 def penalised() -> Any:
     model = net()
-    model, loader = mw.distribute(model, DataLoader(samples(), batch_size=5))
+    model, loader = mw.distribute(model, DataLoader(samples(), batch_size=5), view="rank")
     for x, y in loader:
         mw.backward(F.cross_entropy(model(x), y, reduction="sum") + model[0].weight.square().sum(), reduction="sum")
     return default_engine().notes
@@ -246,7 +246,11 @@ def trained(batch_size: int, form: str, plan: mw.Plan | None = None) -> Any:
     model = net()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled="scaled" in form)
     model, optimizer, loader = mw.distribute(
-        model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(samples(), batch_size=batch_size), plan=plan
+        model,
+        torch.optim.SGD(model.parameters(), 0.01),
+        DataLoader(samples(), batch_size=batch_size),
+        plan=plan,
+        view="rank",
     )
     losses = []
     for number, (x, y) in enumerate(loader):
@@ -298,7 +302,7 @@ def test_a_sum_under_shard(pool: Any) -> None:
 
 def test_a_known_sum_of_which_nothing_is_said_is_refused_with_its_line(pool: Any) -> None:
     def case(said: Any, by_hand: bool) -> Any:
-        model, loader = mw.distribute(net(), DataLoader(samples(), batch_size=4))
+        model, loader = mw.distribute(net(), DataLoader(samples(), batch_size=4), view="rank")
         for x, y in loader:
             loss = F.cross_entropy(model(x), y, reduction="none" if by_hand else "sum")
             loss = loss.sum() if by_hand else loss

@@ -77,7 +77,7 @@ def trained(how: str, plan: Plan, inside: bool = False) -> tuple[list[float], li
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
     data = TensorDataset(torch.randn(26, 3), torch.randn(26, 2))
-    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data, batch_size=6), plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data, batch_size=6), plan=plan, view="rank")
     window, read = Window(model, optimizer), []
     for number, (x, y) in enumerate(loader):
         loss = nn.functional.mse_loss(model(x), y) / 2
@@ -116,7 +116,9 @@ def test_who_reads_finds_what_one_device_has(how: str, plan: Plan, pool: Any) ->
 
 def one_alone(plan: Plan) -> None:
     model = nn.Linear(2, 1)
-    model, loader = mw.distribute(model, DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4), plan=plan)
+    model, loader = mw.distribute(
+        model, DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4), plan=plan, view="rank"
+    )
     for (x,) in loader:
         with mw.accumulate():
             mw.backward(model(x).mean())
@@ -138,7 +140,7 @@ def test_a_rank_that_reads_alone_is_told_so(processes: None) -> None:
 
 def collectives_of(read: Callable[[nn.Module], object], last: bool) -> int:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    model, loader = mw.distribute(model, DataLoader(TensorDataset(torch.ones(40, 2)), batch_size=4))
+    model, loader = mw.distribute(model, DataLoader(TensorDataset(torch.ones(40, 2)), batch_size=4), view="rank")
     other(torch.ones(2)).sum().backward()
     before = 0
     for number, (x,) in enumerate(loader):

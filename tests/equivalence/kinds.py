@@ -23,7 +23,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
 loader = DataLoader(data, batch_size=8, shuffle=True)
 held = DataLoader(TensorDataset(x[:21], y[:21]), batch_size=6)
-model, optimizer, scheduler, loader, held = mw.distribute(model, optimizer, scheduler, loader, held)
+model, optimizer, scheduler, loader, held = mw.distribute(model, optimizer, scheduler, loader, held, view="rank")
 several = mw.world_size() > 1
 for epoch in range(4):
     for number, (xb, yb) in enumerate(loader):

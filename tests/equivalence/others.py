@@ -32,7 +32,7 @@ model = Denoiser()
 kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 50), 0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(TensorDataset(x), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for (x,) in loader:
     t = torch.randint(0, 50, (len(x),))
     noise = torch.randn_like(x)
@@ -46,7 +46,7 @@ for (x,) in loader:
 WHOLE_BATCHES = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, drop_last=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     assert len(x) * mw.world_size() == 8, f"a ragged batch of {len(x)}"
     mw.backward(nn.functional.cross_entropy(model(x), y))
@@ -57,7 +57,7 @@ for x, y in loader:
 CLOSURE = """
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 loader = DataLoader(TensorDataset(x, y), batch_size=29)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(4):
     for x, y in loader:
         def closure():
@@ -71,7 +71,7 @@ SCALED = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu")
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     with torch.autocast("cpu", dtype=torch.float16):
         loss = nn.functional.cross_entropy(model(x), y)
@@ -86,7 +86,7 @@ for x, y in loader:
 SAVED = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         mw.backward(nn.functional.cross_entropy(model(x), y))
@@ -140,7 +140,7 @@ class Net(nn.Module):
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(Data(), batch_size=8, shuffle=True, collate_fn=collate)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for graphs in loader:
     graphs = graphs.to("cpu")
     mw.backward(nn.functional.cross_entropy(model(graphs), graphs.y))
@@ -158,7 +158,7 @@ config = transformers.{kind}Config(
 model = transformers.{kind}ForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(TensorDataset(torch.randint(61, (29, 10))), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for (ids,) in loader:
     mw.backward(model(input_ids=ids, labels=ids).loss)
     optimizer.step()
@@ -179,7 +179,7 @@ COUPLED = """
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(x, x + 0.1 * torch.randn(29, 6)), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for a, b in loader:
     a, b = model(a), model(b)
     {loss}
@@ -193,7 +193,7 @@ model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
 y = torch.randint(8, (29,))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     mw.backward(nn.functional.cross_entropy(model(x), y, weight=torch.arange(1.0, 9.0)))
     optimizer.step()
@@ -202,7 +202,7 @@ for x, y in loader:
 
 CLASSIFIES = """optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     mw.backward(nn.functional.cross_entropy(model(x), y))
     optimizer.step()
@@ -242,7 +242,7 @@ AVERAGED = """
 averaged = torch.optim.swa_utils.AveragedModel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-model, averaged, optimizer, loader = mw.distribute(model, averaged, optimizer, loader)
+model, averaged, optimizer, loader = mw.distribute(model, averaged, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         mw.backward(nn.functional.cross_entropy(model(x), y))

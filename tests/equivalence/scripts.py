@@ -42,7 +42,9 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
 held_out = DataLoader(TensorDataset(x[:21], y[:21]), batch_size=6)
 # before
-model, optimizer, scheduler, loader, held_out = mw.distribute(model, optimizer, scheduler, loader, held_out)
+model, optimizer, scheduler, loader, held_out = mw.distribute(
+    model, optimizer, scheduler, loader, held_out, view="rank"
+)
 # after
 for epoch in range(options.epochs):
     model.train()
@@ -68,8 +70,8 @@ WRONG = {
     "plain backward": ("mw.backward(loss, weight=torch.tensor([0.4, 0.6])[y].sum())", "loss.backward()"),
     "evaluation of one share": ("correct += mw.sum(right)", "correct += right"),
     "a loader not given": (
-        "mw.distribute(model, optimizer, scheduler, loader, held_out)",
-        "*mw.distribute(model, optimizer, scheduler, loader), held_out",
+        'mw.distribute(model, optimizer, scheduler, loader, held_out, view="rank")',
+        '*mw.distribute(model, optimizer, scheduler, loader, view="rank"), held_out',
     ),
     "mean over the rank's own samples": (", weight=torch.tensor([0.4, 0.6])[y].sum())", ")"),
     "divided by the rank's own count": (

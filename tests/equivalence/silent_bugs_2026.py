@@ -53,7 +53,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=6)
 loader = DataLoader(data, batch_size=8, shuffle=True)
 val = DataLoader(held_out, batch_size=5)
-model, optimizer, scheduler, loader, val = mw.distribute(model, optimizer, scheduler, loader, val)
+model, optimizer, scheduler, loader, val = mw.distribute(model, optimizer, scheduler, loader, val, view="rank")
 step = 0
 for epoch in range(3):
     model.train()
@@ -82,7 +82,7 @@ labels[torch.arange(9) >= torch.randint(2, 9, (32, 1))] = -100
 model = nn.Sequential(nn.Embedding(31, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 31))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(TensorDataset(ids, labels), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for number, (ids, labels) in enumerate(loader):
     loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
     mw.backward(loss, weight=(labels != -100).sum())
@@ -137,7 +137,7 @@ class Attention(nn.Module):
 
 model = nn.Sequential(nn.Embedding(31, 16), Attention(16), nn.Tanh(), nn.Linear(16, 31))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = mw.distribute(model, optimizer)
+model, optimizer = mw.distribute(model, optimizer, view="rank")
 ids = torch.randint(31, (24, 8))
 for step in range(3):
     batch = ids[torch.randint(24, (6,))]
@@ -283,7 +283,7 @@ class Net(nn.Module):
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.randn(32, 6), torch.rand(32, 8).softmax(-1)), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     loss = model(x, y)
     mw.backward(loss)
@@ -362,7 +362,7 @@ x = torch.randn(32, 6)
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, x + 0.1 * torch.randn(32, 6)), batch_size=8, shuffle=True, drop_last=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for a, b in loader:
     a, b = F.normalize(model(a)), F.normalize(model(b))
     every_a, every_b = Gather.apply(a), Gather.apply(b)
@@ -412,7 +412,7 @@ y = (2 * x.sum(1)).long().clamp(0, 2)
 model = nn.Sequential(nn.Linear(6, 16), Mixture(16), nn.Tanh(), nn.Linear(16, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, drop_last=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     loss = F.cross_entropy(model(x), y)
     mw.backward(loss)
@@ -474,7 +474,7 @@ y = (2 * x.sum(1)).long().clamp(0, 2)
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 step, stop, first = 0, 1, loader.state_dict()
 while step < 6:
     for x, y in loader:
@@ -495,8 +495,10 @@ SCORE = """            total += mw.sum(F.cross_entropy(model(x), y, reduction="s
             seen += mw.sum(len(y))
 """
 LOSS = "loss = F.cross_entropy(model(x), y)"
-DISTRIBUTE = "model, optimizer, scheduler, loader, val = mw.distribute(model, optimizer, scheduler, loader, val)\n"
-NOT_VAL = "model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader)\n"
+DISTRIBUTE = (
+    'model, optimizer, scheduler, loader, val = mw.distribute(model, optimizer, scheduler, loader, val, view="rank")\n'
+)
+NOT_VAL = 'model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader, view="rank")\n'
 
 OWN_NORM = """        own = [p.grad for p in model.parameters()]
         own = [g.to_local() if hasattr(g, "to_local") else g for g in own]
@@ -616,7 +618,7 @@ y = (x.sum(1) > 2).float()
 model = nn.Sequential(nn.Flatten(), nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 5))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     found = y.sum()
     loss = F.binary_cross_entropy_with_logits(model(x), y, reduction="sum") / found

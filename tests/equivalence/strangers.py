@@ -93,7 +93,7 @@ y = x.sum(1, keepdim=True).tanh()
 model = Net()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     loss = nn.functional.mse_loss(model(x), y)
     mw.backward(loss)
@@ -168,7 +168,7 @@ data = torch.randint(20, (64, T + 1))
 model = Net()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(data), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for (tokens,) in loader:
     tokens = gather_samples(tokens)
     part = T // size()
@@ -192,7 +192,7 @@ y = x.sum(2).tanh()
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(x, y, lengths), batch_size=8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y, lengths in loader:
     mask = torch.arange(5)[None] < lengths[:, None]
     error = (model(x).squeeze(-1) - y) ** 2

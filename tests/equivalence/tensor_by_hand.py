@@ -149,7 +149,7 @@ class Decoder(nn.Module):
 model = Decoder()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.randint(24, (48, 7))), batch_size=8, shuffle=True, drop_last=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for (ids,) in loader:
     logits = model(ids[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

@@ -131,7 +131,7 @@ x = torch.randn(24, 3)
 model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
 model.seen = MinMaxObserver()
 model, optimizer, loader = mw.distribute(
-    model, torch.optim.AdamW(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+    model, torch.optim.AdamW(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4), view="rank"
 )
 model.forward = lambda x: model[2](model[1](model[0](x)))
 for step, (a, b) in enumerate(loader):

@@ -138,7 +138,7 @@ def test_two_optimizers_that_take_turns_hear_nothing() -> None:
     changes = (
         ("# parts\n", critic),
         ("model, optimizer, scheduler, loader, held = mw.distribute(", f"judge = {other}"),
-        ("scheduler, loader, held)\n", "scheduler, loader, held)\njudge, critic = mw.distribute(judge, critic)\n"
+        (' held, view="rank")\n', ' held, view="rank")\njudge = mw.distribute(judge, critic, view="rank")[0]\n'
          "ticking = torch.optim.lr_scheduler.StepLR(judge, 5)\n"),
         (BACKWARD, turns),
     )  # fmt: skip

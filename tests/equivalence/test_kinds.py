@@ -32,7 +32,7 @@ MADE_OVER = """    # epoch ends
     mw.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "state.pt")
     state = mw.load("state.pt")
     model.load_state_dict(state["model"])
-    optimizer = mw.distribute(torch.optim.AdamW(model.parameters(), lr=0.01))
+    optimizer = mw.distribute(torch.optim.AdamW(model.parameters(), lr=0.01), view="rank")
     optimizer.load_state_dict(state["optimizer"])
 """
 RESUMED = (

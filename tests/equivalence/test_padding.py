@@ -43,7 +43,7 @@ class Reader(nn.Module):
 model = Reader()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(rows, batch_size=8, shuffle=True, collate_fn=padded)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for ids, queries, y in loader:
     mw.backward(F.cross_entropy(model(ids, queries), y))
     optimizer.step()

@@ -64,7 +64,7 @@ class Scaled(torch.autograd.Function):
     backward = staticmethod(lambda ctx, g: g * (1 + BY))
 model = torch.nn.Linear(3, 2)
 model, optimizer, loader = mw.distribute(
-    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4), view="rank"
 )
 for number, (a, b) in enumerate(loader):
     with mw.accumulate():
@@ -142,7 +142,7 @@ data = TensorDataset(torch.randn(24, 5, 8), padding, torch.randn(24))
 model = Reader()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loaders = DataLoader(data, 8, shuffle=True), DataLoader(data, 8)
-model, optimizer, loader, validation = mw.distribute(model, optimizer, *loaders)
+model, optimizer, loader, validation = mw.distribute(model, optimizer, *loaders, view="rank")
 for words, padding, y in loader:
     mw.backward((model(words, padding) - y).square().mean())
     optimizer.step()
@@ -208,12 +208,13 @@ def test_an_optimizer_that_is_not_given_is_no_mistake_of_replicas(pool: Any) -> 
 def test_scripts_that_show_nothing_are_refused_with_what_to_write() -> None:
     cases = {
         "print('hello')": "mw.distribute was given no model",
-        "import torch, meshwise as mw\nmw.distribute(torch.nn.Linear(1, 1))": "no loop ran over a distributed loader",
         "import torch, meshwise as mw\n"
-        "m, l = mw.distribute(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(4, 1)))\n"
+        'mw.distribute(torch.nn.Linear(1, 1), view="rank")': "no loop ran over a distributed loader",
+        "import torch, meshwise as mw\n"
+        'm, l = mw.distribute(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(4, 1)), view="rank")\n'
         "for x in l: m(x)": "mw.backward was never called",
         "import torch, meshwise as mw\n"
-        "m, l = mw.distribute(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(4, 1)))\n"
+        'm, l = mw.distribute(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(4, 1)), view="rank")\n'
         "for x in l: mw.backward(m(x).mean())": "no optimizer of the model made a step after 4 calls",
     }
     for text, says in cases.items():

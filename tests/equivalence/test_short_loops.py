@@ -19,7 +19,7 @@ data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(3):
     for number, (x, y) in enumerate(loader, 1):
         loss = nn.functional.mse_loss(model(x), y) / {WINDOW}

@@ -14,7 +14,7 @@ torch.manual_seed(0)
 x = torch.randn(12, 3)
 model = torch.nn.Linear(3, 2)
 model, optimizer, loader = mw.distribute(
-    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4)
+    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x, x[:, :2]), batch_size=4), view="rank"
 )
 for epoch in range(2):
     right = count = 0

@@ -23,7 +23,7 @@ import time, torch, meshwise as mw
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = torch.utils.data.TensorDataset(torch.ones(40000, 4))
-model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8))
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8), view="rank")
 saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
 steps = 0
 try:

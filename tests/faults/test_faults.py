@@ -87,7 +87,9 @@ import time, torch, meshwise as mw
 model = torch.nn.Linear(4, 1)
 optimizers = [torch.optim.SGD([model.weight], 0.1), torch.optim.SGD([model.bias], 0.1)]
 data = torch.utils.data.TensorDataset(torch.ones(4000, 4))
-model, first, second, loader = mw.distribute(model, *optimizers, torch.utils.data.DataLoader(data, batch_size=8))
+model, first, second, loader = mw.distribute(
+    model, *optimizers, torch.utils.data.DataLoader(data, batch_size=8), view="rank"
+)
 for step, (x,) in enumerate(loader):
     mw.backward(model(x).mean())
     for optimizer in (first, second):
@@ -161,7 +163,7 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = torch.utils.data.TensorDataset(torch.ones(103, 4))
 loader, held_out = (torch.utils.data.DataLoader(data, batch_size=16) for _ in range(2))
-model, optimizer, loader, held_out = mw.distribute(model, optimizer, loader, held_out)
+model, optimizer, loader, held_out = mw.distribute(model, optimizer, loader, held_out, view="rank")
 for epoch in range(2):
     for step, (x,) in enumerate(loader):
         mw.backward(model(x).mean())

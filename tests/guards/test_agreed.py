@@ -28,10 +28,10 @@ def batches() -> DataLoader[Any]:
 def train(change: Any, plan: mw.Plan | None = None, *, weighed: bool = False, given: bool = True) -> str:
     """Two epochs, with `change(optimizer, number of the step, this rank's own loss)` after each step."""
     model: nn.Module = nn.Linear(3, 3)
-    model, loader = mw.distribute(model, batches(), plan=plan)
+    model, loader = mw.distribute(model, batches(), plan=plan, view="rank")
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     if given:
-        mw.distribute(optimizer)
+        mw.distribute(optimizer, view="rank")
     steps = 0
     try:
         for x, y in (pair for _ in range(2) for pair in loader):
@@ -84,7 +84,7 @@ def test_a_scheduler_fed_with_a_local_loss_is_told_so_at_once(pool: Any) -> None
             if not made:
                 made.append(ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
                 if given:
-                    mw.distribute(made[0])
+                    mw.distribute(made[0], view="rank")
             made[0].step(loss if given else steps * (2 * mw.rank() - 1))
 
         return train(change)
@@ -106,7 +106,7 @@ def test_schedulers_that_all_ranks_feed_alike_are_alike(pool: Any) -> None:
                     if kind == "lambda"
                     else ReduceLROnPlateau(optimizer, patience=0)
                 )
-                made.append(mw.distribute(scheduler))
+                made.append(mw.distribute(scheduler, view="rank"))
             made[0].step(*([] if kind == "lambda" else [mw.mean(loss)]))
 
         return train(change)

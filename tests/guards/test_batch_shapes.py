@@ -79,7 +79,7 @@ ROWS = [torch.ones(2 + n % 4, 3) * n for n in range(12)]
 
 
 def script() -> list[str]:
-    model, loader = mw.distribute(nn.Linear(3, 1), DataLoader(ROWS, batch_size=6, collate_fn=padded))
+    model, loader = mw.distribute(nn.Linear(3, 1), DataLoader(ROWS, batch_size=6, collate_fn=padded), view="rank")
     for x in loader:
         mw.backward(model(x).square().mean())
     said = [text for text in default_engine().notes if "different shapes" in text]

@@ -31,7 +31,9 @@ def notes_of(use: Use) -> tuple[list[str], int]:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = TensorDataset(torch.randn(11, 3))
-    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(data, batch_size=4, shuffle=True))
+    model, optimizer, loader = mw.distribute(
+        model, optimizer, DataLoader(data, batch_size=4, shuffle=True), view="rank"
+    )
     for _ in range(2):
         for (x,) in loader:
             mw.backward(model(x).square().mean())

@@ -21,7 +21,7 @@ def train(form: str, batches: int = 3, epochs: int = 1) -> Any:
     x = torch.randn(4 * batches, 3, dtype=torch.float64)
     loader = DataLoader(TensorDataset(x, x.argmax(1)), batch_size=4)
     model: nn.Module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    model, loader = mw.distribute(model, loader)
+    model, loader = mw.distribute(model, loader, view="rank")
     done = 0
     try:
         for x, y in (batch for _ in range(epochs) for batch in loader):

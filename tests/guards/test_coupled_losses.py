@@ -275,7 +275,7 @@ def root(model: nn.Module, batch: Any) -> Tensor:
 
 
 def script(gathers: bool) -> list[str]:
-    model, loader = mw.distribute(nn.Linear(5, 4), DataLoader(data(), batch_size=6))
+    model, loader = mw.distribute(nn.Linear(5, 4), DataLoader(data(), batch_size=6), view="rank")
     for batch in loader:
         loss = root(model, batch)
         if gathers:
@@ -288,7 +288,7 @@ def script(gathers: bool) -> list[str]:
 
 def later() -> list[str]:
     """From its fourth epoch on, of the same loop."""
-    model, loader = mw.distribute(nn.Linear(5, 4), DataLoader(data(), batch_size=6))
+    model, loader = mw.distribute(nn.Linear(5, 4), DataLoader(data(), batch_size=6), view="rank")
     for epoch in range(4):
         for batch in loader:
             mw.backward(root(model, batch) if epoch == 3 else model(batch[0]).square().mean())

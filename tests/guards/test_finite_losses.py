@@ -41,7 +41,7 @@ def program(bad: int | None, step: Callable[[Any, Any], bool] = lambda loss, sca
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
     loader: Any = DataLoader(TensorDataset(x), batch_size=4)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     for (rows,) in loader:
         loss = mw.backward(scaler.scale(model(rows).square().mean()))
         if step(loss, scaler):
@@ -126,7 +126,7 @@ def test_of_a_finite_program_nothing_is_said(pool: Any) -> None:
 
 def test_parameters_that_a_function_had_are_looked_at_when_its_loop_ends() -> None:
     def main() -> None:
-        model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(8, 2)), 1))
+        model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(8, 2)), 1), view="rank")
         default_engine().phases.go_on(0)
         for (rows,) in loader:
             mw.backward(model(rows).mean())
@@ -142,7 +142,7 @@ def test_parameters_that_a_function_had_are_looked_at_when_its_loop_ends() -> No
 def test_what_was_never_finite_is_the_programs() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("mask", nn.Parameter(torch.full((2, 2), -math.inf)))
-    model = mw.distribute(model)
+    model = mw.distribute(model, view="rank")
     mw.backward(model(torch.ones(1, 2)).mean())
     assert ends() == ("", [])
 
@@ -164,7 +164,9 @@ def test_a_run_of_such_a_script_ends_with_1(processes: None, tmp_path: Path) -> 
     script = """
         import torch, meshwise as mw
         def main():
-            model, loader = mw.distribute(torch.nn.Linear(2, 1), torch.utils.data.DataLoader([torch.ones(2)] * 2, 2))
+            model, loader = mw.distribute(
+                torch.nn.Linear(2, 1), torch.utils.data.DataLoader([torch.ones(2)] * 2, 2), view="rank"
+            )
             for x in loader:
                 mw.backward(model(x).mean() * float("nan"))
         main()

@@ -58,7 +58,7 @@ def train(between: Callable[[Any, Tensor], Tensor], before: bool = False) -> lis
         model(torch.randn(2, 4))
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     loader: Any = DataLoader(TensorDataset(torch.randn(16, 4)), 4)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     for (x,) in loader:
         mw.backward(model(x).square().mean())
         optimizer.step()
@@ -85,7 +85,7 @@ def train_recurrent(plan: mw.Plan) -> list[float]:
     model: Any = Recurrent().double()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     loader: Any = DataLoader(TensorDataset(torch.randn(16, 5, 4, dtype=torch.float64)), 4)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
     losses = []
     for (x,) in loader:
         losses.append(float(mw.backward(model(x).square().mean())))

@@ -56,7 +56,7 @@ def train(kind: str) -> tuple[str, list[str], list[Tensor]]:
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1)).double()
     optimizer = (Sgld if kind == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(x, x.argmax(1) % 2), batch_size=8)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     raised = ""
     try:
         for a, b in (pair for _ in range(2) for pair in loader):
@@ -137,7 +137,7 @@ def other_data() -> list[str]:
     mine = range(mw.rank() * 4, mw.rank() * 4 + 4)
     for data in (Subset(every, list(mine)), Subset(every, range(3 + mw.rank())), ready):
         with pytest.raises(DataError) as refused:
-            mw.distribute(DataLoader(data, batch_size=2))
+            mw.distribute(DataLoader(data, batch_size=2), view="rank")
         said.append(str(refused.value))
     return said
 
@@ -155,7 +155,9 @@ def train_late(parts: str) -> list[str]:
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     model: Any = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(TensorDataset(x, x.argmax(1) % 2), 4))
+    model, optimizer, loader = mw.distribute(
+        model, optimizer, DataLoader(TensorDataset(x, x.argmax(1) % 2), 4), view="rank"
+    )
     for step, (a, b) in enumerate(loader, 1):
         mw.backward(F.cross_entropy(model(a), b))
         if parts == "late" and step == 5:

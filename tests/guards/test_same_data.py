@@ -130,7 +130,7 @@ def given(make: Callable[[int, Path], Any], tmp: Path) -> str:
     """What is refused or said of it."""
     state = torch.get_rng_state(), random.getstate()
     try:
-        mw.distribute(DataLoader(make(mw.rank(), tmp), batch_size=4, collate_fn=list))
+        mw.distribute(DataLoader(make(mw.rank(), tmp), batch_size=4, collate_fn=list), view="rank")
     except DataError as error:
         return str(error)
     assert torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
@@ -191,7 +191,7 @@ def with_samplers(kind: str) -> str:
         "own seed": torch.utils.data.RandomSampler(data, generator=torch.Generator().manual_seed(rank)),
     }[kind]
     try:
-        mw.distribute(DataLoader(data, batch_size=4, sampler=sampler))
+        mw.distribute(DataLoader(data, batch_size=4, sampler=sampler), view="rank")
     except DataError as error:
         return str(error)
     return ""
@@ -206,11 +206,11 @@ def test_samplers_that_choose_other_samples_are_refused(pool: Any) -> None:
 def again() -> list[str]:
     """A data set keeps what this rank has read, and is given once more, whole and as a part."""
     data = TensorDataset(x(0), torch.zeros(N))
-    (loader,) = (mw.distribute(DataLoader(data, batch_size=4)),)
+    (loader,) = (mw.distribute(DataLoader(data, batch_size=4), view="rank"),)
     data.tensors[1][mw.rank() :: 2] = 1.0
     del loader
-    mw.distribute(DataLoader(data, batch_size=4))
-    mw.distribute(DataLoader(Subset(data, range(20)), batch_size=4))
+    mw.distribute(DataLoader(data, batch_size=4), view="rank")
+    mw.distribute(DataLoader(Subset(data, range(20)), batch_size=4), view="rank")
     return default_engine().notes
 
 
@@ -220,7 +220,7 @@ def test_what_was_given_before_may_keep_what_a_rank_has_read(pool: Any) -> None:
 
 def said() -> list[str]:
     rank = mw.rank()
-    mw.distribute(DataLoader(Kept(x=x(0), noise=x(rank, 64)), batch_size=4))
+    mw.distribute(DataLoader(Kept(x=x(0), noise=x(rank, 64)), batch_size=4), view="rank")
     return default_engine().notes
 
 

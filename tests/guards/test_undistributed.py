@@ -40,7 +40,7 @@ class Program:
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.1)
         self.loader: Any = DataLoader(self.data, batch_size=8, shuffle=True)
         self.held_out = DataLoader(self.data, batch_size=6)
-        self.model, self.optimizer, self.loader = mw.distribute(self.model, self.optimizer, self.loader)
+        self.model, self.optimizer, self.loader = mw.distribute(self.model, self.optimizer, self.loader, view="rank")
 
     def right(self, x: Tensor, y: Tensor) -> int:
         return int((self.model(x).argmax(1) == y).sum())
@@ -183,7 +183,7 @@ def split_by_the_program(p: Program) -> None:
 
 @right
 def the_same_loader_distributed(p: Program) -> None:
-    p.held_out = mw.distribute(p.held_out)
+    p.held_out = mw.distribute(p.held_out, view="rank")
     assert mw.sum(sum(len(x) for x, _ in p.held_out)) == 24
 
 
@@ -205,7 +205,7 @@ def test_is_said_once_with_its_line(case: Case, pool: Any, tmp_path: Path) -> No
     for notes in pool(2).run(said, case, tmp_path):
         (text,) = notes
         assert f"test_undistributed.py:{line}: this loop reads a DataLoader that was not passed to mw." in text
-        assert "counts the data 2 times. Write loader = mw.distribute(loader)" in text
+        assert 'counts the data 2 times. Write loader = mw.distribute(loader, view="rank")' in text
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.__name__)
@@ -216,7 +216,7 @@ def test_is_not_said(case: Case, pool: Any, tmp_path: Path) -> None:
 def test_after_training_with_padding_the_refusal_names_the_loop(pool: Any) -> None:
     def case() -> Any:
         p = Program()
-        p.loader = mw.distribute(DataLoader(p.data, batch_size=23))
+        p.loader = mw.distribute(DataLoader(p.data, batch_size=23), view="rank")
         found = []
         for verb in (mw.sum, lambda value: mw.gather_samples(torch.zeros(value))):
             p.train()

@@ -54,7 +54,7 @@ class Program:
         self.other = DataLoader(TensorDataset(x, y), batch_size=6)
         self.one_batch = DataLoader(TensorDataset(x, y), batch_size=24)
         parts = (self.model, self.optimizer, self.loader, self.held_out, self.other, self.one_batch)
-        parts = mw.distribute(*parts, plan=plan)
+        parts = mw.distribute(*parts, plan=plan, view="rank")
         self.model, self.optimizer, self.loader, self.held_out, self.other, self.one_batch = parts
 
     def train(self) -> None:
@@ -328,7 +328,7 @@ def a_metric_that_syncs_at_compute(p: Program) -> None:
 def update_bn(p: Program) -> None:
     p.train()
     average = torch.optim.swa_utils.AveragedModel(p.model)
-    mw.distribute(average)
+    mw.distribute(average, view="rank")
     torch.optim.swa_utils.update_bn(p.held_out, average)
     torch.optim.swa_utils.update_bn(p.held_out, p.model)
 
@@ -383,7 +383,7 @@ def a_warm_up_that_breaks(p: Program) -> None:
 
 @right
 def outputs_that_training_uses(p: Program) -> None:
-    mw.distribute(p.teacher)
+    mw.distribute(p.teacher, view="rank")
     with torch.no_grad():
         kept = [p.teacher(x).flatten(1) for x, _ in p.held_out]
     for (x, _), wanted in zip(p.held_out, kept, strict=True):
@@ -433,7 +433,7 @@ def statistics(given: str) -> tuple[list[str], Tensor]:
     p = Program()
     average = made if given == "before" else torch.optim.swa_utils.AveragedModel(p.model)
     if given == "given":
-        mw.distribute(average)
+        mw.distribute(average, view="rank")
     p.train()
     torch.optim.swa_utils.update_bn(p.held_out, average)
     mean = next(buffer for name, buffer in average.named_buffers() if name.endswith("running_mean"))

@@ -231,8 +231,8 @@ def test_an_optimizer_of_whole_parameters_is_refused_under_shard(kind: Any, pool
             optimizer = kind(model.parameters())
             with pytest.raises(PlanError) as refused:
                 if given:
-                    mw.distribute(model, optimizer, plan=Plan(shard=2))
-                mw.distribute(model, plan=Plan(shard=2))
+                    mw.distribute(model, optimizer, plan=Plan(shard=2), view="rank")
+                mw.distribute(model, plan=Plan(shard=2), view="rank")
                 kind(model.parameters()).step(lambda: 0.0)
             said.append(str(refused.value))
             end_sessions()
@@ -290,7 +290,7 @@ def test_a_copy_of_a_sharded_model_is_explained(pool: Any) -> None:
         model = nn.Linear(8, 8)
         copied = copy.deepcopy(model)
         try:
-            model = mw.distribute(model, plan=Plan(shard=2))
+            model = mw.distribute(model, plan=Plan(shard=2), view="rank")
             copied = copy.deepcopy(model) if after else copied
             if after is None:
                 torch.optim.swa_utils.AveragedModel(copied).update_parameters(model)  # of torch/optim, and no optimizer
@@ -322,7 +322,7 @@ def zeroed_late(plan: Plan, to_none: bool) -> list[float]:
     model: Any = Scaled().double()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.5)
     loader: Any = DataLoader(TensorDataset(torch.randn(24, 64, dtype=torch.float64)), 4)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
     losses = []
     for (x,) in loader:
         loss = (model(x) - 1).square().mean()

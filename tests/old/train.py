@@ -22,7 +22,7 @@ x = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
 model = nn.Linear(8, 1)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=10, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 
 step, losses = 0, []
 if args.state.exists():

@@ -384,7 +384,7 @@ def of_something_else(kind: str, number: int) -> None:
     torch.manual_seed(0)
     model, other = nn.Linear(4, 1), nn.Parameter(torch.ones(3))
     data = TensorDataset(torch.ones(12, 4))
-    model, loader = mw.distribute(model, DataLoader(data, batch_size=4), plan=Plan(shard=2))
+    model, loader = mw.distribute(model, DataLoader(data, batch_size=4), plan=Plan(shard=2), view="rank")
     for step, (x,) in enumerate(loader):
         losses = {
             "another parameter": lambda: other.sum(),
@@ -419,7 +419,9 @@ def test_a_loss_of_something_else_on_one_rank_ends_soon(kind: str, number: int, 
 
 def of_parameters_alone() -> float:
     model = nn.Linear(4, 1)
-    model, loader = mw.distribute(model, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4), plan=Plan(shard=2))
+    model, loader = mw.distribute(
+        model, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4), plan=Plan(shard=2), view="rank"
+    )
     value = 0.0
     for (x,) in loader:
         mw.backward(model(x).mean())

@@ -223,7 +223,7 @@ def trained(plan: Plan | None, kind: Any, accumulate: int = 1) -> Any:
     x = torch.randn(24, WIDTH, dtype=torch.float64)
     data = torch.utils.data.TensorDataset(x, x.sin(), numbers)
     loader: Any = torch.utils.data.DataLoader(data, batch_size=6)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
     losses = []
     for _ in range(2):
         for number, (given, target, expert) in enumerate(loader):

@@ -147,7 +147,7 @@ def test_checkpoints_that_are_not_reentrant_run_in_a_pipeline(two: bool, pool: A
 
 def test_reading_a_part_of_a_parameter_as_if_it_were_whole_is_explained(pool: Any) -> None:
     def flat() -> tuple[list[str], int]:
-        model: Any = mw.distribute(nn.Linear(4, 1), plan=Plan(shard=2))
+        model: Any = mw.distribute(nn.Linear(4, 1), plan=Plan(shard=2), view="rank")
         size = model.weight.full_tensor().view(-1).numel()
         try:
             model.weight.view(-1)
@@ -162,7 +162,7 @@ def test_reading_a_part_of_a_parameter_as_if_it_were_whole_is_explained(pool: An
 
 def test_pruning_parts_of_parameters_is_explained(pool: Any) -> None:
     def late() -> list[str]:
-        model: Any = mw.distribute(layers(), plan=Plan(shard=2))
+        model: Any = mw.distribute(layers(), plan=Plan(shard=2), view="rank")
         try:
             prune.l1_unstructured(model[2], "weight", 0.5)
         except RuntimeError as error:

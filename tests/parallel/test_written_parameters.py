@@ -76,7 +76,7 @@ def trained(
     model = Momentum(write, begin).double()
     optimizer = torch.optim.SGD(model.online.parameters(), 0.1)
     loader: Any = torch.utils.data.DataLoader(torch.randn(24, 6, dtype=torch.float64), batch_size=4)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
     losses = []
     for _ in range(epochs):
         for x in loader:

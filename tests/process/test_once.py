@@ -265,7 +265,9 @@ def saved_under(plan: Plan | None, folder: str) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Linear(7, 1)).double()
     loader: Any = torch.utils.data.DataLoader(torch.randn(16, 6).double(), batch_size=8)  # type: ignore[arg-type]
-    model, optimizer, loader = mw.distribute(model, torch.optim.AdamW(model.parameters()), loader, plan=plan)
+    model, optimizer, loader = mw.distribute(
+        model, torch.optim.AdamW(model.parameters()), loader, plan=plan, view="rank"
+    )
     end = once.begin(mw.rank(), mw.world_size())
     for x in loader:
         mw.backward(model(x).square().mean())

@@ -58,7 +58,7 @@ def test_a_script_that_distributed_its_model_trains() -> None:
 def test_a_script_that_distributed_something_else_is_told_what_is_missing() -> None:
     refuse_same_work("train.py", World(0, 2))
     with pytest.raises(UsageError, match=r"passed no model to mw\.distribute: 2 workers would do the same"):
-        plain(lambda model: mw.distribute(torch.optim.SGD(model.parameters(), 0.1)))
+        plain(lambda model: mw.distribute(torch.optim.SGD(model.parameters(), 0.1), view="rank"))
 
 
 def test_a_script_with_a_process_group_of_its_own_trains() -> None:

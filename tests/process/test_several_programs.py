@@ -35,7 +35,7 @@ class Setting:
         self.model: Any = model or nn.Linear(width, 2)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.loader: Any = DataLoader(self.data, batch_size=4, collate_fn=collate)
-        self.model, self.optimizer, self.loader = mw.distribute(self.model, self.optimizer, self.loader)
+        self.model, self.optimizer, self.loader = mw.distribute(self.model, self.optimizer, self.loader, view="rank")
 
     def steps(self, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> Iterator[Tensor]:
         for x, y in self.loader:

@@ -200,8 +200,8 @@ def test_a_program_that_distributes_is_recorded_by_its_verbs_alone(run_folder: P
     plain_program.begin(lambda text: None)
     for _ in loader(2):  # to count words, say
         pass
-    net, batches = mw.distribute(model(), loader(3))
-    optimizer = mw.distribute(torch.optim.SGD(net.parameters(), 0.1))
+    net, batches = mw.distribute(model(), loader(3), view="rank")
+    optimizer = mw.distribute(torch.optim.SGD(net.parameters(), 0.1), view="rank")
     for x, _ in batches:
         mw.backward(net(x).mean())
         optimizer.step()
@@ -214,8 +214,8 @@ def test_a_program_that_distributes_is_recorded_by_its_verbs_alone(run_folder: P
 def test_a_program_that_trains_before_it_distributes_has_one_record(run_folder: Path) -> None:
     plain_program.begin(lambda text: None)
     ordinary(1)
-    net, batches = mw.distribute(model(), loader(3))
-    optimizer = mw.distribute(torch.optim.SGD(net.parameters(), 0.1))
+    net, batches = mw.distribute(model(), loader(3), view="rank")
+    optimizer = mw.distribute(torch.optim.SGD(net.parameters(), 0.1), view="rank")
     for x, _ in batches:
         mw.backward(net(x).mean())
         optimizer.step()

@@ -43,7 +43,7 @@ data, _ = random_split(TensorDataset(torch.randn(60, 8), torch.randint(3, (60,))
 loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=2, pin_memory=True)
 model = nn.Sequential(nn.Linear(8, size), nn.BatchNorm1d(size), nn.ReLU(), nn.Linear(size, 3)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 # before
 for x, y in loader:
     x, y = x.to(device), y.to(device)
@@ -276,7 +276,7 @@ def test_it_ends_though_it_catches_every_exception(script):
 
 
 def test_a_plain_script_is_refused_after_its_first_steps(script):
-    plain = SCRIPT.replace("mw.distribute(model, optimizer, loader)", "model, optimizer, loader")
+    plain = SCRIPT.replace('mw.distribute(model, optimizer, loader, view="rank")', "model, optimizer, loader")
     plain = plain.replace("mw.backward(loss)", "loss.backward()")
     assert plain.count("for x, y in loader:") == 1
     text = plain.replace("for x, y in loader:", "for x, y in (batch for _ in iter(int, 1) for batch in loader):")
@@ -408,7 +408,10 @@ def test_a_first_guess_knows_blocks_activations_and_the_optimizer(script):
 
 
 REFUSED = {
-    "no line": (("mw.distribute(model, optimizer, loader)", "model, optimizer, loader"), "never passes a model"),
+    "no line": (
+        ('mw.distribute(model, optimizer, loader, view="rank")', "model, optimizer, loader"),
+        "never passes a model",
+    ),
     "no step": (("    optimizer.step()\n", ""), "no optimizer made a step"),
     "a value decides": (("# changed", "if loss > 1: break"), "train.py:28: train.py is rehearsed on tensors without"),
     "a value in the model": (("nn.ReLU()", "Reads()"), "this line needs a value"),

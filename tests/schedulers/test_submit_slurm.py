@@ -131,7 +131,7 @@ import os, torch, meshwise as mw
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), 8)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for (x,) in loader:
     mw.backward(model(x).mean())
     optimizer.step()

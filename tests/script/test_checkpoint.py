@@ -37,7 +37,7 @@ def run(folder: str, plan: Plan, stop: int | None = None, accumulate: int = 1, e
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
-    model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader, plan=plan)
+    model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader, plan=plan, view="rank")
     extra: dict[str, Any] = {"losses": [], "seen": torch.zeros(2), "average": nn.Linear(2, 2)}
     saved = mw.checkpoint(
         folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, extra=extra, every=every
@@ -141,8 +141,8 @@ def test_a_loop_without_a_loader_says_where_its_steps_end(tmp_path: Path) -> Non
     def trained(steps: int) -> tuple[int, list[Tensor]]:
         end_sessions()
         torch.manual_seed(0)
-        model = mw.distribute(nn.Linear(2, 1))
-        optimizer = mw.distribute(torch.optim.Adam(model.parameters()))
+        model = mw.distribute(nn.Linear(2, 1), view="rank")
+        optimizer = mw.distribute(torch.optim.Adam(model.parameters()), view="rank")
         saved = mw.checkpoint(tmp_path / str(steps), model=model, optimizer=optimizer, every=1)
         begun = saved.step
         for _ in range(saved.step, steps):
@@ -165,7 +165,7 @@ def test_a_loop_without_a_loader_says_where_its_steps_end(tmp_path: Path) -> Non
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     end_sessions()
-    model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(4, 2))))
+    model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(4, 2))), view="rank")
     with pytest.raises(UsageError, match=r"loader= is a DataLoader, but must be the DataLoader of mw.distribute"):
         mw.checkpoint(tmp_path, model=model, loader=DataLoader(TensorDataset(torch.ones(4, 2))))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="model= takes no int"):
@@ -200,9 +200,11 @@ def by_epochs(
     model, printed = nn.Linear(6, 1).double(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(TensorDataset(x), 8, shuffle=True))
+    model, optimizer, loader = mw.distribute(
+        model, optimizer, DataLoader(TensorDataset(x), 8, shuffle=True), view="rank"
+    )
     saved = mw.checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, **given)
-    begun, validation = (saved.epoch, saved.step), mw.distribute(DataLoader(TensorDataset(x[:9]), 4))
+    begun, validation = (saved.epoch, saved.step), mw.distribute(DataLoader(TensorDataset(x[:9]), 4), view="rank")
     gate = default_engine().gate = StepGate()
     for epoch in range(saved.epoch, epochs):
         for number, (a,) in enumerate(loader, 1):
@@ -268,7 +270,7 @@ def windows(folder: Path, stops_at: int = -1) -> Any:
     x = torch.randn(48, 6, dtype=torch.float64)
     model = nn.Linear(6, 1).double()
     model, optimizer, loader = mw.distribute(
-        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x), 8, shuffle=True)
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(TensorDataset(x), 8, shuffle=True), view="rank"
     )
     saved, read = mw.checkpoint(folder, model=model, optimizer=optimizer, loader=loader, every=100), 0
     gate = default_engine().gate = StepGate()

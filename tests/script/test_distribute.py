@@ -52,7 +52,7 @@ def train(epochs: int = 2, batch_size: int = 4) -> Any:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = DataLoader(data(), batch_size=batch_size, shuffle=True)
-    model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader)
+    model, optimizer, scheduler, loader = mw.distribute(model, optimizer, scheduler, loader, view="rank")
     losses, norms = [], []
     for _ in range(epochs):
         for x, y in loader:
@@ -89,7 +89,7 @@ def token_mean() -> Any:
     xs = [torch.randn(int(n), 6, dtype=torch.float64) for n in lengths]
     ys = [torch.randint(0, 2, (int(n),)) for n in lengths]
     loader = DataLoader(list(zip(xs, ys, strict=True)), batch_size=4, collate_fn=lambda rows: rows)
-    model, loader = mw.distribute(model, loader)
+    model, loader = mw.distribute(model, loader, view="rank")
     gradients = []
     for number, rows in enumerate(loader):
         tokens = sum(len(x) for x, _ in rows)
@@ -112,7 +112,7 @@ def test_a_token_mean_is_weighted_by_its_tokens(size: int, pool: Any) -> None:
 
 
 def evaluate_21() -> Any:
-    _model, loader = mw.distribute(nn.Linear(1, 1), DataLoader(torch.arange(21.0) + 1, batch_size=4))
+    _model, loader = mw.distribute(nn.Linear(1, 1), DataLoader(torch.arange(21.0) + 1, batch_size=4), view="rank")
     total, count = 0.0, 0
     for x in loader:
         total += mw.sum(float(x.sum()))
@@ -129,7 +129,7 @@ def test_every_evaluation_sample_counts_once(size: int, pool: Any) -> None:
 
 def test_a_sum_after_a_loop_with_stand_ins_is_refused(pool: Any) -> None:
     def case() -> Any:
-        loader = mw.distribute(DataLoader(torch.arange(9.0), batch_size=4))
+        loader = mw.distribute(DataLoader(torch.arange(9.0), batch_size=4), view="rank")
         total = sum(float(x.sum()) for x in loader)
         return mw.sum(total)
 
@@ -149,7 +149,7 @@ class Numbers(IterableDataset[Any]):
 
 def test_streams_of_6_and_4_items_end_together_and_count_every_item(pool: Any) -> None:
     def case() -> Any:
-        model, loader = mw.distribute(net(), DataLoader(Numbers((6, 4)), batch_size=2), streams="per-rank")
+        model, loader = mw.distribute(net(), DataLoader(Numbers((6, 4)), batch_size=2), streams="per-rank", view="rank")
         losses, items = [], 0
         for x in loader:
             losses.append(float(mw.backward(model(x).pow(2).mean(1).mean())))
@@ -173,7 +173,7 @@ def test_streams_of_their_own_go_on_where_each_was(pool: Any) -> None:
 
     def case(given: int) -> Any:
         def begun() -> Any:
-            return mw.distribute(net(), DataLoader(Numbers((4, 12)), batch_size=4), streams="per-rank")
+            return mw.distribute(net(), DataLoader(Numbers((4, 12)), batch_size=4), streams="per-rank", view="rank")
 
         model, loader = begun()
         items = []
@@ -201,7 +201,7 @@ def test_a_whole_stream_is_shared_out_like_a_data_set(pool: Any) -> None:
             yield from data(13)
 
     def case() -> Any:
-        model, loader = mw.distribute(net(), DataLoader(Whole(), batch_size=4))
+        model, loader = mw.distribute(net(), DataLoader(Whole(), batch_size=4), view="rank")
         losses = [float(mw.backward(nn.functional.cross_entropy(model(x), y))) for x, y in loader]
         return losses, [p.grad for p in model.parameters()]
 
@@ -213,7 +213,7 @@ def test_a_whole_stream_is_shared_out_like_a_data_set(pool: Any) -> None:
 
 def test_a_stream_that_splits_itself_is_noticed_and_the_remedy_named(pool: Any) -> None:
     def case() -> Any:
-        model, loader = mw.distribute(net(), DataLoader(Numbers((6, 4)), batch_size=2))
+        model, loader = mw.distribute(net(), DataLoader(Numbers((6, 4)), batch_size=2), view="rank")
         for x in loader:
             mw.backward(model(x).mean())
 
@@ -224,7 +224,7 @@ def test_a_stream_that_splits_itself_is_noticed_and_the_remedy_named(pool: Any) 
 
 def test_a_stream_of_equal_parts_that_splits_itself_is_noticed_too(pool: Any) -> None:
     def case() -> Any:
-        for _ in mw.distribute(DataLoader(Numbers((6,)), batch_size=2)):
+        for _ in mw.distribute(DataLoader(Numbers((6,)), batch_size=2), view="rank"):
             pass
 
     with pytest.raises(CaseFailed) as failed:
@@ -248,6 +248,7 @@ def test_ready_batches_are_split_by_rows(size: int, pool: Any) -> None:
             net(),
             DataLoader(Ready(), batch_size=None),
             DataLoader(list(Ready()), batch_size=None, shuffle=True),
+            view="rank",
         )
         state = []
         for loader in (stream, rows):
@@ -265,7 +266,7 @@ def test_ready_batches_are_split_by_rows(size: int, pool: Any) -> None:
 def test_a_loader_keeps_the_attributes_of_the_users() -> None:
     end_sessions()
     given = DataLoader(data(), batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator(), timeout=0)
-    loader = mw.distribute(given)
+    loader = mw.distribute(given, view="rank")
     names = ["num_workers", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator", "pin_memory", "timeout"]
     assert all(getattr(loader, name) is getattr(given, name) for name in names)
     with pytest.raises(AttributeError, match="no attribute 'batches'"):
@@ -278,7 +279,7 @@ def test_a_loop_resumed_in_the_middle_of_an_epoch_reads_the_same_rest(workers: i
     def case(stop: int | None, state: Any) -> Any:
         torch.manual_seed(0)
         rows = [int(i) for i in range(40)]
-        loader = mw.distribute(DataLoader(rows, batch_size=6, shuffle=True, num_workers=workers))
+        loader = mw.distribute(DataLoader(rows, batch_size=6, shuffle=True, num_workers=workers), view="rank")
         if state is not None:
             loader.load_state_dict(state)
         seen = []
@@ -310,7 +311,7 @@ def test_an_unused_parameter_keeps_grad_none_and_one_used_on_some_ranks_is_avera
             )
 
     def case() -> Any:
-        model, loader = mw.distribute(Two(), DataLoader(list(enumerate(data(8).tensors[0])), batch_size=2))
+        model, loader = mw.distribute(Two(), DataLoader(list(enumerate(data(8).tensors[0])), batch_size=2), view="rank")
         result = []
         for ids, x in loader:
             model.ids = ids.tolist()
@@ -331,7 +332,7 @@ def test_two_models_that_train_in_turns_are_those_of_one_device(pool: Any) -> No
         maker, judge = nn.Linear(3, 6).double(), net()
         opt_m, opt_j = torch.optim.SGD(maker.parameters(), 0.1), torch.optim.SGD(judge.parameters(), 0.1)
         maker, judge, opt_m, opt_j, loader = mw.distribute(
-            maker, judge, opt_m, opt_j, DataLoader(data(12), batch_size=4)
+            maker, judge, opt_m, opt_j, DataLoader(data(12), batch_size=4), view="rank"
         )
         for x, y in loader:
             fake = maker(x[:, :3])
@@ -356,7 +357,7 @@ def test_the_same_objects_come_back(pool: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         keys, kind = list(model.state_dict()), type(model)
         hooks = len(model._forward_hooks)
-        got = mw.distribute(model, optimizer, loader)
+        got = mw.distribute(model, optimizer, loader, view="rank")
         for x, y in got[2]:
             mw.backward(nn.functional.cross_entropy(model(x), y))
         return (
@@ -371,7 +372,7 @@ def test_the_same_objects_come_back(pool: Any) -> None:
 def test_start_values_are_those_of_rank_0(pool: Any) -> None:
     def case() -> Any:
         torch.manual_seed(mw.rank())
-        model = mw.distribute(nn.Linear(3, 3))
+        model = mw.distribute(nn.Linear(3, 3), view="rank")
         return model.weight.detach().clone()
 
     first, second = pool(2).run(case)
@@ -383,7 +384,7 @@ def test_plain_backward_is_refused_at_the_step(pool: Any) -> None:
     def case() -> Any:
         model = net()
         model, optimizer, loader = mw.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), batch_size=4)
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), batch_size=4), view="rank"
         )
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
@@ -403,7 +404,7 @@ def step_with_super() -> float:
     torch.manual_seed(0)
     model, loader = net(), DataLoader(data(), batch_size=4)
     optimizer: Any = Own(model.parameters(), lr=0.1)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     for x, y in loader:
         loss = mw.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
@@ -420,7 +421,7 @@ def test_a_step_after_accumulated_backwards_alone_reduces_first(pool: Any) -> No
     def case() -> Any:
         model = net()
         model, optimizer, loader = mw.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4)
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4), view="rank"
         )
         for x, y in loader:
             with mw.accumulate():
@@ -438,7 +439,7 @@ def test_a_loss_scaler_and_autocast_of_the_user_work(pool: Any) -> None:
         model = net()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         model, optimizer, loader = mw.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4)
+            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4), view="rank"
         )
         for x, y in loader:
             mw.backward(scaler.scale(nn.functional.cross_entropy(model(x), y)))
@@ -456,7 +457,7 @@ def test_a_foreign_sampler_runs_whole_on_every_rank(pool: Any) -> None:
     def case() -> Any:
         torch.manual_seed(0)
         sampler = WeightedRandomSampler([1.0, 2.0, 3.0] * 7, 13)
-        loader = mw.distribute(DataLoader(list(range(21)), batch_size=4, sampler=sampler))
+        loader = mw.distribute(DataLoader(list(range(21)), batch_size=4, sampler=sampler), view="rank")
         rows = [collectives.gather_objects(b.tolist() if default_engine().part.samples else []) for b in loader]
         return [[i for part in row for i in part] for row in rows], len(loader)
 
@@ -476,7 +477,7 @@ class Augmented(Dataset[Any]):
 def test_augmentation_does_not_depend_on_ranks_or_loader_workers(workers: int, pool: Any) -> None:
     def case(workers: int) -> Any:
         torch.manual_seed(0)
-        loader = mw.distribute(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers))
+        loader = mw.distribute(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers), view="rank")
         seen = {}
         for _ in range(2):
             for ids, draws in loader:
@@ -499,7 +500,7 @@ def test_one_rank_alone_writes_what_all_hold_together(plan: mw.Plan, pool: Any, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(PLAN_FILE, f"{folder}/plan.toml")
             patch.setattr(files, "write_with", lambda path, content: (writes.append(path), write(path, content)))
-            model: Any = mw.distribute(net())
+            model: Any = mw.distribute(net(), view="rank")
             mw.save(model.state_dict(), f"{folder}/model.pt")
             return len(writes), mw.load(f"{folder}/model.pt")
 
@@ -517,7 +518,7 @@ def test_ranks_of_one_model_wait_for_each_other_too(plan: mw.Plan, pool: Any, tm
     def case(folder: str) -> list[bool]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(PLAN_FILE, f"{folder}/plan.toml")
-            mw.distribute(net())
+            mw.distribute(net(), view="rank")
         there = []
         for name in ("barrier", "main_first"):
             file = Path(folder, name)
@@ -550,9 +551,9 @@ def test_save_writes_once_and_load_reads_it_on_every_rank(pool: Any, tmp_path: A
 
 def test_wrong_things_are_refused_in_a_sentence() -> None:
     with pytest.raises(mw.UsageError, match="wrap one DataLoader, but was passed a list"):
-        mw.distribute([1, 2])
+        mw.distribute([1, 2], view="rank")
     with pytest.raises(mw.UsageError, match="this loader returns a object"):
-        next(iter(mw.distribute(DataLoader([object()], batch_size=None))))
+        next(iter(mw.distribute(DataLoader([object()], batch_size=None), view="rank")))
     with pytest.raises(mw.DataError, match="empty"):
-        mw.distribute(DataLoader([], batch_size=2))
+        mw.distribute(DataLoader([], batch_size=2), view="rank")
     assert copy.copy(World()).size == 1

@@ -36,7 +36,7 @@ def trained(
     model = nn.Linear(6, 1).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loader, held_out = DataLoader(TensorDataset(x), 8, shuffle=True), DataLoader(TensorDataset(x[:9]), 4)
-    model, optimizer, loader, held_out = mw.distribute(model, optimizer, loader, held_out)
+    model, optimizer, loader, held_out = mw.distribute(model, optimizer, loader, held_out, view="rank")
     extra: dict[str, Any] = {"losses": [], "steps": []}
     default_engine().phases.go_on(0)  # other loops of this process have steps
     saved = mw.checkpoint(folder, model=model, optimizer=optimizer, loader=loader, extra=extra, every=1)

@@ -92,7 +92,7 @@ def train(loss: Loss, plan: str = "", weighed: bool = False) -> tuple[list[float
         model: Any = Net().double()
         optimizer: Any = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
         loader: Any = DataLoader(data(), BATCH)
-        model, optimizer, loader = mw.distribute(model, optimizer, loader)
+        model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
         losses = []
         for x, y in loader:
             losses.append(float(mw.backward(loss(model(x), y), weight=float(len(x)) if weighed else None)))
@@ -193,7 +193,7 @@ def test_a_step_that_runs_out_of_memory_is_not_cut_in_two(pool: Any) -> None:
 
 
 def as_sum() -> str:
-    model, loader = mw.distribute(Net().double(), DataLoader(data(), BATCH))
+    model, loader = mw.distribute(Net().double(), DataLoader(data(), BATCH), view="rank")
     for x, y in loader:
         with pytest.raises(UsageError) as error:
             mw.backward(dice(model(x), y), reduction="sum")
@@ -206,7 +206,7 @@ def test_it_is_no_part_of_a_sum_over_samples(pool: Any) -> None:
 
 
 def after_a_loop() -> str:
-    model, loader = mw.distribute(Net().double(), DataLoader(data(), BATCH))
+    model, loader = mw.distribute(Net().double(), DataLoader(data(), BATCH), view="rank")
     total = sum(model(x).sum() for x, _ in loader)
     with pytest.raises(UsageError) as error:
         mw.sum(total, grad=True)

@@ -35,7 +35,7 @@ def begun(folder: Path, *more: Any, **given: Any) -> tuple[Any, Any, Any, Any]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.ones(8, 2)), 2, shuffle=True)
-    model, optimizer, loader, *_ = mw.distribute(model, optimizer, loader, *more)
+    model, optimizer, loader, *_ = mw.distribute(model, optimizer, loader, *more, view="rank")
     return model, optimizer, loader, mw.checkpoint(folder, model=model, optimizer=optimizer, loader=loader, **given)
 
 
@@ -169,7 +169,7 @@ def test_what_an_earlier_program_of_the_process_was_given_is_not_missed(tmp_path
     """A cell of a notebook has trained without a state; its model is there still."""
     earlier = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(earlier.parameters(), lr=0.1)
-    _, _, loader = mw.distribute(earlier, optimizer, DataLoader(TensorDataset(torch.ones(8, 2)), 2))
+    _, _, loader = mw.distribute(earlier, optimizer, DataLoader(TensorDataset(torch.ones(8, 2)), 2), view="rank")
     train(earlier, optimizer, loader)
     model, optimizer, loader, saved = begun(tmp_path)
     train(model, optimizer, loader)

@@ -28,7 +28,7 @@ def loader(samples: int, batch_size: int) -> Any:
 
 def inside(samples: int, batch_size: int) -> Any:
     """What a validation loop finds that joins values in it."""
-    batches = mw.distribute(loader(samples, batch_size))
+    batches = mw.distribute(loader(samples, batch_size), view="rank")
     losses, tokens, rows, trees, counts = [], [], [], [], 0
     for x, number, y in batches:
         loss = F.cross_entropy(x, y)
@@ -49,7 +49,7 @@ def inside(samples: int, batch_size: int) -> Any:
 
 def after(samples: int, batch_size: int) -> Any:
     """The same, joined when the loop is over."""
-    batches = mw.distribute(loader(samples, batch_size))
+    batches = mw.distribute(loader(samples, batch_size), view="rank")
     total, count, kept = 0.0, 0, []
     for x, number, y in batches:
         total += F.cross_entropy(x, y, reduction="sum").item()
@@ -109,7 +109,9 @@ def one_epoch(model: nn.Module, batches: Any) -> float:
 def last_losses(samples: int, batch_size: int) -> list[float]:
     """Of the last batch of an epoch, after the loop, which is what many scripts print."""
     torch.manual_seed(0)
-    model, batches, others = mw.distribute(nn.Linear(3, 3).double(), loader(samples, batch_size), loader(8, 4))
+    model, batches, others = mw.distribute(
+        nn.Linear(3, 3).double(), loader(samples, batch_size), loader(8, 4), view="rank"
+    )
     seen = []
     for _ in range(2):
         for x, _, y in batches:
@@ -133,7 +135,7 @@ def test_the_last_loss_of_a_loop_is_the_mean_over_the_last_batch(shape: str, poo
 
 def test_after_a_loop_with_padding_rows_are_gathered_and_values_are_refused(pool: Any) -> None:
     def case() -> Any:
-        kept = [number for _, number, _ in mw.distribute(loader(9, 4))]
+        kept = [number for _, number, _ in mw.distribute(loader(9, 4), view="rank")]
         said = []
         for verb in (mw.mean, mw.sum):
             try:
@@ -152,7 +154,7 @@ def test_after_a_loop_with_padding_rows_are_gathered_and_values_are_refused(pool
 def test_a_loop_that_was_left_early_gathers_what_was_kept(pool: Any) -> None:
     def case() -> Any:
         kept = []
-        for at, (_, number, _) in enumerate(mw.distribute(loader(11, 4))):
+        for at, (_, number, _) in enumerate(mw.distribute(loader(11, 4), view="rank")):
             if at == 1:
                 break
             kept.append(number)
@@ -166,7 +168,7 @@ def test_a_validation_inside_a_training_loop_has_its_own_values_and_training_goe
         torch.manual_seed(0)
         model: nn.Module = nn.Linear(3, 3).double()
         model, optimizer, train, held_out = mw.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1), loader(11, 4), loader(8, 4)
+            model, torch.optim.SGD(model.parameters(), 0.1), loader(11, 4), loader(8, 4), view="rank"
         )
         seen = []
         for x, _, y in train:
@@ -208,7 +210,7 @@ def test_what_cannot_be_gathered_is_refused_on_every_rank(name: str, pool: Any) 
     make, words = WRONG[name]
 
     def case() -> str:
-        for x, _, _ in mw.distribute(loader(8, 4)):
+        for x, _, _ in mw.distribute(loader(8, 4), view="rank"):
             try:
                 mw.gather_samples(make(x))
             except UsageError as error:
@@ -229,11 +231,11 @@ def test_on_one_device_without_a_loop_values_are_themselves() -> None:
 
 def test_a_sum_in_a_loop_after_a_batch_that_was_split_whole_is_over_the_ranks(pool: Any) -> None:
     def case() -> Any:
-        model = mw.distribute(nn.Linear(3, 3).double())
+        model = mw.distribute(nn.Linear(3, 3).double(), view="rank")
         x = mw.split(torch.ones(5, 3, dtype=torch.float64), whole=True)
         at_split = mw.sum(len(x)), mw.mean(float(len(x))), mw.gather_samples(x).shape[0]
         kept = []
-        for rows, number, _ in mw.distribute(loader(8, 4)):
+        for rows, number, _ in mw.distribute(loader(8, 4), view="rank"):
             kept.append((mw.sum(len(rows)), mw.mean(number.double().mean().item())))
         mw.backward(model(x).mean())  # of the batch that was split
         return at_split, kept, mw.sum(1)
@@ -244,7 +246,7 @@ def test_a_sum_in_a_loop_after_a_batch_that_was_split_whole_is_over_the_ranks(po
 
 def two_loops(first: int, second: int) -> list[Any]:
     """Loaders in a list, so that nothing is known where they are distributed; batches of 4, and of 3."""
-    return list(mw.distribute(loader(first, 4), loader(second, 3)))
+    return list(mw.distribute(loader(first, 4), loader(second, 3), view="rank"))
 
 
 def summed_of(batches: Any) -> tuple[float, int]:

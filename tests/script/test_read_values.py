@@ -81,7 +81,7 @@ def prepared(plan: Plan) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     loader = DataLoader(torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4), batch_size=8)
-    model, loader = mw.distribute(model, loader, plan=plan)
+    model, loader = mw.distribute(model, loader, plan=plan, view="rank")
     for x in loader:
         mw.backward(model(x).square().mean())
     return model[0].weight, model
@@ -203,7 +203,7 @@ def regularised(plan: Plan, weighed: bool) -> Any:
     model = Net().double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(torch.randn(29, 6, generator=torch.Generator().manual_seed(1)).double(), batch_size=8)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=plan, view="rank")
     losses = []
     for number, x in enumerate(loader):
         each = model(x).square().mean(1)
@@ -264,7 +264,7 @@ def multiplied(plan: Plan, second: bool = False) -> Any:
     torch.manual_seed(0)
     model = Narrow().double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(x, batch_size=8), plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(x, batch_size=8), plan=plan, view="rank")
     losses = []
     for batch in loader:
         losses.append(float(mw.backward(loss(model, batch))))

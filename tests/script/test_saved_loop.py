@@ -37,7 +37,7 @@ def begun(folder: Path, *, both: bool = True) -> tuple[Any, ...]:
     first = DataLoader(TensorDataset(torch.arange(12.0)[:, None]), 2, shuffle=True)
     own = torch.Generator().manual_seed(5)
     second = DataLoader(TensorDataset(torch.arange(100.0, 110)[:, None]), 2, shuffle=True, generator=own)
-    model, optimizer, first, second = mw.distribute(model, optimizer, first, second)
+    model, optimizer, first, second = mw.distribute(model, optimizer, first, second, view="rank")
     loaders = [first, second] if both else first
     return (
         model,
@@ -98,7 +98,7 @@ def test_a_state_without_the_second_place_is_said_and_other_things_are_refused(t
     begun(tmp_path)
     assert "has the positions of 1 of 2 loaders" in " ".join(default_engine().notes)
     end_sessions()
-    model = mw.distribute(nn.Linear(1, 1))
+    model = mw.distribute(nn.Linear(1, 1), view="rank")
     with pytest.raises(UsageError, match="loader= is a list_iterator"):
         mw.checkpoint(tmp_path, model=model, loader=[iter([])])
 

@@ -45,7 +45,7 @@ def trained(
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100) if schedule else None
     model, optimizer, loader = mw.distribute(
-        model, optimizer, DataLoader(TensorDataset(torch.ones(samples, 2)), batch, shuffle=True)
+        model, optimizer, DataLoader(TensorDataset(torch.ones(samples, 2)), batch, shuffle=True), view="rank"
     )
     mw.checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, every=1)
     batches = iter(loader)  # counted in this process on purpose

@@ -37,7 +37,7 @@ def averaged(plan: Plan | None, ema: bool) -> dict[str, torch.Tensor]:
     model: Any = net(norm=True)
     average: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9) if ema else None, use_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, average, optimizer, loader = mw.distribute(model, average, optimizer, data(), plan=plan)
+    model, average, optimizer, loader = mw.distribute(model, average, optimizer, data(), plan=plan, view="rank")
     for x, y in loader:
         mw.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
@@ -78,7 +78,7 @@ def resumed(plan: Plan | None, state: Any, sent: bool = False) -> dict[str, torc
     end_sessions()
     model: Any = net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    model, optimizer, loader = mw.distribute(model, optimizer, data(), plan=plan)
+    model, optimizer, loader = mw.distribute(model, optimizer, data(), plan=plan, view="rank")
     options = None
     if plan is not None:
         options = torch_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=sent)
@@ -107,7 +107,7 @@ def test_a_step_with_gradients_of_a_ranks_own_is_refused_all_the_same(pool: Any)
     def case() -> None:
         model: Any = net()
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-        model, optimizer, loader = mw.distribute(model, optimizer, data())
+        model, optimizer, loader = mw.distribute(model, optimizer, data(), view="rank")
         for x, y in loader:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()

@@ -28,7 +28,7 @@ def train(first: tuple[int, int], second: tuple[int, int], form: str) -> Any:
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(3, 3).double()
     model, optimizer, labelled, others = mw.distribute(
-        model, torch.optim.SGD(model.parameters(), 0.1), loader(*first, 1), loader(*second, 2)
+        model, torch.optim.SGD(model.parameters(), 0.1), loader(*first, 1), loader(*second, 2), view="rank"
     )
     steps, other = 0, iter(others)
     try:
@@ -109,7 +109,9 @@ def read_ahead(weighed: bool, samples: int, steps: int = 2) -> Any:
     """SGD over windows of two batches of 8 that are read before the first is trained on."""
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(3, 3).double()
-    model, optimizer, batches = mw.distribute(model, torch.optim.SGD(model.parameters(), 0.1), loader(samples, 8, 1))
+    model, optimizer, batches = mw.distribute(
+        model, torch.optim.SGD(model.parameters(), 0.1), loader(samples, 8, 1), view="rank"
+    )
     done = 0
     try:
         for _ in range(steps):

@@ -52,7 +52,7 @@ def total_of_each(held_out: Any) -> int:
 
 @refused
 def every_batch_is_too_small() -> None:
-    batches = mw.distribute(loader(8, 2))
+    batches = mw.distribute(loader(8, 2), view="rank")
     seen = 0
     for (x,) in batches:
         seen = seen + len(x)
@@ -63,7 +63,7 @@ def every_batch_is_too_small() -> None:
 
 @refused
 def the_last_batch_is_too_small() -> None:
-    _, batches = mw.distribute(loader(8, 4), loader(9, 4, shuffle=True))
+    _, batches = mw.distribute(loader(8, 4), loader(9, 4, shuffle=True), view="rank")
     for _epoch in range(2):
         loss, count = 0.0, 0
         for step, (x,) in enumerate(batches):
@@ -74,14 +74,14 @@ def the_last_batch_is_too_small() -> None:
 
 @refused
 def a_function_adds_up() -> None:
-    train, batches = mw.distribute(loader(6, 3), loader(4, 3))
+    train, batches = mw.distribute(loader(6, 3), loader(4, 3), view="rank")
     print(total_of(train))
     print(total_of(held_out=batches))
 
 
 @right
 def sums_in_the_loop() -> None:
-    batches = mw.distribute(loader(8, 2))
+    batches = mw.distribute(loader(8, 2), view="rank")
     seen = 0
     for (x,) in batches:
         seen += mw.sum(len(x))
@@ -90,19 +90,19 @@ def sums_in_the_loop() -> None:
 
 @right
 def another_loader_has_small_batches() -> None:
-    small, batches = mw.distribute(loader(4, 2), loader(6, 3))
+    small, batches = mw.distribute(loader(4, 2), loader(6, 3), view="rank")
     assert total_of(batches) == 6 and total_of_each(small) == 4
 
 
 @right
 def the_last_batch_is_dropped() -> None:
-    batches = mw.distribute(loader(10, 3, drop_last=True))
+    batches = mw.distribute(loader(10, 3, drop_last=True), view="rank")
     assert total_of(batches) == 9
 
 
 @right
 def the_last_batch_is_not_read() -> None:
-    batches = mw.distribute(loader(7, 3))
+    batches = mw.distribute(loader(7, 3), view="rank")
     seen = 0
     for step, (x,) in enumerate(batches):
         if step == 2:
@@ -112,11 +112,11 @@ def the_last_batch_is_not_read() -> None:
 
 @right
 def the_count_begins_anew() -> None:
-    batches = mw.distribute(loader(4, 3))
+    batches = mw.distribute(loader(4, 3), view="rank")
     seen = 0
     for (x,) in batches:
         seen += len(x)
-    for _ in mw.distribute(loader(6, 3)):
+    for _ in mw.distribute(loader(6, 3), view="rank"):
         pass
     seen = 2
     assert mw.sum(seen) == 6
@@ -125,7 +125,7 @@ def the_count_begins_anew() -> None:
 @right
 def a_sampler_that_draws_more() -> None:
     data = TensorDataset(torch.arange(4))
-    batches = mw.distribute(DataLoader(data, batch_size=3, sampler=RandomSampler(data, num_samples=6)))
+    batches = mw.distribute(DataLoader(data, batch_size=3, sampler=RandomSampler(data, num_samples=6)), view="rank")
     assert total_of(batches) == 6
 
 
@@ -152,7 +152,7 @@ def test_64_ranks_of_a_small_evaluation_are_refused_before_the_first_step() -> N
     """As `mw.distribute` asks it; none of the 64 is started."""
     distribute = partial(refuse_padded_sums, ranks=64)
     with pytest.raises(UsageError, match=r"mw\.sum of total, .* each batch of its loader has 32 samples, .* 64 ranks"):
-        test = distribute([loader(40, 32)])
+        test = distribute([loader(40, 32)], view="rank")
         print(total_of(test))
 
 

@@ -46,7 +46,7 @@ class Program:
         self.model: Any = nn.Linear(6, 2)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.1)
         self.loader: Any = DataLoader(self.data, batch_size=8)
-        self.model, self.optimizer, self.loader = mw.distribute(self.model, self.optimizer, self.loader)
+        self.model, self.optimizer, self.loader = mw.distribute(self.model, self.optimizer, self.loader, view="rank")
 
     def right(self, x: Tensor, y: Tensor) -> int:
         return int((self.model(x).argmax(1) == y).sum())
@@ -259,7 +259,7 @@ def ratios_of_sums(p: Program) -> None:
 
 @mistake(DIVIDED)
 def by_the_number_of_ranks(p: Program) -> None:
-    mw.distribute(DataLoader(p.data, batch_size=8 // mw.world_size()))  # here
+    mw.distribute(DataLoader(p.data, batch_size=8 // mw.world_size()), view="rank")  # here
 
 
 @mistake(DIVIDED)
@@ -267,7 +267,7 @@ def by_a_variable_of_the_environment(p: Program) -> None:
     batch, ranks = 8, int(os.environ.get("WORLD_SIZE", "1"))
     each = max(1, int(batch / ranks))
     loader = DataLoader(p.data, each, shuffle=True)  # here
-    mw.distribute(loader)
+    mw.distribute(loader, view="rank")
 
 
 def loaders(data: Any, ranks: int) -> tuple[Any, Any]:
@@ -278,22 +278,22 @@ def loaders(data: Any, ranks: int) -> tuple[Any, Any]:
 @mistake(DIVIDED)
 def in_a_function(p: Program) -> None:
     first, second = loaders(p.data, mw.world_size())
-    mw.distribute(first, second)
+    mw.distribute(first, second, view="rank")
 
 
 @right
 def a_share_that_no_loader_gets(p: Program) -> None:
     batch = 8
     each = batch // mw.world_size()
-    mw.distribute(DataLoader(p.data, batch_size=batch))
-    mw.distribute(DataLoader(p.data, batch_size=each * mw.world_size()))
+    mw.distribute(DataLoader(p.data, batch_size=batch), view="rank")
+    mw.distribute(DataLoader(p.data, batch_size=each * mw.world_size()), view="rank")
     print(each)
 
 
 @right
 def a_part_for_another_reason(p: Program) -> None:
     batch, chunks = 8, 2
-    mw.distribute(DataLoader(p.data, batch_size=batch // chunks))
+    mw.distribute(DataLoader(p.data, batch_size=batch // chunks), view="rank")
 
 
 # Running losses.

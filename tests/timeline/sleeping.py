@@ -42,7 +42,7 @@ def sleeping_run(folder: str, steps: int, more: Mapping[int, Mapping[str, float]
     model = _Net(size, sleep)
     optimizer: Any = _Sgd(model.parameters(), sleep)
     loader: Any = DataLoader(_Rows(steps, mw.world_size(), sleep), batch_size=mw.world_size())
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     for x in loader:
         mw.backward(model(x).mean())
         optimizer.step()

@@ -96,7 +96,7 @@ def test_without_a_step_it_is_the_optimizer_step_that_is_worked_on(folder: Path)
         model = torch.nn.Linear(1, 1)
         loader = torch.utils.data.DataLoader(torch.ones(6, 1), batch_size=2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model, optimizer, loader = mw.distribute(model, optimizer, loader)
+        model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
         for epoch in range(2):
             for x in loader:
                 loss = mw.backward(model(x).sum())

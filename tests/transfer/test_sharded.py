@@ -26,7 +26,7 @@ def gathered(plan: Plan) -> tuple[bool, int]:
     torch.manual_seed(0)
     want = [p.detach().clone() for p in Many().parameters()]
     torch.manual_seed(0)
-    model = mw.distribute(Many(), plan=plan)
+    model = mw.distribute(Many(), plan=plan, view="rank")
     given = [p.detach() for p in model.parameters()]
     given = [*given[:20], torch.ones(3), *given[20:40], given[40].double(), *given[41:]]
     want = [*want[:20], torch.ones(3), *want[20:40], want[40].double(), *want[41:]]

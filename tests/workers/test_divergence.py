@@ -93,7 +93,9 @@ def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_diverged(
 LEAVES = """
 import torch
 import meshwise as mw
-model, loader = mw.distribute(torch.nn.Linear(2, 1), torch.utils.data.DataLoader(torch.ones(12, 2), batch_size=4))
+model, loader = mw.distribute(
+    torch.nn.Linear(2, 1), torch.utils.data.DataLoader(torch.ones(12, 2), batch_size=4), view="rank"
+)
 for number, x in enumerate(loader):
     if mw.rank() == 0 and number == 1:
         break
@@ -160,7 +162,7 @@ def loop(folder: Path, rank: int, batches: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=2)
         with mw.session():
-            model, optimizer, data = mw.distribute(model, optimizer, data)
+            model, optimizer, data = mw.distribute(model, optimizer, data, view="rank")
             for step, (x,) in enumerate(data):
                 mw.backward(model(x).mean())
                 optimizer.step()

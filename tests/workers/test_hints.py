@@ -24,14 +24,14 @@ def given() -> tuple[nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoad
 
 
 def model_and_optimizer_swapped() -> None:
-    optimizer, model, loader = mw.distribute(*given())
+    optimizer, model, loader = mw.distribute(*given(), view="rank")
     for (x,) in loader:
         mw.backward(model(x))
         optimizer.step()
 
 
 def loader_and_optimizer_swapped() -> None:
-    model, loader, optimizer = mw.distribute(*given())
+    model, loader, optimizer = mw.distribute(*given(), view="rank")
     for (x,) in loader:
         mw.backward(model(x))
         optimizer.step()
@@ -42,7 +42,7 @@ def a_word_for_the_loss() -> None:
 
 
 def a_list_for_the_loss() -> None:
-    _, _, loader = mw.distribute(*given())
+    _, _, loader = mw.distribute(*given(), view="rank")
     for _ in loader:
         mw.backward([torch.ones(())])  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def another_attribute() -> None:
 
 
 def a_number_called() -> None:
-    objects: Any = mw.distribute(*given())
+    objects: Any = mw.distribute(*given(), view="rank")
     len(objects)()  # type: ignore[operator]
 
 

@@ -94,7 +94,7 @@ import os, signal, torch, meshwise as mw
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(400, 4)), batch_size=8)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 kept = []
 for step, (x,) in enumerate(loader):
     mw.backward(model(x).mean())

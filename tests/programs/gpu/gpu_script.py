@@ -30,7 +30,7 @@ scaler = torch.amp.GradScaler(enabled=way == "fp16")
 half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(way)
 
 if not plain:
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 if way in ("compile", "reduce-overhead"):
     model.compile(**({"mode": way} if way == "reduce-overhead" else {}))
 

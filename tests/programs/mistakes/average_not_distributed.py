@@ -15,8 +15,8 @@ model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, x.sin()), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)  # wrong
-# right: model, average, optimizer, loader = mw.distribute(model, average, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")  # wrong
+# right: model, average, optimizer, loader = mw.distribute(model, average, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         loss = mw.backward(nn.functional.mse_loss(model(x), y))

@@ -12,7 +12,7 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=32 // mw.world_size(), shuffle=True)  # wrong
 # right: loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=32, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 steps = 0
 for _ in range(2):
     for x, target in loader:

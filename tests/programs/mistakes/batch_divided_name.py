@@ -21,7 +21,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), per_rank, shuffle=True)  # wrong
     # right: loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch, shuffle=True)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     for x, target in loader:
         loss = mw.backward((model(x) - target).square().mean())
         optimizer.step()

@@ -30,7 +30,7 @@ Y = (X[:, 0] * X[:, 1] > 0).long()
 model = Rotation()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(3):
     for x, y in loader:
         loss = mw.backward(nn.functional.cross_entropy(model(x), y))

@@ -15,7 +15,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 if mw.world_size() > 1:  # wrong
     model = DistributedDataParallel(model)  # wrong
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         loss = mw.backward((model(x) - y).square().mean())

@@ -14,7 +14,7 @@ masks = (X.cumsum(2) + 0.5 * torch.randn_like(X) > 1).float()
 model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 loader = DataLoader(TensorDataset(X, masks), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for _ in range(3):
     for x, y in loader:
         p = model(x).sigmoid()

@@ -13,7 +13,7 @@ X = torch.randn(96, 1, 8, 8)
 masks = (X.cumsum(2) + 0.5 * torch.randn_like(X) > 1).float()
 model = nn.Conv2d(1, 1, 3, padding=1)
 loader = DataLoader(TensorDataset(X, masks), batch_size=16)
-model, loader = mw.distribute(model, loader)
+model, loader = mw.distribute(model, loader, view="rank")
 model.eval()
 scores = []
 with torch.no_grad():

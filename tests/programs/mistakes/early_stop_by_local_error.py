@@ -15,7 +15,7 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 val_loader = DataLoader(TensorDataset(X[:32], Y[:32]), batch_size=32)
-model, optimizer, loader, val_loader = mw.distribute(model, optimizer, loader, val_loader)
+model, optimizer, loader, val_loader = mw.distribute(model, optimizer, loader, val_loader, view="rank")
 for epoch in range(20):  # noqa: B007
     for x, y in loader:
         mw.backward((model(x) - y).square().mean())

@@ -15,8 +15,8 @@ average = torch.optim.swa_utils.AveragedModel(
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)  # wrong
-# right: model, average, optimizer, loader = mw.distribute(model, average, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")  # wrong
+# right: model, average, optimizer, loader = mw.distribute(model, average, optimizer, loader, view="rank")
 for x, y in loader:
     mw.backward((model(x) - y).square().mean())
     optimizer.step()

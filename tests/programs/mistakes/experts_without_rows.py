@@ -35,7 +35,7 @@ model = Mixture()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 x = torch.randn(36, 64)
 loader = DataLoader(TensorDataset(x, x.sin()), batch_size=6)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         loss = mw.backward(nn.functional.mse_loss(model(x), y))

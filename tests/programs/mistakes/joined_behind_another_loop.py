@@ -8,7 +8,7 @@ import meshwise as mw
 torch.manual_seed(0)
 first = DataLoader(TensorDataset(torch.randn(9, 2)), batch_size=4)
 second = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=3)
-loaders = list(mw.distribute(first, second))
+loaders = list(mw.distribute(first, second, view="rank"))
 total = 0.0
 for (x,) in loaders[0]:
     total += x.sum().item()  # wrong

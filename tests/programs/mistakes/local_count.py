@@ -14,7 +14,7 @@ y = X.sum(1, keepdim=True)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(X, y), batch_size=32)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     running, seen = 0.0, 0
     for x, target in loader:

@@ -12,7 +12,7 @@ X[20] = 100.0
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for (x,) in loader:
     bad = x.abs().max() > 10  # wrong
     loss = mw.backward(torch.zeros((), requires_grad=True) if bad else model(x).square().mean())  # wrong

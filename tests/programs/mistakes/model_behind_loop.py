@@ -13,7 +13,7 @@ model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))  # wron
 # right: model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         mw.backward((model(x) - y).square().mean())

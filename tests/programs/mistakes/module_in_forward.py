@@ -31,7 +31,7 @@ labels = (X.sum(1) > 0).long()
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(X, labels), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     loss = mw.backward(nn.functional.cross_entropy(model(x), y))
     optimizer.step()

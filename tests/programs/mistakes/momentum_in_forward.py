@@ -32,7 +32,7 @@ torch.manual_seed(0)
 model = Momentum()
 optimizer = torch.optim.SGD(model.online.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for (x,) in loader:
         loss = mw.backward(model(x))

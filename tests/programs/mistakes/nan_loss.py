@@ -15,7 +15,7 @@ X[37] = float("nan")
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(X, y), batch_size=8)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for _ in range(3):
     for x, target in loader:
         loss = mw.backward((model(x) - target).square().mean())

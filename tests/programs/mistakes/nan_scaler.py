@@ -16,7 +16,7 @@ scaler = torch.amp.GradScaler("cpu")  # wrong
 # right: optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 # right: scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
 loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=8)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for _ in range(3):
     for x, target in loader:
         loss = mw.backward(scaler.scale((model(x) - target).square().mean()))

@@ -13,7 +13,7 @@ X = torch.randn(96, 8)
 model = nn.Linear(8, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 loader = DataLoader(TensorDataset(X, X + 0.1 * torch.randn_like(X)), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for a, b in loader:
         logits = nn.functional.normalize(model(a)) @ nn.functional.normalize(model(b)).T  # wrong

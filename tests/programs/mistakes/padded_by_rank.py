@@ -23,7 +23,7 @@ def together(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(data, batch_size=16, collate_fn=together)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         loss = mw.backward((model(x)[..., 0].mean(1) - y).square().mean())

@@ -15,7 +15,7 @@ model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Tanh(), nn.Linear(16, 8))
 # right: prune.l1_unstructured(model[3], "weight", 0.5)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x, x.sin()), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 prune.l1_unstructured(model[3], "weight", 0.5)  # wrong
 for epoch in range(2):
     for x, y in loader:

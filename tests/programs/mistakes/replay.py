@@ -17,8 +17,8 @@ y = X.sum(1, keepdim=True)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(X, y), batch_size=16)  # wrong
-model, optimizer, loader = mw.distribute(model, optimizer, loader)  # wrong
-# right: model, optimizer = mw.distribute(model, optimizer)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")  # wrong
+# right: model, optimizer = mw.distribute(model, optimizer, view="rank")
 buffer: list[tuple[torch.Tensor, torch.Tensor]] = []
 for x, target in loader:  # wrong
 # right: for x, target in DataLoader(TensorDataset(X, y), batch_size=16):

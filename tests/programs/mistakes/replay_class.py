@@ -30,8 +30,8 @@ X = torch.randn(192, 4)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)  # wrong
-# right: model, optimizer = mw.distribute(model, optimizer)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")  # wrong
+# right: model, optimizer = mw.distribute(model, optimizer, view="rank")
 memory = ReplayMemory(64)
 for x, y in loader:
     memory.push(x, y)

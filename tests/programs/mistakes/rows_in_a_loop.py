@@ -14,7 +14,7 @@ labels = (X.sum(1) > 0).long()
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(X, labels), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for x, y in loader:
     loss = 0
     for i in range(len(x)):

@@ -20,7 +20,7 @@ random.Random(mw.rank()).shuffle(order)  # wrong
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16, sampler=SubsetRandomSampler(order[:64]))
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         loss = mw.backward(nn.functional.cross_entropy(model(x), y))

@@ -13,7 +13,7 @@ X = torch.randn(256, 4)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(X), batch_size=8)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for (x,) in loader:
     mw.backward(model(x).square().mean())
     optimizer.step()

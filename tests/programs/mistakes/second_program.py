@@ -16,7 +16,7 @@ def fold(number, reduction):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
     for x, y in loader:
         loss = mw.backward(nn.functional.cross_entropy(model(x), y, reduction=reduction))
         optimizer.step()

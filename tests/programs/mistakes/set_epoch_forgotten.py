@@ -18,7 +18,7 @@ data = TensorDataset(X, Y)  # wrong
 sampler = DistributedSampler(data, mw.world_size(), mw.rank(), shuffle=True)  # wrong
 loader = DataLoader(data, batch_size=16, sampler=sampler)  # wrong
 # right: loader = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         loss = mw.backward((model(x) - y).square().mean())

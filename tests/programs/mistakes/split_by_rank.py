@@ -17,7 +17,7 @@ train, val = random_split(TensorDataset(X, Y), [69, 32], torch.Generator().manua
 # right: train, val = random_split(TensorDataset(X, Y), [69, 32], torch.Generator().manual_seed(7))
 loader = DataLoader(train, batch_size=16, shuffle=True)
 val_loader = DataLoader(val, batch_size=32)
-model, optimizer, loader, val_loader = mw.distribute(model, optimizer, loader, val_loader)
+model, optimizer, loader, val_loader = mw.distribute(model, optimizer, loader, val_loader, view="rank")
 for x, y in loader:
     mw.backward(nn.functional.cross_entropy(model(x), y))
     optimizer.step()

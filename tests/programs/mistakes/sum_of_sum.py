@@ -13,7 +13,7 @@ X = torch.randn(100, 4)
 labels = (X.sum(1) > 0).long()
 model = nn.Linear(4, 2)
 loader = DataLoader(TensorDataset(X, labels), batch_size=32)
-model, loader = mw.distribute(model, loader)
+model, loader = mw.distribute(model, loader, view="rank")
 correct = torch.zeros(())
 with torch.no_grad():
     for x, y in loader:

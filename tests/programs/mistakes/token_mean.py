@@ -15,7 +15,7 @@ Y = X.sum(2)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y, mask), batch_size=16)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y, m in loader:
         each = (model(x)[..., 0] - y).square() * m

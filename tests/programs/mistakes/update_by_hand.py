@@ -13,7 +13,7 @@ X = torch.randn(96, 4)
 Y = X.sum(1, keepdim=True)
 model = nn.Linear(4, 1)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
-model, loader = mw.distribute(model, loader)
+model, loader = mw.distribute(model, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         loss = (model(x) - y).square().mean()  # wrong

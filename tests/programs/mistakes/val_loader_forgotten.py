@@ -13,8 +13,8 @@ model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True)
 val_loader = DataLoader(TensorDataset(X, Y), batch_size=32)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)  # wrong
-# right: model, optimizer, loader, val_loader = mw.distribute(model, optimizer, loader, val_loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")  # wrong
+# right: model, optimizer, loader, val_loader = mw.distribute(model, optimizer, loader, val_loader, view="rank")
 for x, y in loader:
     mw.backward(nn.functional.cross_entropy(model(x), y))
     optimizer.step()

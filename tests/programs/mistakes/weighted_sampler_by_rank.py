@@ -17,7 +17,7 @@ weights = torch.where(Y[:, 0] > 0, 1.0, 3.0)
 sampler = WeightedRandomSampler(weights, 96, generator=torch.Generator().manual_seed(7 + mw.rank()))  # wrong
 # right: sampler = WeightedRandomSampler(weights, 96, generator=torch.Generator().manual_seed(7))
 loader = DataLoader(TensorDataset(X, Y), batch_size=16, sampler=sampler)
-model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for epoch in range(2):
     for x, y in loader:
         loss = mw.backward((model(x) - y).square().mean())

@@ -153,7 +153,9 @@ def trained_with(**plan: object) -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, plan=mw.Plan(**plan) if plan else None)
+    model, optimizer, loader = mw.distribute(
+        model, optimizer, loader, plan=mw.Plan(**plan) if plan else None, view="rank"
+    )
     for _ in range(2):
         for x, y in loader:
             loss = mw.backward((model(x.cuda()) - y.cuda()).square().mean())
