@@ -8,8 +8,9 @@ Read in torch 2.11, 2.13 and 2.15: `utils/_python_dispatch.py`, `multiprocessing
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from meshwise.compat.torch_function import on_parts
 
 try:
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 except ImportError as error:  # pragma: no cover - no such torch is in range
@@ -52,6 +54,46 @@ def without_interception() -> AbstractContextManager[Any]:
     """Return a context manager in which operators bypass all dispatch modes. Code that observes a program through a
     dispatch mode enters it, so that the operators of the observer itself are not observed."""
     return _disable_current_modes()
+
+
+def is_rehearsed(tensor: object) -> bool:
+    """Return whether `tensor` is a fake tensor of a rehearsal, in which the whole program runs on fake tensors."""
+    return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "stands_for_real", False)
+
+
+def _rehearsal() -> Any:
+    """Return the mode of the rehearsal in which the program runs on fake tensors from its start to its end, or None."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode if getattr(mode, "stands_for_real", False) else None
+
+
+def rehearsing() -> bool:
+    """Return whether this is a rehearsal: the program runs on fake tensors from its start to its end."""
+    return _rehearsal() is not None
+
+
+def real_values() -> AbstractContextManager[Any]:
+    """Return a context manager in which operators run on real tensors, even if the program runs on fake tensors (see
+    `rehearsing`)."""
+    return without_interception() if rehearsing() else nullcontext()
+
+
+def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Return an iterator over the same pairs (batch, description). In a rehearsal (see `rehearsing`), each batch is
+    replaced by a copy with fake tensors. The batch is still read from the data set as real tensors."""
+    mode = _rehearsal()
+    return pairs if mode is None else mode.batches(pairs)
+
+
+@functools.cache
+def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
+    """Return the class to assign to a tensor of class `kind`, so that the tensor becomes an instance of `subclass`.
+
+    This is `kind` itself if `kind` derives from `subclass`. For a class of fake tensors, it is a new class that derives
+    from `subclass` and `kind`. Otherwise it is `subclass`."""
+    if issubclass(kind, subclass):
+        return kind
+    return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
 
 
 def operator_name(operator: Any) -> str:

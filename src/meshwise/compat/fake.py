@@ -22,7 +22,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from meshwise.compat import fake_alike
-from meshwise.compat.dispatch import operator_name, without_interception
+from meshwise.compat.dispatch import is_rehearsed, operator_name, real_values
 from meshwise.compat.fake_values import concerns_values, fake_batch, give_value, lose, with_values
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import tensors_in
@@ -67,6 +67,15 @@ class FakeTensors(FakeTensorMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensors:
         return self  # a copy of a fake tensor copies its attributes, and its mode is one
+
+    def batches(self, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the pairs with a fake copy of each batch, which is read from the data set as real tensors."""
+        while True:
+            with real_values():
+                pair = next(pairs, None)
+            if pair is None:
+                return
+            yield fake_batch(pair[0]), pair[1]
 
 
 class Call:
@@ -185,24 +194,13 @@ def plain_mode() -> FakeTensorMode:
 def is_fake(value: object) -> bool:
     """Return whether `value` is a fake tensor that gets real values later, such as a parameter before `materialise`.
     Return False for the tensors of a rehearsal, which never get values (see `stands_for_real`)."""
-    return isinstance(value, FakeTensor) and not getattr(value.fake_mode, "stands_for_real", False)
-
-
-def is_rehearsed(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a fake tensor of a rehearsal, in which the whole program runs on fake tensors."""
-    return isinstance(tensor, FakeTensor) and not is_fake(tensor)
+    return isinstance(value, FakeTensor) and not is_rehearsed(value)
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether the class of `tensor` is `torch.Tensor` itself. A fake tensor of a rehearsal (see `rehearsing`)
     counts as plain too."""
     return type(tensor) is Tensor or (type(tensor) is FakeTensor and is_rehearsed(tensor))
-
-
-def rehearsing() -> bool:
-    """Return whether this is a rehearsal: the program runs on fake tensors from its start to its end."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return getattr(mode, "stands_for_real", False)
 
 
 def calls_so_far() -> int:
@@ -243,17 +241,6 @@ def plain_for_optimizers() -> Iterator[None]:
             kinds.remove(FakeTensor)
 
 
-@functools.cache
-def over(subclass: type[Tensor], kind: type[Tensor]) -> type[Tensor]:
-    """Return the class to assign to a tensor of class `kind`, so that the tensor becomes an instance of `subclass`.
-
-    This is `kind` itself if `kind` derives from `subclass`. For a class of fake tensors, it is a new class that derives
-    from `subclass` and `kind`. Otherwise it is `subclass`."""
-    if issubclass(kind, subclass):
-        return kind
-    return type(subclass.__name__, (subclass, kind), {}) if issubclass(kind, FakeTensor) else subclass
-
-
 @contextlib.contextmanager
 def failing_quietly() -> Iterator[None]:
     """Keep torch from logging a traceback for each operator that fails on fake tensors in the block."""
@@ -263,27 +250,6 @@ def failing_quietly() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def real_values() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager in which operators run on real tensors, even if the program runs on fake tensors (see
-    `rehearsing`)."""
-    return without_interception() if rehearsing() else contextlib.nullcontext()
-
-
-def as_rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Return an iterator over the same pairs (batch, description). In a rehearsal (see `rehearsing`), each batch is
-    replaced by a copy with fake tensors. The batch is still read from the data set as real tensors."""
-    return _rehearsed(pairs) if rehearsing() else pairs
-
-
-def _rehearsed(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    while True:
-        with real_values():
-            pair = next(pairs, None)
-        if pair is None:
-            return
-        yield fake_batch(pair[0]), pair[1]
 
 
 def owner_of(tensor: Tensor) -> object:

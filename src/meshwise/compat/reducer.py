@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 
 copy_each = torch._foreach_copy_
 """Copy each tensor of the second list into the tensor at the same index of the first."""

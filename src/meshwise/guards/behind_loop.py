@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwise.compat import compiling
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.tree import tensors_in
 from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.data.order import BatchSlice
 from meshwise.engine.carried import Seen
 from meshwise.engine.engine import Engine

@@ -13,12 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.engine.weighing import check_reduction
 from meshwise.guards.coupled import CoupledLosses
-from meshwise.slips.own_loss import says_own_loss
 from meshwise.spec.user_code import user_place
 
 BACKWARDS = 9  # a program may have several, and none becomes another one later
@@ -53,7 +52,6 @@ class LossLooks:
         place = where or user_place()
         engine.notify(check_reduction(loss, reduction, engine.world.size, place, verb, samples))
         engine.notify(self.coupled.look(loss, part, engine.plan, where))
-        engine.notify("" if where else says_own_loss())
 
 
 def watch(engine: Engine) -> None:

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.modules import modules_called_around, parameters_in
 from meshwise.engine.program import Program
 from meshwise.guards.replicas import Settings

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.reducer import default_store, versions
 from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead

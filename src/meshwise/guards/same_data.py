@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.fingerprint import fingerprint
 from meshwise.engine.engine import Engine
 from meshwise.spec.errors import DataError

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.data.generators import GLOBAL
 from meshwise.engine.engine import Engine
 from meshwise.guards.agreed import settings_of

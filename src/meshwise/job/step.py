@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.loss_scale import found_infinite
 from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import tensors_in

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.modules import BatchNorm
 from meshwise.compat.reducer import base_of, version
 from meshwise.compat.torch_function import on_parts

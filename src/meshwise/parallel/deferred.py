@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import without_interception
+from meshwise.compat.dispatch import rehearsing, without_interception
 from meshwise.compat.heap import trim_heap
 from meshwise.compat.modules import hooked_parameters
 from meshwise.compat.sharding import with_local
@@ -70,7 +70,7 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
     Returns the model and a note that says why the model could not be deferred. The note is empty if the model was
     deferred. In a rehearsal, models are never deferred, and the note is empty.
     """
-    if fake.rehearsing():
+    if rehearsing():
         return make(), ""
     try:
         with deferred():

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.parallel.reduction import SKIPPED
 from meshwise.spec.errors import PlanError
 from meshwise.transfer import collectives

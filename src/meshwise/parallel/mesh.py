@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwise.compat.fake import real_values
+from meshwise.compat.dispatch import real_values
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.world import World

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.compat import fake_device
-from meshwise.compat.dispatch import StorageMap
-from meshwise.compat.fake import is_plain, rehearsing
+from meshwise.compat.dispatch import StorageMap, rehearsing
+from meshwise.compat.fake import is_plain
 from meshwise.compat.modules import put_forward
 from meshwise.compat.reducer import base_of, version
 from meshwise.parallel.blocks import called_in

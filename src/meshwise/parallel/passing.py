@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import map_kind, map_tensors, tensors_in

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.sharding import Group, groups_of, leave_forward, place_in_memory
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.reducer import versions
 from meshwise.compat.sharding import hashes_of, local_of
 from meshwise.spec.errors import PlanError

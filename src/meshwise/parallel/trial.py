@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwise.compat.fake import is_rehearsed, real_values, rehearsing
+from meshwise.compat.dispatch import is_rehearsed, real_values, rehearsing
 from meshwise.compat.optimizers import is_hooks, step_without_hooks
 from meshwise.compat.sharding import local_of
 from meshwise.transfer import foreign

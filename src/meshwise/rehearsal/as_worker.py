@@ -26,7 +26,7 @@ import numpy
 from torch.utils.data import DataLoader
 
 from meshwise.compat.accelerate_states import HIDDEN
-from meshwise.compat.fake import real_values
+from meshwise.compat.dispatch import real_values
 from meshwise.compat.program_calls import around_batches
 from meshwise.rehearsal.fakes.cuda import torch_as_it_was
 from meshwise.spec.errors import UsageError

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from meshwise.compat.fake import FakeTensors, real_values
+from meshwise.compat.dispatch import real_values
+from meshwise.compat.fake import FakeTensors
 from meshwise.compat.fake_values import fake_batch, fake_without_values
 from meshwise.compat.tree import tensors_in
 from meshwise.data.order import epoch_order, epoch_slices

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import is_initialized
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.process.session import default_engine, tell
 from meshwise.records.checkpoints import Checkpoint
 from meshwise.recovery.clock import SaveClock
@@ -31,7 +31,7 @@ from meshwise.script.extra_values import unread_numbers
 from meshwise.script.saved_loop import Loaders, LoopParts, loaders_of, random_of, restore, says_beside, tree_of
 from meshwise.script.state_folder import HeldFolder, hold
 from meshwise.script.things import Things, check, forgotten, kept_by, named
-from meshwise.slips.epochs_read import Asked
+from meshwise.slips.in_a_run import Asked
 from meshwise.spec.errors import CheckpointError, LossError, SaveError, UsageError
 from meshwise.spec.saves import Saves, read_saves
 from meshwise.spec.words import ranks_text
@@ -82,7 +82,7 @@ def checkpoint(
     came_to("mw.checkpoint")
     engine = default_engine()
     asked = json.loads(os.environ.get(SAVES, "{}"))
-    saves = read_saves(asked.get("every") or every, asked.get("keep") or keep, asked.get("limit"))
+    saves = read_saves(asked.get("every") or every, asked.get("keep") or keep)
     loaders = loaders_of(loader)
     things = {"model": named(model), "optimizer": named(optimizer), "scheduler": named(scheduler)}
     check(things)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from meshwise.compat.fake import as_rehearsed
+from meshwise.compat.dispatch import as_rehearsed
 from meshwise.data.generators import TORCH, Draws, OrderGenerators, States, packed, unpacked
 from meshwise.data.order import BatchSlice
 from meshwise.data.split_loader import LoaderSpec
@@ -24,8 +24,7 @@ from meshwise.engine.loops import LoopRead
 from meshwise.engine.seeds import seed_generators
 from meshwise.engine.steps import batches as read_batches
 from meshwise.script.things import kept_by
-from meshwise.slips.counted_parts import says_counted_parts
-from meshwise.slips.resumed_loop import says_counted
+from meshwise.slips.in_a_run import says_counted
 from meshwise.spec.errors import UsageError
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
@@ -215,8 +214,6 @@ class DistributedLoader:
             for state in states:
                 state.stops()
             raise engine.gate.stop(engine.phases.step, self._epoch + 1)
-        for line in says_counted_parts(engine.reads.over, uneven=loop.uneven) if engine.world.size > 1 else ():
-            engine.notify(line)
         for state in states:
             state.epoch_ends(self, early=False)
         self._end_epoch()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwise.autograd.loss_graph import adds_rows, cross_entropy_means, is_of_items, summed_loss
 from meshwise.compat import compiling
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.script.in_front import OfTrainer
 from meshwise.script.lightning_kinds import MAX, MEAN, MIN, OTHER, SUM, Kinds
 from meshwise.script.over_ranks import joined

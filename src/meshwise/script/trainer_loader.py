@@ -12,8 +12,7 @@ from itertools import islice
 from typing import Any
 
 from meshwise.compat.accelerate_states import loop_begins, loop_ends
-from meshwise.compat.dispatch import without_interception
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing, without_interception
 from meshwise.data.order import BatchSlice
 from meshwise.script.distributed_loader import DistributedLoader
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwise.autograd.loss_graph import count_of_sum, cross_entropy_means, is_of_items
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.engine import steps
 from meshwise.script.in_front import OfTrainer
 from meshwise.spec.errors import UsageError

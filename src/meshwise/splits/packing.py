@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.fake import failing_quietly, over
+from meshwise.compat.dispatch import over
+from meshwise.compat.fake import failing_quietly
 from meshwise.compat.modules import twin_with
 from meshwise.compat.torch_function import called, on_parts
 

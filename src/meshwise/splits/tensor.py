@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from meshwise.compat.fake import over
+from meshwise.compat.dispatch import over
 from meshwise.splits.axis import SplitPart
 
 LEVELS = ("data", "context", "tensor")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.beside_dispatch import transforming
-from meshwise.compat.fake import over
+from meshwise.compat.dispatch import over
 from meshwise.compat.reducer import version
 from meshwise.compat.torch_function import Args, Func, Kwargs, called, on_parts
 from meshwise.compat.tree import map_kind

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place

@@ -26,6 +26,7 @@ from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwise.compat import fake, fake_device
+from meshwise.compat.dispatch import real_values
 
 _Backend = torch._C._distributed_c10d.Backend
 _MESH_METHODS = ("__init__", "_concatenate", "__getitem__", "_flatten", "_unflatten")
@@ -152,7 +153,7 @@ def _on_real(name: str) -> Any:
     def real(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def without_modes(*args: Any, **kwargs: Any) -> Any:
-            with fake.real_values():
+            with real_values():
                 return call(*args, **kwargs)
 
         return without_modes
