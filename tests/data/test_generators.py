@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -21,6 +22,7 @@ from meshwise.transfer import collectives
 
 ROWS = [torch.tensor(float(i)) for i in range(15)]
 Program = Callable[[Callable[..., Any]], list[Any]]
+BY_RANK = partial(mw.distribute, view="rank")
 
 
 class ByHand(Sampler[int]):
@@ -75,9 +77,7 @@ def epochs(make: Callable[[], DataLoader[Any]], distribute: Callable[..., Any]) 
     torch.manual_seed(7)
     random.seed(7)
     numpy.random.seed(7)
-    train, test, shuffled = (
-        distribute(loader, view="rank") for loader in (make(), LOADERS["in order"](), LOADERS["shuffled"]())
-    )
+    train, test, shuffled = (distribute(loader) for loader in (make(), LOADERS["in order"](), LOADERS["shuffled"]()))
     seen: list[Any] = []
     for _ in range(3):
         for number, batch in enumerate(train):
@@ -98,7 +98,7 @@ def test_one_device_visits_samples_in_the_order_of_plain_torch(name: str) -> Non
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_devices_take_the_order_of_rank_0(size: int, pool: Any) -> None:
     def case(name: str) -> Any:
-        return epochs(LOADERS[name], mw.distribute)
+        return epochs(LOADERS[name], BY_RANK)
 
     def unlike() -> Any:
         """Ranks whose generators are in different states: torch's is rank 0's from the loop on."""
@@ -134,7 +134,7 @@ def trained(distribute: Callable[..., Any], backward: Callable[[Any], Any]) -> A
     optimizer = torch.optim.SGD(model.parameters(), 0.001)
     rows = [row.double().reshape(1) for row in ROWS]
     train, test = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(rows, batch_size=4)
-    model, optimizer, train, test = distribute(model, optimizer, train, test, view="rank")
+    model, optimizer, train, test = distribute(model, optimizer, train, test)
     losses = []
     for _ in range(3):
         for x in train:
@@ -152,9 +152,9 @@ def test_training_with_shuffling_is_bitwise_plain_torch_and_equal_on_two(pool: A
 
     end_sessions()
     want, weights = trained(lambda *objects: objects, plain)
-    got, got_weights = trained(mw.distribute, mw.backward)
+    got, got_weights = trained(BY_RANK, mw.backward)
     assert got == want and all(map(torch.equal, got_weights, weights))
-    for losses, _ in pool(2).run(lambda: trained(mw.distribute, mw.backward)):
+    for losses, _ in pool(2).run(lambda: trained(BY_RANK, mw.backward)):
         torch.testing.assert_close(losses, want, rtol=1e-10, atol=1e-12)
 
 

@@ -104,7 +104,7 @@ def test_a_plan_comes_to_it_as_to_a_worker(script, plan):
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(data=2), Plan(shard=2)], ids=str)
 def test_a_script_that_sees_whole_batches_is_rehearsed_as_one_that_sees_rows(script, plan):
-    whole = SCRIPT.replace("optimizer, loader)\n#", "optimizer, loader, view='whole')\n#")
+    whole = SCRIPT.replace(', view="rank")', ")")
     whole = whole.replace("loss = mw.backward(nn.functional.cross_entropy(model(x), y))", "loss = CE(model(x), y)")
     whole = whole.replace("# changed", "loss.backward()").replace("CE", "nn.functional.cross_entropy")
     ours, theirs = trace_script(script(whole), plan)[0].step, trace_script(script(), plan)[0].step

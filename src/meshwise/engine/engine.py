@@ -62,6 +62,8 @@ class Engine:
     """The recording of the run, which is closed together with the engine."""
     watcher: Watcher | None = None
     calls: CallWatcher | None = None
+    view: str | None = None
+    """The view that the first `mw.distribute` of the program has chosen."""
     whole: Any = None
     """The `WholeView` of a program that sees whole batches; None if it sees this rank's rows."""
     part: BatchSlice | None = None

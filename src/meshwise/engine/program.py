@@ -266,7 +266,7 @@ class Program:
         if self.world.size > 1 and (self.plan is None or not self._alive):
             gone = "has no reference left" if self._roots else "was never distributed"
             raise UsageError(
-                f"mw.backward: the model {gone}, so gradients would come from one rank alone. Pass the model that you "
+                f"backward: the model {gone}, so gradients would come from one rank alone. Pass the model that you "
                 "train to mw.distribute, and keep a reference to it."
             )
 

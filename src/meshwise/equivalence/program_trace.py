@@ -38,12 +38,12 @@ def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
         )
     if found.backwards == 0:
         raise UsageError(
-            f"{script}: not judged. mw.backward was never called, nor loss.backward() with view='whole'. Write "
-            "mw.backward(loss) instead of loss.backward(). After torch.autograd.grad, let an optimizer make the step."
+            f"{script}: not judged. loss.backward() was never called (with view='rank': mw.backward(loss)). After "
+            "torch.autograd.grad, let an optimizer make the step."
         )
     if not found.trace.steps:
         raise UsageError(
-            f"{script}: no optimizer of the model made a step after {found.backwards} calls of mw.backward. Give the "
+            f"{script}: no optimizer of the model made a step after {found.backwards} backwards. Give the "
             "optimizer the parameters of the distributed model, and call optimizer.step()."
         )
     return found.trace

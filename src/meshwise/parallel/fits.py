@@ -34,12 +34,11 @@ def check_for_scripts(plan: Plan) -> None:
     if plan.accumulate > 1:
         raise PlanError(
             f"accumulate={plan.accumulate}: a script with its own loop must split its batches itself. Leave accumulate "
-            "out of the plan, and put `with mw.accumulate():` around mw.backward for every batch but the last of a "
-            "step. Or write a Job."
+            "out of the plan, and call loss.backward() for several batches before each step (with view='rank': `with "
+            "mw.accumulate():` around mw.backward for every batch but the last of a step). Or write a Job."
         )
     if plan.dtypes.scaled:
         raise PlanError(
             "fp16 needs loss scaling, which a script with its own loop must do itself. Use bf16 in the plan. Or leave "
-            "fp16 out of the plan, and use torch.autocast and torch.amp.GradScaler in the script: "
-            "mw.backward(scaler.scale(loss)). Or write a Job."
+            "fp16 out of the plan, and use torch.autocast and torch.amp.GradScaler in the script. Or write a Job."
         )

@@ -56,11 +56,11 @@ LATE = (
 )
 NO_LINES = (
     "{} never passes a model to mw.distribute, so no plan can be tried. Add model, optimizer, loader = mw.distribute("
-    "model, optimizer, loader), and write mw.backward(loss) for loss.backward(). With a Trainer of transformers or "
+    "model, optimizer, loader). With a Trainer of transformers or "
     "Lightning, add trainer = mw.distribute(trainer). docs/from-ddp.md and docs/from-accelerate.md say what to remove."
 )
 NO_STEP = (
-    "{} ended before it trained: no optimizer made a step after mw.backward(loss) in a loop over a loader of "
+    "{} ended before it trained: no optimizer made a step after a backward in a loop over a loader of "
     "mw.distribute. If the script needs options to train, write them after its name."
 )
 _UNKNOWN = Facts(None, False, 0, 0)

@@ -3,11 +3,12 @@
     model, optimizer, loader = mw.distribute(model, optimizer, loader)
     for x, y in loader:
         loss = criterion(model(x), y)
-        loss = mw.backward(loss)
+        loss.backward()
         optimizer.step(); optimizer.zero_grad()
 
-`distribute` returns the objects that it was given; only loaders are new. On one device, `backward` is
-`loss.backward()`. On several, it adds to `.grad` what one device would add for the whole batch.
+`distribute` returns the objects that it was given; only loaders are new. The loop sees whole batches. With `view="rank"`
+it sees this rank's rows, and the verbs put numbers together: `backward` adds to `.grad` what one device would add for
+the whole batch.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from collections.abc import Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast, get_args, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwise.compat.fake import rehearsing
+from meshwise.compat.dispatch import rehearsing
 from meshwise.data.order import BatchSlice
 from meshwise.data.split_loader import split_loader
 from meshwise.data.wrapped_loader import loader_inside, read_through
@@ -44,23 +45,22 @@ from meshwise.script.in_loss import mean_in_loss, sum_in_loss
 from meshwise.script.lightning import distribute_lightning, is_lightning
 from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
 from meshwise.script.trainer import distribute_trainer, is_trainer, join_as_trainer, model_of
-from meshwise.slips.divided_batch import says_divided
-from meshwise.slips.padded_sums import refuse_padded_sums
+from meshwise.slips.in_a_run import says_divided
 from meshwise.spec.errors import PlanError, UsageError, check_known
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
 from meshwise.whole.view import OneDevice, WholeView
-from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
 First = TypeVar("First")
 Second = TypeVar("Second")
 More = TypeVarTuple("More")
+View = Literal["whole", "rank"]
 
 
 @overload
 def distribute(
-    only: First, /, *, plan: Plan | str | Path | None = None, streams: str = "whole", view: str = "rank"
+    only: First, /, *, plan: Plan | str | Path | None = None, streams: str = "whole", view: View | None = None
 ) -> First: ...
 @overload
 def distribute(
@@ -70,10 +70,10 @@ def distribute(
     *more: *More,
     plan: Plan | str | Path | None = None,
     streams: str = "whole",
-    view: str = "rank",
+    view: View | None = None,
 ) -> tuple[First, Second, *More]: ...
 def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
-    *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole", view: str = "rank"
+    *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole", view: View | None = None
 ) -> Any:
     """Distribute models, optimizers and loaders over all devices, and return them in the same order.
 
@@ -83,9 +83,9 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     the values of rank 0. If the plan replaces the parameters of a model, an optimizer that already holds the old
     parameters gets the new parameters. Schedulers are returned unchanged.
 
-    Each loader is replaced by a loader that yields this rank's slice of every batch. It has the same `len`, its
-    `batch_size` is the number of samples on all devices together, and its order is that of torch's loader. Its state
-    can be saved, and resumed on any number of devices. A loader that wraps a DataLoader and may read ahead (timm's
+    Each loader is replaced by a loader that yields whole batches, whose rows lie on the ranks. It has the same `len`
+    and `batch_size`, and its order is that of torch's loader. Its state can be saved, and resumed on any number of
+    devices. A loader that wraps a DataLoader and may read ahead (timm's
     PrefetchLoader) is not replaced, but reads the new DataLoader.
 
     A Trainer of transformers or Lightning is changed in place as a whole: `trainer = mw.distribute(trainer)`. Then call
@@ -96,11 +96,13 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     streams: which samples of an iterable data set a rank uses. With `whole`, every rank reads the whole data set, and
         keeps its slice of every batch. With `per-rank`, the data set must itself yield other samples on each rank,
         using `mw.rank()`.
-    view: what the program sees of a batch. With `whole`, it sees the whole batch as one tensor, whose rows lie on the
-        ranks: a script for one device needs no other change, and its numbers are those of one device. With `rank`, it
-        sees this rank's rows, and puts numbers together by `mw.backward`, `mw.sum` and `mw.mean`.
+    view: what the program sees of a batch. With `whole`, the default, it sees the whole batch as one tensor, whose rows
+        lie on the ranks: a script for one device needs no other change, and its numbers are those of one device. With
+        `rank`, it sees this rank's rows, and puts numbers together by `mw.backward`, `mw.sum` and `mw.mean`; pipelines,
+        context and `streams="per-rank"` need it. The first call decides for all later ones.
 
-    Raises UsageError for objects of any other kind, and PlanError for a plan that cannot be applied."""
+    Raises UsageError for objects of any other kind and for two views in one program, and PlanError for a plan that
+    cannot be applied."""
     came_to("mw.distribute")
     trainers = [thing for thing in objects if is_trainer(thing)]
     lightning = [thing for thing in objects if is_lightning(thing)]
@@ -109,15 +111,19 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     engine, chosen = default_engine(), None
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     models += [model for trainer in trainers for model in model_of(trainer)]
+    if engine.program.begins_with(models):
+        _program_begins(engine)
+    whole = _sees_whole_batches(engine, view, streams, others=bool(trainers or lightning))
     if models or trainers or lightning or plan is not None:
         current().program = "trainer" if trainers else "lightning" if lightning else current().program
         chosen = choose_plan(plan, engine)
-        engine.notify.untrue = OF_DRAWS if view == "whole" else engine.notify.untrue
+        engine.notify.untrue = OF_DRAWS if whole else engine.notify.untrue
         _add_models(engine, chosen, models)
-    _see(engine, view, models, others=bool(trainers or lightning))
+    if whole:
+        _see_whole_batches(engine, models)
     seed = draw_alike()
-    if engine.world.size > 1 and engine.whole is None:
-        refuse_padded_sums(objects, engine.world.size)
+    for line in says_divided() if engine.world.size > 1 else ():
+        engine.notify(line)
     share = partial(_distributed, seed=seed, engine=engine, streams=streams)
     add = partial(_add_models, engine, chosen or Plan())
 
@@ -130,17 +136,32 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     return result[0] if len(result) == 1 else result
 
 
-def _see(engine: Engine, view: str, models: list[nn.Module], *, others: bool) -> None:
-    """Let the program see whole batches from now on, if it asks for that."""
-    check_known("view", view, ("whole", "rank"))
-    if view == "rank":
-        return
-    if others:
+def _sees_whole_batches(engine: Engine, view: str | None, streams: str, *, others: bool) -> bool:
+    """Return whether the program sees whole batches, as the first call has chosen. `others`: a Trainer sees none."""
+    check_known("view", view or "whole", get_args(View))
+    if others and view == "whole":
         raise UsageError("view='whole' is for training loops of your own. Leave it out for a Trainer.")
-    plan = engine.plan
-    if plan.pipeline > 1 or plan.context > 1:
+    before, view = engine.view, "rank" if others else view
+    if before is not None and view not in (None, before):
+        raise UsageError(
+            f"{'a Trainer has' if others else 'this mw.distribute has'} view={view!r}, but an earlier mw.distribute of "
+            f"this program has view={before!r}. Pass the same view in all calls."
+        )
+    engine.view = before or view or "whole"
+    if engine.view == "whole" and streams == "per-rank":
+        raise UsageError(
+            "streams='per-rank' lets each rank read other samples, but this loop sees whole batches. Remove it, or pass "
+            "view='rank' in all calls of mw.distribute and call mw.backward."
+        )
+    return engine.view == "whole"
+
+
+def _see_whole_batches(engine: Engine, models: list[nn.Module]) -> None:
+    """Let the program see whole batches from now on."""
+    if engine.plan.context > 1:
         raise PlanError(
-            f"view='whole' supports no pipeline and no context, but the plan is {plan}. Write a Job for it."
+            f"context={engine.plan.context}: a loop that sees whole batches supports no context. Write a Job, or pass "
+            "view='rank' and call mw.backward."
         )
     if engine.whole is None:
         alone = engine.world.size == 1 or rehearsing()  # tensors without values have no rows to be proven by
@@ -171,8 +192,6 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
         check_data(engine, thing.dataset, samples, samplers_of(thing))
         world, whole = (engine.world, None) if engine.whole is None else engine.whole.loader(thing)
         spec = split_loader(thing, own_seed, world, streams)
-        if engine.world.size > 1 and whole is None:
-            engine.notify(says_divided(thing.batch_size, rank_context().world.size))
         if spec.note:
             engine.notify(spec.note)
         return DistributedLoader(thing, spec, seed, engine, whole)
@@ -253,10 +272,9 @@ def _program_begins(engine: Engine) -> None:
     """Prepare for another training program in the same process. The new program is checked like the first one, and
     notices may be printed again."""
     program, given = engine.program, engine.given
+    engine.view = None if engine.whole is None else "whole"
     engine.notify.program_begins()
     given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
-    engine.reads.over.clear()
-    engine.reads.by_place.clear()
     if (loops := engine.events.find(UnsummedLoops)) is not None:
         loops.program_begins()
     if (losses := engine.events.find(FiniteLosses)) is not None:
