@@ -1,4 +1,4 @@
-"""Tutorial 1 with a loop of one's own: MNIST, 784-128-10, Adam, and the two lines that bring it to many devices.
+"""Tutorial 1 with a loop of one's own: MNIST, 784-128-10, Adam, and the one line that brings it to many devices.
 
 python examples/01_mnist.py                                  on one device
 meshwise run --devices 2xcpu examples/01_mnist.py            on two: the same numbers
@@ -25,19 +25,20 @@ model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(12
 optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 criterion = nn.CrossEntropyLoss()
 
-model, optimizer, train, test = mw.distribute(model, optimizer, train, test)  # 1
+model, optimizer, train, test = mw.distribute(model, optimizer, train, test)
 
 for epoch in range(epochs):
     for step, (images, labels) in enumerate(train, start=1):
-        loss = mw.backward(criterion(model(images.to(device)), labels.to(device)))  # 2
+        loss = criterion(model(images.to(device)), labels.to(device))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0 and mw.rank() == 0:
+        if step % 100 == 0:
             print(f"Epoch [{epoch + 1}/{epochs}], Step [{step}/{len(train)}], Loss: {loss.item():.4f}", flush=True)
 print("Training Finished!")
 
 right = 0
 with torch.no_grad():
     for images, labels in test:
-        right += mw.sum(int((model(images.to(device)).argmax(1) == labels.to(device)).sum()))
+        right += (model(images.to(device)).argmax(1) == labels.to(device)).sum().item()
 print(f"Accuracy: {right / len(test.dataset):.2%}")

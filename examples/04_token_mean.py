@@ -1,12 +1,10 @@
 """Sentences of unequal length, a loss averaged over tokens, two batches a step: the gradient of one device, exactly.
 
-A mean over unequal parts needs its weight: `mw.backward(loss, weight=tokens)`. Without it, peers are off by 7 %.
+The loss is a mean over the tokens of the whole batch, however many of them a rank has. Peers are off by 7 % here.
 
 python examples/04_token_mean.py
 meshwise run --devices 2xcpu examples/04_token_mean.py
 """
-
-import contextlib
 
 import torch
 from torch import nn
@@ -27,15 +25,11 @@ model, optimizer, loader = mw.distribute(model, optimizer, loader)
 
 for step, words in enumerate(loader, start=1):
     inputs, targets = words[:, :-1], words[:, 1:]
-    tokens = int((targets != 0).sum())
     logits = model(inputs).flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=0)
-    ends_step = step % 2 == 0
-    with contextlib.nullcontext() if ends_step else mw.accumulate():
-        loss = mw.backward(loss, weight=tokens)
-    if ends_step:
+    (loss / 2).backward()
+    if step % 2 == 0:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if mw.rank() == 0:
-            print(f"step {step // 2}  loss {loss.item():.4f}  gradient norm {norm.item():.4f}", flush=True)
+        print(f"step {step // 2}  loss {loss.item():.4f}  gradient norm {norm.item():.4f}", flush=True)

@@ -12,6 +12,6 @@ import meshwise as mw
 loader = mw.distribute(DataLoader(torch.arange(1.0, 22.0), batch_size=8))
 total, count = 0.0, 0
 for values in loader:
-    total += mw.sum(float(values.sum()))
-    count += mw.sum(len(values))
+    total += values.sum().item()
+    count += len(values)
 print(f"mean {total / count:.3f} of {count} samples on {mw.world_size()} device(s)")

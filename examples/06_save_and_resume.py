@@ -27,7 +27,7 @@ model, optimizer, loader = mw.distribute(model, optimizer, loader)
 
 first = 0
 if args.state.exists():
-    state = mw.load(args.state)
+    state = torch.load(args.state)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     loader.load_state_dict(state["loader"])
@@ -36,13 +36,13 @@ if args.state.exists():
 step, epochs = first, 2
 while step < epochs * len(loader):
     for inputs, targets in loader:
-        loss = mw.backward(nn.functional.mse_loss(model(inputs), targets))
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        if mw.rank() == 0:
-            print(f"step {step}  loss {loss.item():.5f}", flush=True)
+        print(f"step {step}  loss {loss.item():.5f}", flush=True)
         if step == args.stop_after:
             everything = {"model": model, "optimizer": optimizer, "loader": loader}
-            mw.save({name: thing.state_dict() for name, thing in everything.items()} | {"step": step}, args.state)
+            torch.save({name: thing.state_dict() for name, thing in everything.items()} | {"step": step}, args.state)
             raise SystemExit

@@ -28,7 +28,8 @@ model, optimizer, scheduler, train, test = mw.distribute(model, optimizer, sched
 for epoch in range(5):
     model.train()
     for x, y in train:
-        loss = mw.backward(nn.functional.cross_entropy(model(x), y))
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -37,7 +38,6 @@ for epoch in range(5):
     right = 0
     with torch.no_grad():
         for x, y in test:
-            right += mw.sum(int((model(x).argmax(1) == y).sum()))
-    if mw.rank() == 0:
-        print(f"epoch {epoch + 1}: loss {loss.item():.4f}, {right / len(test.dataset):.2%} of the test set right")
-mw.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "plans.pt")  # as one device writes it
+            right += (model(x).argmax(1) == y).sum().item()
+    print(f"epoch {epoch + 1}: loss {loss.item():.4f}, {right / len(test.dataset):.2%} of the test set right")
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "plans.pt")  # as one device writes it

@@ -24,7 +24,7 @@ model, ema, optimizer, train, test = mw.distribute(model, ema, optimizer, train,
 for epoch in range(3):
     model.train()
     for inputs, targets in train:
-        mw.backward(nn.functional.cross_entropy(model(inputs), targets))
+        nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         ema.update_parameters(model)
@@ -32,6 +32,6 @@ for epoch in range(3):
     total = 0.0
     for inputs, targets in test:
         with torch.no_grad():
-            total += mw.sum(nn.functional.cross_entropy(ema(inputs), targets, reduction="sum").item())
-    mw.print(f"epoch {epoch + 1}: loss of the average {total / len(data):.6f}")
-mw.save(ema.module.state_dict(), "model.pt")
+            total += nn.functional.cross_entropy(ema(inputs), targets, reduction="sum").item()
+    print(f"epoch {epoch + 1}: loss of the average {total / len(data):.6f}")
+torch.save(ema.module.state_dict(), "model.pt")

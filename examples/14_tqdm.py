@@ -20,11 +20,12 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 model, optimizer, loader = mw.distribute(model, optimizer, loader)
 
 for epoch in range(2):
-    with tqdm(loader, desc=f"epoch {epoch + 1}", disable=not mw.is_main()) as bar:
+    with tqdm(loader, desc=f"epoch {epoch + 1}") as bar:
         for inputs, targets in bar:
-            loss = mw.backward(nn.functional.cross_entropy(model(inputs), targets))
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             bar.set_postfix(loss=f"{loss.item():.4f}")
-    mw.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
-mw.save(model.state_dict(), "model.pt")
+    print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
+torch.save(model.state_dict(), "model.pt")

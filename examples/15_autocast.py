@@ -25,11 +25,11 @@ for epoch in range(3):
     for inputs, targets in loader:
         with torch.autocast(device, dtype):
             loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
-        loss = mw.backward(scaler.scale(loss))  # comes back without the scale
+        scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    mw.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
-mw.save(model.state_dict(), "model.pt")
+    print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
+torch.save(model.state_dict(), "model.pt")

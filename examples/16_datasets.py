@@ -34,8 +34,9 @@ for epoch in range(2):
     stream.set_epoch(epoch)  # another order in each epoch
     for batch in loader:
         x = batch["x"].to(torch.get_default_dtype())
-        loss = mw.backward(nn.functional.cross_entropy(model(x), batch["label"]))
+        loss = nn.functional.cross_entropy(model(x), batch["label"])
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    mw.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
-mw.save(model.state_dict(), "model.pt")
+    print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
+torch.save(model.state_dict(), "model.pt")

@@ -39,10 +39,11 @@ def main(config: Config) -> None:
     model, optimizer, loader = mw.distribute(model, optimizer, loader)
     for epoch in range(config.epochs):
         for inputs, targets in loader:
-            loss = mw.backward(nn.functional.cross_entropy(model(inputs), targets))
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        mw.print(f"epoch {epoch + 1}: loss {loss.item():.6f} with lr {config.lr}")
+        print(f"epoch {epoch + 1}: loss {loss.item():.6f} with lr {config.lr}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def fit(model, data, epochs, rate=4e-3, after_epoch=lambda epoch: None):
         model.train()
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
-            loss = mw.backward(loss)  # many: loss.backward()
+            loss.backward()
             mw.log(loss=loss)  # many
             optimizer.step()
             optimizer.zero_grad()
@@ -46,7 +46,7 @@ def predict(model, data):
     with torch.no_grad():
         batches = [(model(images).softmax(1), labels) for images, labels in loader]
     probabilities, labels = (torch.cat(rows) for rows in zip(*batches))
-    return mw.gather_samples(probabilities).cpu(), mw.gather_samples(labels).cpu()  # many: return probabilities, labels
+    return probabilities.cpu(), labels.cpu()
 
 
 if __name__ == "__main__":

@@ -43,14 +43,15 @@ if __name__ == "__main__":
     history["starts"].append(len(history["losses"]))
     for epoch in range(saved.epoch, epochs):  # saves by itself, after each epoch and at Ctrl-C
         for images, labels in loader:
-            loss = mw.backward(cross_entropy(model(images), labels))
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             history["losses"].append(loss.item())
             mw.log(loss=loss, step=len(history["losses"]))
-        mw.print(f"epoch {epoch + 1}/{epochs}  loss {loss.item():.4f}", flush=True)
-    mw.save({"width": width, "weights": model.state_dict()}, FOLDER / "model.pt")
+        print(f"epoch {epoch + 1}/{epochs}  loss {loss.item():.4f}", flush=True)
+    torch.save({"width": width, "weights": model.state_dict()}, FOLDER / "model.pt")
     figures = {"test accuracy": f"{accuracy(*predict(model, test)):.2%}"}
     figures["resumed after step"] = ", ".join(map(str, history["starts"][1:])) or "never stopped"
     figure, axis = plt.subplots(figsize=(6, 2))

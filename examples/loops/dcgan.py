@@ -1,7 +1,6 @@
 """Two networks after pytorch/examples' dcgan: pictures from a loader, and noise of the loop's own.
 
-Inside a loop over a distributed loader each rank draws its own numbers. Noise that is split comes from a generator of
-the program's own, which is alike on every rank; noise that all ranks share (`fixed`) is not split.
+The loop draws alike on every rank. `mw.split` divides the noise over the ranks, as the loader divides the pictures.
 """
 
 import torch
@@ -25,25 +24,28 @@ def main(epochs=2):
     )
     optimizers = [torch.optim.Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.999)) for m in (critic, maker)]
     critic, maker, loader, *optimizers = mw.distribute(critic, maker, loader, *optimizers)
-    criterion, own = nn.BCEWithLogitsLoss(), torch.Generator().manual_seed(7)
-    fixed = torch.randn(5, NOISE, 1, 1, generator=own)
+    criterion = nn.BCEWithLogitsLoss()
+    fixed = torch.randn(5, NOISE, 1, 1)
     numbers = []
     for _ in range(epochs):
         for (real,) in loader:
-            noise = mw.split(torch.randn(BATCH, NOISE, 1, 1, generator=own))
+            noise = mw.split(torch.randn(BATCH, NOISE, 1, 1))
             critic.zero_grad()
-            errors = [mw.backward(criterion(critic(real), torch.ones(len(real))))]
+            on_real = criterion(critic(real), torch.ones(len(real)))
+            on_real.backward()
             fake = maker(noise)
-            errors.append(mw.backward(criterion(critic(fake.detach()), torch.zeros(len(noise)))))
+            on_fake = criterion(critic(fake.detach()), torch.zeros(len(noise)))
+            on_fake.backward()
             optimizers[0].step()
             maker.zero_grad()
-            errors.append(mw.backward(criterion(critic(fake), torch.ones(len(noise)))))
+            of_maker = criterion(critic(fake), torch.ones(len(noise)))
+            of_maker.backward()
             optimizers[1].step()
-            numbers += [error.item() for error in errors]
+            numbers += [on_real.item(), on_fake.item(), of_maker.item()]
         with torch.no_grad():
             numbers.append(maker(fixed).mean().item())  # in training mode, as the example does
     return numbers, maker.state_dict() | critic.state_dict()
 
 
 if __name__ == "__main__":
-    mw.print(main()[0])
+    print(main()[0])

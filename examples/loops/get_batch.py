@@ -31,7 +31,7 @@ def get_batch(text):
 @torch.no_grad()
 def estimate_loss(model, text):
     model.eval()
-    losses = [mw.mean(model(*get_batch(text)).item()) for _ in range(3)]
+    losses = [model(*get_batch(text)).item() for _ in range(3)]
     model.train()
     return sum(losses) / len(losses)
 
@@ -48,14 +48,10 @@ def main(steps=6):
         if step % 3 == 0:
             numbers.append(estimate_loss(model, text))
             x, y = get_batch(text)
-        for micro in range(2):
+        for _ in range(2):
             loss = model(x, y) / 2
             x, y = get_batch(text)  # the next one, while the device computes
-            if micro == 0:
-                with mw.accumulate():
-                    loss = mw.backward(loss)
-            else:
-                loss = mw.backward(loss)
+            loss.backward()
         numbers.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -64,4 +60,4 @@ def main(steps=6):
 
 
 if __name__ == "__main__":
-    mw.print(main()[0])
+    print(main()[0])

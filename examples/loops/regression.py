@@ -22,7 +22,9 @@ def main(steps=8):
     for _ in range(steps):
         x, y = get_batch(weights)
         model.zero_grad()
-        losses.append(mw.backward(nn.functional.smooth_l1_loss(model(x), y)).item())
+        loss = nn.functional.smooth_l1_loss(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(p.grad, alpha=-0.1)
@@ -30,4 +32,4 @@ def main(steps=8):
 
 
 if __name__ == "__main__":
-    mw.print(main()[0])
+    print(main()[0])

@@ -41,15 +41,16 @@ def main(episodes=5):
     policy, optimizer = mw.distribute(policy, optimizer)
     numbers = []
     for _ in range(episodes):
-        log_probs, values, rewards = mw.split(*play(policy), whole=True)
+        log_probs, values, rewards = play(policy)
         returns = torch.tensor(rewards).flip(0).cumsum(0).flip(0)
         gain = (returns - values.detach()) / returns.std().clamp(min=1e-3)
         loss = -(log_probs * gain).sum() + nn.functional.smooth_l1_loss(values, returns, reduction="sum")
-        numbers += [mw.backward(loss).item(), len(rewards)]
+        loss.backward()
+        numbers += [loss.item(), len(rewards)]
         optimizer.step()
         optimizer.zero_grad()
     return numbers, policy.state_dict()
 
 
 if __name__ == "__main__":
-    mw.print(main()[0])
+    print(main()[0])

@@ -32,11 +32,13 @@ def main(epochs=2):
     for _ in range(epochs):
         for rows in torch.randperm(len(data)).split(8):
             x, noise = mw.split(data[rows], torch.randn(len(rows), 3))
-            numbers.append(mw.backward(loss_of(*model(x, noise), x), reduction="sum").item())
+            loss = loss_of(*model(x, noise), x)
+            loss.backward()
+            numbers.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
     return numbers, model.state_dict()
 
 
 if __name__ == "__main__":
-    mw.print(main()[0])
+    print(main()[0])
