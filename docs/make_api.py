@@ -46,8 +46,8 @@ PARTS = {
 MOST_WIDE = 110
 FAILURES = Path(__file__).with_name("failures.md")
 OF_FAILURES = (
-    *("save_every", "restarts", "min_nodes", "hang_limit", "on_failure"),
-    *("on_nan", "memory_limit", "time_limit", "resume", "folder", "fault"),
+    *("save_every", "restarts", "hang_limit", "on_failure"),
+    *("on_nan", "time_limit", "resume", "folder", "fault"),
 )
 """The options of `meshwise run` that say what happens when something fails."""
 

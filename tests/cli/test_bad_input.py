@@ -76,8 +76,8 @@ SENTENCES = {
     "mine.py:job --devices 0xcpu": "at least one device",
     "mine.py:job --devices 4000xcpu": "can start 256 CPU workers at most",
     "mine.py:job --devices cpu:0,1": "CPU workers have no indices. Use 2xcpu.",
-    "mine.py:job --precision fp8": "precision='fp8' is not known",
-    "mine.py:job --accumulate 0": "accumulate=0 must be a whole number of at least 1",
+    "mine.py:job --set precision=fp8": "precision='fp8' is not known",
+    "mine.py:job --set accumulate=0": "accumulate=0 must be a whole number of at least 1",
     "mine.py:job --epochs 0": "epochs=0 must be a whole number of at least 1",
     "mine.py:job --batch-size -5": "batch_size=-5 must be a whole number of at least 1",
     "mine.py:job --epochs many": "Invalid value for '--epochs'",
@@ -85,14 +85,14 @@ SENTENCES = {
     "mine.py:job --speed fast": "No such option: --speed",
     "mine.py:job fast": "Got unexpected extra argument",
     "--speed fast mine.py": "No such option: --speed",
-    "mine.py:job --data folder": "is a Job, which has its data already",
+    "mine.py:job --arg data=folder": "is a Job. Replace it by a function that takes `data`",
     "mine.py:job --nnodes 2 --node-rank 2 --rdzv here:1": "--node-rank must be from 0 to 1 with --nnodes 2, but",
     "mine.py:job --node-rank 1": "--node-rank must be from 0 to 0 with --nnodes 1, but it is 1",
     "mine.py:job --nnodes 2 --rdzv here": "this option must be the address and port of machine 0",
     "mine.py:job --plan mine.py": "mine.py: the plan file is not TOML",
     "mine.py:job --plan mark.toml": "mark.toml: a plan has no field 'shards'. Did you mean 'shard'?",
-    "mine.py:job --precision bf16 --set precision=fp32": "precision is set twice, by --precision bf16 and by --set",
-    "mnist-mlp --data nowhere": "DataError",
+    "mine.py:job --set precision=bf16 --set precision=fp32": "precision is set twice, the second time by",
+    "mnist-mlp --arg data=nowhere": "DataError",
     "mine.py:job --devices ''": "--devices is empty. Use 2xcpu or all, or remove --devices.",
     "mine.py:job --nnodes 0": "--nnodes must be at least 1, but it is 0",
     "--json mine.py": "--json works only for jobs, and mine.py is a script. Use meshwise report --json.",
@@ -129,7 +129,7 @@ def test_a_truncated_data_file_is_told_with_its_bytes(
     images = here / "cut" / "train-images-idx3-ubyte.gz"
     (here / "cut" / "train-images-idx3-ubyte").write_bytes(gzip.decompress(images.read_bytes())[:-1000])
     images.unlink()
-    code, shown = command(["run", "mnist-mlp", "--data", "cut", "--devices", "1xcpu"], monkeypatch, capsys)
+    code, shown = command(["run", "mnist-mlp", "--arg", "data=cut", "--devices", "1xcpu"], monkeypatch, capsys)
     assert code == 2 and "DataError" in shown and "train-images-idx3-ubyte" in shown
 
 

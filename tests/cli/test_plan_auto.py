@@ -92,8 +92,6 @@ def test_nothing_that_fits_is_refused_with_the_smallest(chosen: Callable[..., To
     ("given", "says"),
     [
         ({"plan": "auto", "nnodes": 2, "rdzv": "here:1"}, "--plan auto works only on one machine"),
-        ({"plan": "auto", "allow": ("magic",), "devices": "1xcpu"}, "magic"),
-        ({"plan": None, "allow": ("precision",)}, "--allow works only with --plan auto"),
     ],
 )
 def test_what_it_cannot_do_is_refused(given: dict[str, object], says: str) -> None:

@@ -72,5 +72,5 @@ def test_the_cells_of_a_notebook_run_on_two_t4_or_are_refused(python: Any, fake:
 @pytest.mark.evidence("control flow and refusals of A100, H100 and T4 (7.5, no bf16)")
 def test_bf16_on_two_t4_is_refused_with_what_to_write(meshwise: Any, fake: Any) -> None:
     fake(gpu="T4")
-    done = meshwise("run", "mnist-mlp", "--devices", "2xcuda", "--precision", "bf16", check=False)
+    done = meshwise("run", "mnist-mlp", "--devices", "2xcuda", "--set", "precision=bf16", check=False)
     assert "compute_dtype='bf16'" in done.stderr and "Use precision='fp32'" in done.stderr and done.returncode != 0

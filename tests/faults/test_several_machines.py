@@ -65,17 +65,20 @@ def test_a_worker_that_was_killed_is_replaced_on_all_machines(tmp_path: Path) ->
 
 
 def test_with_fewer_machines_than_asked_for_the_run_is_left_to_who_started_it(tmp_path: Path) -> None:
-    two = Launchers(tmp_path, 2, "--min-nodes", "2", "--save-every", "4", "--fault", "slow 400ms:rank=0,step=9")
+    folder = tmp_path / "runs/sent"
+    names.write_run(folder, {"job": f"{JOB}:job", "status": names.QUEUED, "submission": {"nodes": "2"}})
+    fault = ("--save-every", "4", "--fault", "slow 400ms:rank=0,step=9")
+    two = Launchers(tmp_path, 2, "--folder", str(folder), *fault)
     saved(tmp_path, 8)
     two.kill(1)
     assert two.runs[0].wait() == 85, two.shown
     said = " ".join(two.runs[0].output.split())
-    assert "Only 1 machine of 2 remained, but --min-nodes is 2" in said and "attempt 2" not in said
+    assert "Only 1 machine of 2 remained, but the run was submitted with --nodes 2" in said and "attempt 2" not in said
     (session,) = names.read_run(run_folder(tmp_path))["sessions"]
     assert session["status"] == "failed" and session["reason"].startswith("machine 1 of 2 (rank 1) is lost")
 
 
-EXACT = ("--precision", "fp64", "--exact-random", "--save-every", "4")
+EXACT = ("--set", "precision=fp64", "--exact-random", "--save-every", "4")
 
 
 def same_within(one: Path, other: Path, most: float = 1e-9) -> bool:

@@ -79,7 +79,7 @@ def test_on_one_device_too_and_a_run_that_goes_on_does_not_meet_them_again(tmp_p
 
 @pytest.mark.usefixtures("processes")
 def test_spoiled_parameters_go_back_to_the_saved_state_and_leave_out_two_batches(tmp_path: Path) -> None:
-    words = ("--devices", "2xcpu", "--precision", "fp64", "--on-nan", "back", "--save-every", "4")
+    words = ("--devices", "2xcpu", "--set", "precision=fp64", "--on-nan", "back", "--save-every", "4")
     run = CommandRun(f"{job_file()}:job", *words, "--fault", "nan:rank=1,step=7", out=tmp_path)
     assert run.wait() == 0, run.output
     assert "step 7: Training continues without samples 112 to 127 of epoch 1 and samples 128" in run.output

@@ -82,12 +82,8 @@ def test_a_file_with_several_jobs_asks_which(write: Callable[..., Path]) -> None
 
 
 def test_a_folder_with_data_reaches_a_function_that_takes_one(write: Callable[..., Path], tmp_path: Path) -> None:
-    path = write(
-        "def job(data=None):\n    return make(f'from {data}')\nfixed = make()\ndef none():\n    return make()\n"
-    )
-    assert find_job(f"{path}:job", data=tmp_path).name == f"from {tmp_path}"
-    assert "is a Job, which has its data already" in refusal(f"{path}:fixed", data=tmp_path)
-    assert "has no parameter `data` for a folder" in refusal(f"{path}:none", data=tmp_path)
+    path = write("def job(data=None):\n    return make(f'from {data}')\n")
+    assert find_job(f"{path}:job", args=[f"data={tmp_path}"]).name == f"from {tmp_path}"
 
 
 @pytest.mark.parametrize(
@@ -190,5 +186,5 @@ def test_a_finished_job_takes_no_arguments(write: Callable[..., Path]) -> None:
     assert f"{path}:job is a Job. Replace it by a function that takes `lr`." in refusal(f"{path}:job", args=["lr=3"])
     assert "missing a required argument: 'lr'. Give the argument with --arg" in refusal(f"{path}:factory")
     job = find_job(f"{path}:job")
-    with pytest.raises(UsageError, match=r"--data elsewhere: mine is a Job, which has its data"):
-        find_job(job, data="elsewhere")  # it was left out without a word
+    with pytest.raises(UsageError, match=r"--arg data=elsewhere: mine is a Job"):
+        find_job(job, args=["data=elsewhere"])

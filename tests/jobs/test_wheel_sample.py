@@ -59,8 +59,8 @@ def test_a_run_of_the_sample_says_how_to_get_the_rest(
 ) -> None:
     (tmp_path / "SAMPLE.txt").write_text(hook.NOTE)
     monkeypatch.setattr(run, "SAMPLE", tmp_path / "SAMPLE.txt")
-    for job, data, says in (("mnist-cnn", None, True), ("mnist-cnn", tmp_path, False), ("gpt", None, False)):
-        run._say_starting(RunOptions(job=job, data=data))
+    for job, args, says in (("mnist-cnn", {}, True), ("mnist-cnn", {"data": tmp_path}, False), ("gpt", {}, False)):
+        run._say_starting(RunOptions(job=job, args=args))
         assert ("10,000 of its 60,000" in capsys.readouterr().err) is says
 
 

@@ -370,7 +370,7 @@ def test_a_run_folder_gives_its_weights_and_its_newest_state_those_that_are_writ
         ({"settings": ("shard=3",), "devices": "2xcpu"}, "needs 3 devices|shard"),
         ({"devices": ""}, "--devices is empty"),
         ({"data": "{tmp}/data.py:x"}, "no such file"),
-        ({"data": "somewhere"}, "is a Job, which has its data already"),
+        ({"data": "somewhere"}, "is a Job. Replace it by a function that takes `data`"),
     ],
 )
 def test_bad_input_is_one_sentence(options: dict[str, Any], says: str, tmp_path: Path) -> None:

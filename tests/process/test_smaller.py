@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.machine.memory import cap_memory
 from meshwise.process.explain import explain_in_script
 from meshwise.process.smaller import may_draw, smaller_plan
-from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
@@ -76,24 +73,6 @@ def test_what_needs_less_and_keeps_the_numbers(
     unknown = smaller_plan(plan, model, rows, world)  # a loss over pairs of samples would be another one
     assert unknown is not None and unknown[0].accumulate == plan.accumulate
     assert text.startswith(next(iter(changes)))
-
-
-def test_a_rank_may_use_no_more_than_its_limit() -> None:
-    """Of machine/memory.py, in a process of its own."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            cap_memory("cpu", 1 << 20)
-        except UsageError:
-            cap_memory("cpu", 4 << 30)
-            keeps = torch.empty(1 << 20, dtype=torch.uint8)
-            try:
-                torch.empty(8 << 30, dtype=torch.uint8)
-            except RuntimeError as error:
-                code = 0 if "can't allocate memory" in str(error) and keeps.numel() else 2
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.mark.parametrize(

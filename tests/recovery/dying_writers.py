@@ -87,7 +87,7 @@ def in_a_process(own: Writing, dies_at: int | None, count: Path | None = None, k
         sys.settrace(trace)
         own.run()
         if own.rank == 0 and not own.said:
-            prune(own.folder.parent, keep=keep, limit=None)
+            prune(own.folder.parent, keep=keep)
         sys.settrace(None)
         if count is not None:
             count.write_text(str(lines))

@@ -15,7 +15,7 @@ from meshwise.api.bench import bench
 from meshwise.api.machines import find_machine
 from meshwise.api.plan import Plans, plan_options
 from meshwise.api.plan_options import PlanOptions
-from meshwise.job.options import AUTO_OF_A_SCRIPT, OF_THE_PLAN, PlanText, RunOptions
+from meshwise.job.options import AUTO_OF_A_SCRIPT, PlanText, RunOptions
 from meshwise.machine.bench import only_devices
 from meshwise.machine.find import find_devices
 from meshwise.machine.measure.processes import device_names
@@ -56,20 +56,16 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
     if slots[0].device == "cpu" and len(slots) > 1:
         with console.status(f"measuring what {len(slots)} workers send each other"):
             machine = _measured(machine, slots)
-    asked = [f"{name}={value}" for name in OF_THE_PLAN if (value := getattr(options, name)) is not None]
-    dtypes = {"precision", *OWN_DTYPES} & {setting.partition("=")[0].strip() for setting in (*options.settings, *asked)}
-    if not dtypes and "precision" not in options.allow:
-        asked.append("precision=fp32")  # a run's numbers do not change unasked
+    dtypes = {"precision", *OWN_DTYPES} & {setting.partition("=")[0].strip() for setting in options.settings}
+    asked = () if dtypes else ("precision=fp32",)  # a run's numbers do not change unasked
     words = PlanOptions(
         job=options.job or "",
         machine=machine,
         settings=(*options.settings, *asked),
-        allow=options.allow,
         batch_size=options.batch_size,
         seconds=SECONDS,
         args=options.args,
         seed=options.seed,
-        data=options.data,
     )
     with console.status("rehearsing plans"):
         plans = plan_options(words)
@@ -78,7 +74,7 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
         console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     predicted = plans.predicted if plans.first is not None and plans.first.estimate.plan == chosen.plan else None
     text = plan_to_toml(chosen.plan) + ("" if predicted is None else prediction_to_toml(predicted))
-    return replace(options, plan=PlanText(text), devices=_first_of(slots, chosen.plan.devices), allow=())
+    return replace(options, plan=PlanText(text), devices=_first_of(slots, chosen.plan.devices))
 
 
 def _measured(machine: Machine, slots: Sequence[WorkerSlot]) -> Machine:
@@ -102,7 +98,7 @@ def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
         need, room = bytes_text(nearest.total.high), bytes_text(nearest.capacity or 0)
         raise PlanError(
             f"--plan auto: none of {plural(len(plans.found.estimates), 'plan')} is certain to fit in memory. One may "
-            f"need {need}, but a device has {room}. Use a smaller --batch-size, more devices, or --allow precision."
+            f"need {need}, but a device has {room}. Use a smaller --batch-size, more devices, or --set precision=bf16."
         )
     unknown = next((each for each in plans.found.estimates if each.seconds is None), None)
     every = [

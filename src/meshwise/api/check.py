@@ -305,7 +305,7 @@ def _trace_job(
 
 
 def _find_job(options: CheckOptions) -> Job:
-    job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)
+    job = find_job(options.job, seed=options.seed, args=options.args)
     given: dict[str, Any] = {"batch_size": options.batch_size, "seed": options.seed}
     given = {name: value for name, value in given.items() if value is not None}
     return replace(job, model=partial(_uncompiled, job.model), **given)

@@ -50,7 +50,6 @@ class CheckOptions:
     batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
-    data: Annotated[str | Path | None, OfJobs("another data set in the same format: a folder")] = None
     perturb: Annotated[
         bool,
         Option(

@@ -301,7 +301,7 @@ def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | S
         script, folder = Path(options.job), stack.enter_context(scratch_folder("plan"))
         run = scratch_files(folder)(functools.partial(run_script_file, script.resolve(), list(options.arguments)))
         return known_script(script.name, run, kind_of(machine))
-    job = find_job(options.job, data=options.data, seed=options.seed, args=options.args)
+    job = find_job(options.job, seed=options.seed, args=options.args)
     job = replace(job, data=functools.cache(job.data))  # opened once, for its steps and for every way to estimate
     return job if options.batch_size is None else replace(job, batch_size=options.batch_size)
 

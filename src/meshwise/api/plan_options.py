@@ -59,7 +59,6 @@ class PlanOptions:
     seconds: Annotated[float, Option("of a processor, for which it rehearses at most")] = SECONDS
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, OfJobs("seed of the start values, the data order and the draws")] = None
-    data: Annotated[str | Path | None, OfJobs("another data set in the same format: a folder")] = None
     arguments: Sequence[str] = ()
     show: Callable[[Any], None] = lambda found: None
 

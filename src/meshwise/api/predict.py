@@ -65,7 +65,9 @@ def predict_with(options: PredictOptions, console: Console) -> Predictions:
     else:
         shares = _launched(options, console)
     if None in shares:
-        raise WorkerFailed("the program called sys.exit(0) on every rank before its end: not every sample was predicted.")
+        raise WorkerFailed(
+            "the program called sys.exit(0) on every rank before its end: not every sample was predicted."
+        )
     found = whole(shares)
     console.print(summary(found), soft_wrap=True, markup=False, highlight=False)
     return found
@@ -97,12 +99,12 @@ def _check_out(options: PredictOptions) -> None:
 def _job_of(options: PredictOptions) -> Job:
     """Return the job to predict. As data, `train.py:name` is the object of this name in the file, and any other text is
     a folder for the job's function."""
-    given, data, folder = options.job, options.data, None
+    given, data, folder = options.job, options.data, ()
     if isinstance(data, str | Path):
         file, _, name = str(data).rpartition(":")
-        data, folder = (find_in_file(Path(file), name), None) if file.endswith(".py") else (None, data)
+        data, folder = (find_in_file(Path(file), name), ()) if file.endswith(".py") else (None, (f"data={data}",))
     if isinstance(given, str | Job):
-        job = find_job(given, data=folder, seed=options.seed, args=options.args)
+        job = find_job(given, seed=options.seed, args=(*options.args, *folder))
     elif not callable(given):
         raise UsageError(
             f"mw.predict needs a Job, an nn.Module or a function that builds one, but got a {type(given).__name__}."

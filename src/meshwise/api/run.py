@@ -176,8 +176,6 @@ def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, A
 
 
 def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
-    if options.memory_cap is not None:
-        api.training.cap_memory(api.training.rank_context().world.device, options.memory_cap)
     return api.training.run_job(_job_of(options), options, folder)
 
 
@@ -187,13 +185,13 @@ def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> d
     plan: a new plan as TOML. Empty to keep the plan.
     """
     if plan:
-        options = replace(options, plan=PlanText(plan), settings=(), accumulate=None, precision=None)
+        options = replace(options, plan=PlanText(plan), settings=())
     return _job_in_worker(replace(options, resume=folder if resumes else None), folder)
 
 
 def _job_of(options: RunOptions) -> Job:
     assert options.job is not None
-    return options.override(api.training.find_job(options.job, data=options.data, seed=options.seed, args=options.args))
+    return options.override(api.training.find_job(options.job, seed=options.seed, args=options.args))
 
 
 def _finish(started: Started, results: Sequence[dict[str, Any]], console: Console, *, keep: bool) -> RunSummary:

@@ -109,7 +109,7 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
         os.environ[PLAN_FILE] = str((folder / names.PLAN).resolve())
     if options.log:
         os.environ[LOG] = ",".join(options.log)
-    saves = {"every": options.save_every, "keep": options.keep, "limit": options.save_limit}
+    saves = {"every": options.save_every, "keep": options.keep}
     if any(saves.values()):
         os.environ[SAVES] = json.dumps({name: value for name, value in saves.items() if value is not None})
     if options.exact_random:

@@ -29,7 +29,7 @@ from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
 
-NOT_SENT = ("nnodes", "node_rank", "rdzv", "min_nodes", "resume", "folder", "time_limit")
+NOT_SENT = ("nnodes", "node_rank", "rdzv", "resume", "folder", "time_limit")
 """Options of `meshwise run` that `meshwise submit` lacks, because the cluster or the batch script decides them."""
 DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
 DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")

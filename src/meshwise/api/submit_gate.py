@@ -68,7 +68,7 @@ def _check_program(run: RunOptions) -> None:
         except (SyntaxError, ValueError) as error:
             raise UsageError(f"{file} is not a valid Python program ({error}).") from None
     else:
-        find_job(str(run.job), data=run.data, seed=run.seed, args=run.args)
+        find_job(str(run.job), seed=run.seed, args=run.args)
 
 
 def _of_size(
@@ -87,7 +87,6 @@ def _of_size(
         batch_size=options.batch_size,
         args=options.args,
         seed=options.seed,
-        data=options.data,
         seconds=SECONDS,
         arguments=tuple(arguments),
         devices=str(len(machine.devices)) if options.plan == AUTO else None,
@@ -171,7 +170,7 @@ def _to_the_end(plans: Plans, first: Estimate, options: RunOptions, limit: float
 
 
 def _with_epochs(plans: Plans, options: RunOptions) -> int:
-    job = find_job(str(options.job), data=options.data, seed=options.seed, args=options.args)
+    job = find_job(str(options.job), seed=options.seed, args=options.args)
     return round((plans.steps or 0) / job.epochs * (options.epochs or job.epochs))
 
 

@@ -7,7 +7,6 @@ Tested in tests/cli/test_start_up.py.
 
 from meshwise.job.loop import run_job as run_job
 from meshwise.jobs.registry import find_job as find_job
-from meshwise.machine.memory import cap_memory as cap_memory
 from meshwise.transfer.collectives import gather_objects as gather_objects
 from meshwise.workers.join import join as join
 from meshwise.workers.join import rank_context as rank_context

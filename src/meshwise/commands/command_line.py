@@ -28,6 +28,13 @@ from meshwise.spec.options import Option, option_name, options_of
 
 BEHIND = "meshwise.behind"
 """The key in the `meta` of a click context for the words after the script's name on the command line."""
+PANELS = {
+    "Plan": ("plan", "settings", "exact_random"),
+    "Saving and failures": ("save_every", "keep", "time_limit", "restarts", "hang_limit", "on_failure", "fault"),
+    "Records": ("log", "out", "folder"),
+    "Where": ("devices", "nnodes", "node_rank", "rdzv"),
+}
+"""The fields of options dataclasses that the help lists in a panel of their own."""
 
 
 def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) -> Callable[..., None]:
@@ -83,8 +90,17 @@ def _declared(name: str, option: Option, default: Any, hidden: bool) -> Any:
     words = option_name(name, option)
     if default is True and option.name is None:
         words += f"/--no-{name.replace('_', '-')}"
-    completed = OF_OPTIONS.get(name)
-    return typer.Option(words, help=option.help, metavar=option.metavar, autocompletion=completed, hidden=hidden)
+    panel = next(
+        (title for title, names in PANELS.items() if name in names), None if option.scripts else "Of jobs alone"
+    )
+    return typer.Option(
+        words,
+        help=option.help,
+        metavar=option.metavar,
+        autocompletion=OF_OPTIONS.get(name),
+        hidden=hidden,
+        rich_help_panel=panel,
+    )
 
 
 def _typed(annotation: Any) -> Any:

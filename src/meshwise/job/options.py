@@ -19,10 +19,9 @@ from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.faults import parse_fault
 from meshwise.spec.options import OfJobs, OfThePlan, OfThisStart, Option, given_options, options_of
-from meshwise.spec.plan import OWN_DTYPES, Plan
-from meshwise.spec.plan_file import plan_from_toml, plan_text, plan_to_toml, plan_values
-from meshwise.spec.plan_settings import plan_on, setting_text, settings_values
-from meshwise.spec.quantity import read_quantity
+from meshwise.spec.plan import AXES, Plan
+from meshwise.spec.plan_file import plan_from_toml, plan_text, plan_to_toml
+from meshwise.spec.plan_settings import plan_on, settings_values
 from meshwise.spec.saves import KEEP, Saves, read_saves
 from meshwise.tracking.trackers import check_trackers
 from meshwise.workers.hang import HANG_LIMIT
@@ -34,10 +33,10 @@ RESTARTS = 3
 AUTO = "auto"
 AUTO_OF_A_SCRIPT = "--plan auto works only for jobs, not for scripts. Save a plan with meshwise plan --save FILE."
 """The error message for `--plan auto` with a script. For a script, the plan must be a saved one."""
-OF_THE_PLAN = ("accumulate", "precision")
-"""Fields of the plan that can be set by an option of the same name, and not only by `--set`."""
+ONCE_OPTIONS = ("accumulate", "precision")
+"""Fields of the plan that older versions recorded as options of their own."""
 JOB = Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True)
-ARGUMENT = OfJobs("an argument of the job's function: lr=3e-4", name="--arg", metavar="NAME=VALUE")
+ARGUMENT = OfJobs("an argument of the job's function: lr=3e-4, data=FOLDER", name="--arg", metavar="NAME=VALUE")
 
 
 @dataclass(frozen=True)
@@ -59,52 +58,34 @@ class RunOptions(NodeOptions):
     devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one CPU worker")] = None
     epochs: Annotated[int | None, OfJobs("epochs to train")] = None
     batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
-    accumulate: Annotated[int | None, OfJobs("microbatches that make a step")] = None
-    precision: Annotated[str | None, OfJobs("fp32, bf16, fp16 or fp64")] = None
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, OfJobs("seed of the start values, the data order and the random draws")] = None
-    data: Annotated[str | Path | None, OfJobs("another data set in the same format: a folder")] = None
     log_every: Annotated[int | None, OfJobs(f"steps between log lines; default: {LOG_EVERY}")] = None
+    on_nan: Annotated[
+        str,
+        OfJobs("a loss or gradient that is not finite: stop, skip the step, back: leave the batch out", metavar="WHAT"),
+    ] = STOP
+    resume: Annotated[
+        str | Path | None, OfThisStart("go on with a stopped run: its folder", metavar="RUN", scripts=False)
+    ] = None
+    plan: Annotated[
+        Plan | PlanText | str | Path | None, Option("a plan file, or auto; default: replicas", metavar="FILE")
+    ] = None
+    settings: Annotated[tuple[str, ...], OfThePlan("a field of the plan: precision=bf16, recompute=full")] = ()
+    exact_random: Annotated[bool, Option("dropout as on one device, on any number of them; slower")] = False
     save_every: Annotated[
         int | str | None,
         Option("save the state every 500 steps, or 10min; default: in the background, every minute", metavar="N|TIME"),
     ] = None
     keep: Annotated[int | None, Option(f"states that are kept; default: {KEEP}")] = None
-    save_limit: Annotated[str | None, Option("bytes of all states that are kept: 50GiB", metavar="SIZE")] = None
-    memory_limit: Annotated[
-        str | None, OfJobs("bytes that a rank may use, to try a smaller device: 8GiB", metavar="SIZE")
-    ] = None
-    on_nan: Annotated[
-        str,
-        OfJobs("a loss or gradient that is not finite: stop, skip the step, back: leave the batch out", metavar="WHAT"),
-    ] = STOP
     time_limit: Annotated[
         str | None, OfThisStart("save and stop this long after the command began, exit code 85: 90s, 4h")
-    ] = None
-    log: Annotated[
-        tuple[str, ...],
-        Option("where else numbers go: tensorboard, wandb, mlflow; all on this machine", metavar="TRACKER"),
-    ] = ()
-    plan: Annotated[
-        Plan | PlanText | str | Path | None, Option("a plan file, or auto; default: replicas", metavar="FILE")
-    ] = None
-    allow: Annotated[
-        tuple[str, ...], OfThisStart("what --plan auto may change of the numbers: precision, microbatch", scripts=False)
-    ] = ()
-    settings: Annotated[tuple[str, ...], OfThePlan("a field of the plan: recompute=full")] = ()
-    exact_random: Annotated[bool, Option("dropout as on one device, on any number of them; slower")] = False
-    resume: Annotated[
-        str | Path | None, OfThisStart("go on with a stopped run: its folder", metavar="RUN", scripts=False)
-    ] = None
-    folder: Annotated[
-        str | Path | None,
-        OfThisStart("the run's own folder: begins in it, or goes on with the run there", metavar="DIR"),
     ] = None
     restarts: Annotated[
         int | None, Option(f"how often it is started again after a fault of a machine; default: {RESTARTS}")
     ] = None
-    min_nodes: Annotated[
-        int | None, OfThisStart("end with 85, rather than go on, once fewer machines than this are left", metavar="N")
+    hang_limit: Annotated[
+        str | None, OfThisStart("how long a rank may make no progress before the run is ended: 10min; default: 60s")
     ] = None
     on_failure: Annotated[
         str | None, OfThisStart("a shell command for each failure, with its sentence in the environment")
@@ -113,10 +94,15 @@ class RunOptions(NodeOptions):
         tuple[str, ...],
         OfThisStart("rehearse a failure: kill:rank=1, or with step=40, phase=backward", metavar="FAULT"),
     ] = ()
-    hang_limit: Annotated[
-        str | None, OfThisStart("how long a rank may make no progress before the run is ended: 10min; default: 60s")
-    ] = None
+    log: Annotated[
+        tuple[str, ...],
+        Option("where else numbers go: tensorboard, wandb, mlflow; all on this machine", metavar="TRACKER"),
+    ] = ()
     out: Annotated[str | Path, OfThisStart("where run folders are made")] = "runs"
+    folder: Annotated[
+        str | Path | None,
+        OfThisStart("the run's own folder: begins in it, or goes on with the run there", metavar="DIR"),
+    ] = None
 
     @property
     def seconds_limit(self) -> float | None:
@@ -133,17 +119,11 @@ class RunOptions(NodeOptions):
     @property
     def saves(self) -> Saves:
         """When to save the state, and how many saved states to keep."""
-        return read_saves(self.save_every, self.keep, self.save_limit)
-
-    @property
-    def memory_cap(self) -> int | None:
-        """The memory limit in bytes. None without a limit."""
-        return None if self.memory_limit is None else int(read_quantity(self.memory_limit, "bytes", "--memory-limit"))
+        return read_saves(self.save_every, self.keep)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.saves, self.memory_cap
-        _ = self.seconds_limit  # raises for what is no duration
+        _ = self.saves, self.seconds_limit  # raises for what is no duration
         check_known("--on-nan", self.on_nan, ON_NAN)
         settle(self, "log_every")
         check_trackers(self.log)
@@ -151,17 +131,11 @@ class RunOptions(NodeOptions):
             raise UsageError("--devices is empty. Use 2xcpu or all, or remove --devices.")
         if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read at once: the run's record keeps the text
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
-        if self.allow and self.plan != AUTO:
-            raise UsageError("--allow works only with --plan auto: any other plan is used as it is. Remove --allow.")
         if self.restarts is not None and self.restarts < 0:
             raise UsageError(f"--restarts must be at least 0, but it is {self.restarts}.")
         self.hang_seconds()
         for text in self.fault:
             parse_fault(text)
-        for name in OF_THE_PLAN:
-            value = getattr(self, name)
-            if value is not None and name in map(_field, self.settings):
-                raise UsageError(f"{name} is set twice, by --{name} {value} and by --set {name}=. Set it once.")
 
     @property
     def gives_plan(self) -> bool:
@@ -177,14 +151,9 @@ class RunOptions(NodeOptions):
         """
         if self.plan == AUTO:
             raise UsageError(AUTO_OF_A_SCRIPT)
-        own = {name: value for name in OF_THE_PLAN if (value := getattr(self, name)) is not None}
-        settings = (*self.settings, *(setting_text(name, value) for name, value in own.items()))
         if self.plan is None:
-            return plan_on(devices, settings)
-        values = plan_values(self.plan.text) if isinstance(self.plan, PlanText) else vars(self.plan)
-        changes = self.precision not in (None, values.get("precision", Plan.precision))
-        over: dict[str, Any] = OWN_DTYPES if changes else {}
-        over = over | settings_values(settings)
+            return plan_on(devices, self.settings)
+        over = settings_values(self.settings)
         if isinstance(self.plan, PlanText):
             return plan_from_toml(self.plan.text, devices, over)
         assert isinstance(self.plan, Plan)
@@ -225,7 +194,7 @@ class RunOptions(NodeOptions):
             if text not in before:
                 had = ", ".join(before) or "no arguments"
                 raise UsageError(f"--arg {text}: the resumed run was started with {had}. Remove --arg.")
-        given = {name: value for name, value, _ in given_options(self) if name != "args"}
+        given = {name: value for name, value, _ in given_options(self) if name not in ("args", "settings")}
         return replace(RunOptions(**_still_valid(earlier, self)), **given)
 
 
@@ -254,13 +223,16 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     for name, annotation, _ in options_of(RunOptions):
         if name in left and not _is_of(left[name], annotation) and (name, type(left[name])) != ("settings", str):
             raise UsageError(f"the record of the resumed run is damaged: {name} is {left[name]!r} there.")
-    if given.plan is not None:  # another plan: what changed the earlier one does not change this one
-        left = {name: value for name, value in left.items() if name not in (*OF_THE_PLAN, "settings")}
-    left = {name: value for name, value in left.items() if name not in map(_field, given.settings)}
     settings = left.get("settings", ())
     settings = settings.split() if isinstance(settings, str) else settings  # a string in records of 0.1
-    by_options = {name for name in OF_THE_PLAN if name in left or getattr(given, name) is not None}
-    left["settings"] = tuple(setting for setting in settings if _field(setting) not in by_options)
+    once = {name: earlier[name] for name in ONCE_OPTIONS if earlier.get(name) is not None}
+    settings = [*(s for s in settings if _field(s) not in once), *(f"{name}={value}" for name, value in once.items())]
+    changed = {_field(setting) for setting in given.settings}
+    changed |= set(AXES if changed & set(AXES) else ())  # axes of the earlier run take devices of the new ones
+    kept = [] if given.plan is not None else [setting for setting in settings if _field(setting) not in changed]
+    left["settings"] = (*kept, *given.settings)
+    if earlier.get("data") is not None:  # an option of its own in older versions
+        left["args"] = (*left.get("args", ()), f"data={earlier['data']}")
     return left | ({"plan": PlanText(left["plan"])} if "plan" in left else {})
 
 

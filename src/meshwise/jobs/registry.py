@@ -75,41 +75,33 @@ def draw_samples(seed: int) -> tuple[Batch, Batch]:
 BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": mnist_cnn, "mnist-mlp": mnist_mlp}
 
 
-def find_job(
-    word: str | Job, *, data: str | Path | None = None, seed: int | None = None, args: Iterable[str] = ()
-) -> Job:
+def find_job(word: str | Job, *, seed: int | None = None, args: Iterable[str] = ()) -> Job:
     """Return the job that a word names, or `word` itself if it is a Job.
 
     word: the name of a built-in job, with a size if it has several (`gpt:small`), or `file.py:name`.
-    data: a folder, passed to the job's function.
     seed: passed to the job's function if it has a parameter `seed`.
     args: texts `NAME=VALUE` for other parameters of the job's function.
 
     Raises UsageError if there is no such job, or if its function does not take the given arguments.
     """
-    texts, folder = tuple(args), None if data is None else Path(data)
+    texts = tuple(args)
     if isinstance(word, Job):
-        return _call(word.name or "the job", word, texts, data=folder)
+        return _call(word.name or "the job", word, texts)
     name, _, size = word.partition(":")
     if name.endswith(".py"):
         bound, found = _from_file(Path(name), size)
-        return _call(word, found, texts, data=folder, seed=seed).named(bound)
+        return _call(word, found, texts, seed=seed).named(bound)
     factory = BUILT_IN.get(name)
     if factory is None:
         hint = nearest(name, BUILT_IN)
         raise UsageError(f"there is no job '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
     if size and "size" not in inspect.signature(factory).parameters:
         raise UsageError(f"job '{name}' exists in one size only, so leave out the part after the colon. Use {name}.")
-    return _call(word, factory, texts, size=size or None, data=folder, seed=seed)
+    return _call(word, factory, texts, size=size or None, seed=seed)
 
 
-def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **given: Any) -> Job:
+def _call(word: str, found: Any, texts: Sequence[str], **given: Any) -> Job:
     if isinstance(found, Job):
-        if data is not None:
-            raise UsageError(
-                f"--data {data}: {word} is a Job, which has its data already. To choose a folder, make {word} a "
-                "function of `data` that returns a Job."
-            )
         if texts:
             name = texts[0].partition("=")[0]
             raise UsageError(f"--arg {texts[0]}: {word} is a Job. Replace it by a function that takes `{name}`.")
@@ -117,9 +109,6 @@ def _call(word: str, found: Any, texts: Sequence[str], *, data: Path | None, **g
     if not callable(found):
         raise UsageError(f"{word} must be a meshwise.Job or a function returning one, but is a {type(found).__name__}.")
     signature = inspect.signature(found)
-    if data is not None and "data" not in signature.parameters:
-        raise UsageError(f"--data {data}: the function {word} has no parameter `data` for a folder. Add it.")
-    given["data"] = data
     arguments = {name: value for name, value in given.items() if value is not None and name in signature.parameters}
     typed = read_arguments(found, texts, word)
     if twice := arguments.keys() & typed.keys():

@@ -31,7 +31,6 @@ from meshwise.workers.failure import recorded
 
 NOT_SAVED = "The run is not started again, because the program saves no state. Call mw.checkpoint in the program."
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
-OTHERS_OF_PLAN = ("settings", "accumulate", "precision")  # options that change a plan
 _TOLD = (
     *("most", "resumable", "attempt", "number", "step", "began_at", "plan", "smaller", "resumes"),
     *("_smaller", "_furthest", "_without_progress", "_last"),
@@ -179,7 +178,7 @@ class Restarts:
             write_of(self.folder, self.number, path, lambda file: file.write(content))
         if self.smaller:
             request = names.read_run(self.folder).get("request", {})
-            names.change_run(self.folder, request={**request, "plan": self.smaller, **dict.fromkeys(OTHERS_OF_PLAN)})
+            names.change_run(self.folder, request={**request, "plan": self.smaller, "settings": None})
 
     def told(self) -> dict[str, Any]:
         """Return the values that the launcher of another machine needs to continue the run, for JSON. `take` reads

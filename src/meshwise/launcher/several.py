@@ -153,8 +153,8 @@ class Several:
         members += self.machines.joiners()
         if len(members) < restarts.min_nodes:
             raise PlanError(
-                f"Only {plural(len(members), 'machine')} of {len(self.nodes.members)} remained, but --min-nodes is "
-                f"{restarts.min_nodes}. Start the run again."
+                f"Only {plural(len(members), 'machine')} of {len(self.nodes.members)} remained, but the run was "
+                f"submitted with --nodes {restarts.min_nodes}. Start the run again."
             )
         left = sum(member.size for member in members)
         used = restarts.fit(left)

@@ -30,6 +30,7 @@ from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import is_over, newest, write_of
 from meshwise.records.files import stay_in, write_text
 from meshwise.records.lock import FolderLock
+from meshwise.records.run_list import is_fixed
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.faults import Fault, faults_of
@@ -42,8 +43,8 @@ from meshwise.workers.environment import ATTEMPT, read_world
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.launchers.find import place_in
 
-OWN_OPTIONS = ("job", "devices", "data", "log")
-"""Options that may differ between machines, since they depend on the files and devices of each machine."""
+OWN_OPTIONS = ("job", "devices", "log")
+"""Options that may differ between machines, since they depend on the devices of each machine."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,6 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
     make: a function that makes the program for a number of ranks.
     began: when the command began, in seconds since 1970.
     """
-    if options.min_nodes is not None and not 1 <= options.min_nodes <= options.nnodes:
-        raise UsageError(f"--min-nodes must be from 1 to --nnodes ({options.nnodes}), but is {options.min_nodes}.")
     several = options.nnodes != 1 or options.node_rank or options.rdzv
     slots = worker_slots(options)
     asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
@@ -176,7 +175,7 @@ def opened(
         folder,
         most=RESTARTS if options.restarts is None else options.restarts,
         resumable=program.again is not None,
-        min_nodes=options.min_nodes or 1,
+        min_nodes=options.nnodes if options.folder is not None and is_fixed(folder) else 1,
         command=options.on_failure,
         faults=faults,
         launched=place_in(os.environ).record(),

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import resource
 import sys
-from pathlib import Path
 
 import psutil
 import torch
 
 from meshwise.machine.allowance import memory_left
 from meshwise.spec.devices import has_streams
-from meshwise.spec.errors import UsageError
-from meshwise.spec.units import bytes_text
 
 
 def used_bytes(device: str) -> int:
@@ -73,31 +70,3 @@ def memory_facts(device: str) -> dict[str, int]:
         "free": free_bytes(torch.device("cpu")),
         "total": memory.total,
     }
-
-
-def cap_memory(device: str, limit: int) -> None:
-    """Limit this process to `limit` bytes of the device's memory, or of the host's memory if the device is a CPU.
-
-    Allocations beyond the limit fail, as on a smaller device. On a host, Linux counts writable memory (RLIMIT_DATA),
-    but not memory that was mapped before and is still unused. For a CPU worker, raises UsageError if the process
-    already uses `limit` bytes, or if the system is not Linux.
-    """
-    if has_streams(device):
-        total = torch.get_device_module(device).mem_get_info(device)[1]
-        if limit < total:
-            torch.get_device_module(device).set_per_process_memory_fraction(limit / total)
-        return
-    if sys.platform != "linux":
-        raise UsageError("--memory-limit works for CPU workers only on Linux. Leave this option out.")
-    data, used = _of_status("VmData"), _of_status("RssAnon")
-    if limit <= used:
-        raise UsageError(
-            f"--memory-limit {bytes_text(limit)}: without a model, a worker needs {bytes_text(used)}. Raise the limit."
-        )
-    resource.setrlimit(resource.RLIMIT_DATA, (data - used + limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
-def _of_status(name: str) -> int:
-    """Return a figure from /proc/self/status, such as `VmData`, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

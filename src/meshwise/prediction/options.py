@@ -43,8 +43,7 @@ class PredictOptions:
     out: Annotated[str | Path | None, Option("a .jsonl or .safetensors file", metavar="FILE")] = None
     devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one CPU worker")] = None
     plan: Annotated[Plan | PlanText | str | Path | None, Option("a plan file; else replicas", metavar="FILE")] = None
-    settings: Annotated[tuple[str, ...], OfThePlan("a field of the plan: shard=2, tensor=2")] = ()
-    precision: Annotated[str | None, Option("fp32, bf16, fp16 or fp64")] = None
+    settings: Annotated[tuple[str, ...], OfThePlan("a field of the plan: tensor=2, precision=bf16")] = ()
     batch_size: Annotated[int | None, Option("samples of the global batch, over all devices")] = None
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, Option("seed of the start values and the random draws")] = None
@@ -75,5 +74,5 @@ class PredictOptions:
     @property
     def run_options(self) -> RunOptions:
         """The options of `meshwise predict` that `meshwise run` has as well, such as `devices` and `plan`."""
-        names = ("devices", "plan", "settings", "precision", "batch_size", "seed")
+        names = ("devices", "plan", "settings", "batch_size", "seed")
         return RunOptions(**{name: getattr(self, name) for name in names})

@@ -284,11 +284,9 @@ def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
     return whole
 
 
-def prune(
-    folder: Path, *, keep: int, limit: int | None, abandoned: Iterable[Path] = (), room: Path | None = None
-) -> list[Path]:
-    """Remove checkpoints until at most `keep` are left and they have at most `limit` bytes together. The newest is
-    never removed. Returns the folders that were removed.
+def prune(folder: Path, *, keep: int, abandoned: Iterable[Path] = (), room: Path | None = None) -> list[Path]:
+    """Remove checkpoints until at most `keep` are left. The newest is never removed. Returns the folders that were
+    removed.
 
     abandoned: checkpoints that the run no longer continues, because it resumed from an earlier one. They are removed
         first, then the oldest.
@@ -298,11 +296,9 @@ def prune(
     """
     found, left = [saved.path for saved in checkpoints_in(folder)], set(abandoned)
     queue = sorted(found[:-1], key=lambda path: path not in left)
-    sizes = {path: size_of(path) for path in found} if limit is not None else {}
     removed: list[Path] = []
-    while queue and (len(queue) + 1 > keep or (limit is not None and sum(sizes.values()) > limit)):
+    while queue and len(queue) + 1 > keep:
         path = queue.pop(0)
-        sizes.pop(path, 0)
         gone = (room or folder) / (path.name + PART)  # half removed it is no checkpoint any more
         with contextlib.suppress(OSError):
             path.rename(gone)

@@ -234,7 +234,7 @@ class Saver:
             left = files.abandoned_by([c for c in found if c.attempt < writing.facts["attempt"]], self._resumed)
             old = [] if writing.facts.get(BACKGROUND) or not self._saves.in_background else in_background(found[:-1])
             keep = min(self._saves.keep, len(found) - len(old))
-            files.prune(self.folder, keep=keep, limit=self._saves.limit, abandoned=[*old, *left], room=writing.room)
+            files.prune(self.folder, keep=keep, abandoned=[*old, *left], room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
         """Wait for the save that is being written."""

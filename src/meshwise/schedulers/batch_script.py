@@ -122,12 +122,10 @@ def _step(job: BatchJob, *, elastic: bool) -> list[str]:
         binds = [word for mount in site.mounts for word in ("--bind", mount)]
         words += [site.runtime, "exec", *(["--nv"] if job.gpus else []), *binds, site.container]
     words += [*job.command, "run", "--folder"]
-    # With a node lost, Slurm starts it again on as many: the program would go on with fewer until then.
-    all_of_them = ['--min-nodes "$SLURM_JOB_NUM_NODES"'] if not elastic and job.nodes != "1" else []
     return [
         "# Slurm's signals reach the ranks too, which save and end by them: this script only waits for that.",
         "trap : TERM USR1 USR2",
-        " ".join([*map(_quoted, words), '"$run"', *all_of_them, *map(_quoted, job.words), "&"]),
+        " ".join([*map(_quoted, words), '"$run"', *map(_quoted, job.words), "&"]),
         "while kill -0 $! 2>/dev/null; do wait $!; done",
         "wait $!",
         "code=$?",

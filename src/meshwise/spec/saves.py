@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError
-from meshwise.spec.quantity import read_quantity
 
 KEEP = 2
 """How many checkpoints are kept by default: the newest, and the previous one in case the newest is damaged."""
@@ -22,13 +21,11 @@ class Saves:
     steps, seconds: after how many steps or seconds the state is saved. If both are None, it is saved in the background,
         as often as costs little time. It is also saved at the end, and when the run is stopped.
     keep: the number of checkpoints that are kept.
-    limit: the number of bytes that all checkpoints together may take.
     """
 
     steps: int | None = None
     seconds: float | None = None
     keep: int = KEEP
-    limit: int | None = None
 
     @property
     def in_background(self) -> bool:
@@ -36,8 +33,8 @@ class Saves:
         return self.steps is None and self.seconds is None
 
 
-def read_saves(every: int | str | None = None, keep: int | None = None, limit: str | None = None) -> Saves:
-    """Parse `--save-every 500` or `10min`, `--keep 3` and `--save-limit 50GiB`. Raises UsageError for other values."""
+def read_saves(every: int | str | None = None, keep: int | None = None) -> Saves:
+    """Parse `--save-every 500` or `10min`, and `--keep 3`. Raises UsageError for other values."""
     steps, seconds = None, None
     if isinstance(every, int) or (every is not None and every.strip().lstrip("-").isdigit()):
         steps = int(every)
@@ -47,5 +44,4 @@ def read_saves(every: int | str | None = None, keep: int | None = None, limit: s
         seconds = seconds_of(every, "--save-every")
     if keep is not None and keep < 1:
         raise UsageError(f"--keep {keep}: must be at least 1, because the newest state is always kept.")
-    most = None if limit is None else int(read_quantity(limit, "bytes", "--save-limit"))
-    return Saves(steps, seconds, KEEP if keep is None else keep, most)
+    return Saves(steps, seconds, KEEP if keep is None else keep)
