@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from meshwise.records.folder import begin_session, end_session, read_run, span_log, write_run
 from meshwise.timeline.advice import TRY, advised
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.rank_log import QUANTUM, as_rows, pack, unpack
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.recorder import WIDTH, Recorder
 from meshwise.timeline.span_log import SpanLog
-from meshwise.timeline.spans import KINDS
+from meshwise.timeline.spans import KINDS, QUANTUM, as_rows, pack, unpack
 from meshwise.timeline.views.json_text import report_dict
 from meshwise.timeline.views.report_text import report_text
 from tests.timeline.views.reports import printed

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.records.files import append_lines
-from meshwise.timeline.rank_log import VERSION, as_rows, pack
 from meshwise.timeline.recorder import Count, Recorder
-from meshwise.timeline.spans import WIDTH
+from meshwise.timeline.spans import VERSION, WIDTH, as_rows, pack
 
 EVERY = 1.0  # seconds between writes, and samples of memory: what a killed worker loses at most
 CLOCK_EVERY = 10.0
