@@ -23,7 +23,7 @@ import torch
 from meshwise.compat import compiling
 from meshwise.process.session import end_sessions
 from meshwise.spec.devices import WorkerSlot
-from meshwise.workers import verb_log, worker
+from meshwise.workers import verb_log
 from meshwise.workers.join import join
 from meshwise.workers.launch import Halt, launch
 from tests.left_over import KEPT
@@ -58,7 +58,7 @@ def serve(address: Any) -> None:
 def fresh() -> None:
     """Forget what an earlier case has distributed, and compiled: loops are looked at in another way then."""
     end_sessions()
-    worker.in_progress.clear()
+    verb_log.in_progress.clear()
     torch.set_default_dtype(torch.float32)
     if compiling.is_used():
         torch._dynamo.reset()

@@ -41,8 +41,7 @@ from meshwise.engine.weighing import (
 )
 from meshwise.parallel.step_hooks import Order, subscribe
 from meshwise.parallel.trial import is_by_numbers
-from meshwise.workers.verb_log import came_to
-from meshwise.workers.worker import in_progress
+from meshwise.workers.verb_log import came_to, in_progress
 
 Batch = TypeVar("Batch")
 AS_WRITTEN = [

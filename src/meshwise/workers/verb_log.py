@@ -33,6 +33,8 @@ BATCH = "batch"
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
 NOWHERE = (0, 0)
 UNKNOWN: tuple[int, None, int, list[int]] = 0, None, 0, []
+in_progress: set[str] = set()
+"""What this rank is in the middle of, such as an epoch. If it exited now, the other ranks would wait for it."""
 
 
 @dataclass(frozen=True)

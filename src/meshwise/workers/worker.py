@@ -41,9 +41,6 @@ END_TIMEOUT = 2.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
 
-in_progress: set[str] = set()
-"""What this rank is in the middle of, such as an epoch. If it exited now, the other ranks would wait for it."""
-
 
 def main() -> int:
     """Run a worker: bind it to its CPU cores, open its side channel, and run its task. Return the exit code of the
@@ -177,9 +174,9 @@ def run_task(task: Path, world: World, channel: WorkerChannel) -> int:
 
 def _exited(exit: SystemExit, rank: int, channel: WorkerChannel) -> int:
     if exit.code in (0, None):
-        where = "in the middle of an epoch" if in_progress else "before the others"
+        where = "in the middle of an epoch" if verb_log.in_progress else "before the others"
         left = Failure(rank, "left", f"left with exit code 0 {where}", time=time.time())
-        channel.send("exited", failure=asdict(left), in_progress=bool(in_progress))
+        channel.send("exited", failure=asdict(left), in_progress=bool(verb_log.in_progress))
         return 0
     failed = failure.by_exit(rank, exit)
     channel.send("failed", failure=asdict(failed))
