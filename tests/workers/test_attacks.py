@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.spec.errors import UsageError
-from meshwise.workers import doorkeeper, node_options, rendezvous
+from meshwise.workers import handshake, node_options, rendezvous
 from meshwise.workers.channel import free_port
 from meshwise.workers.handshake import ANSWERS, ASKS, CODE, HELLO, NONCE, Unproven
 from meshwise.workers.launchers.place import Place
@@ -210,8 +210,8 @@ def test_what_a_rank_has_said_is_worth_nothing_when_it_is_repeated(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few connections are a flood."""
-    monkeypatch.setattr(doorkeeper, "GUESTS", 16)
-    monkeypatch.setattr(doorkeeper, "GRACE", 0.01)
+    monkeypatch.setattr(handshake, "GUESTS", 16)
+    monkeypatch.setattr(handshake, "GRACE", 0.01)
 
 
 @pytest.mark.usefixtures("small")

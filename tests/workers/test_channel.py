@@ -14,8 +14,7 @@ import pytest
 
 from meshwise.workers import channel
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, WorkerChannel, connect
-from meshwise.workers.doorkeeper import Doorkeeper
-from meshwise.workers.handshake import ANSWERS, ASKS, CODE, HELLO, NONCE, Line
+from meshwise.workers.handshake import ANSWERS, ASKS, CODE, HELLO, NONCE, Doorkeeper, Line
 
 PATIENCE = 20  # seconds until what does not come counts as lost
 
@@ -123,8 +122,9 @@ def test_however_the_launcher_goes_away_the_worker_ends(monkeypatch: pytest.Monk
     def serve(line: Line) -> None:
         line.receive()
         if last_words == b"reset":  # a killed process with unread messages resets its connections
-            with line.plain() as connection:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            line.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            line._bytes.close()
+            line.connection.close()
         else:
             line.connection.sendall(last_words)
 

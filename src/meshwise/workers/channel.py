@@ -19,8 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwise.workers.doorkeeper import Doorkeeper
-from meshwise.workers.handshake import Line, enter
+from meshwise.workers.handshake import Doorkeeper, Line, enter
 
 Message = dict[str, Any]
 ADDRESS, TOKEN = "MESHWISE_CHANNEL", "MESHWISE_TOKEN"

@@ -11,6 +11,10 @@ The secret never travels.
 So no recorded message can be used again: not in a later session, not sent back to its sender, not for another purpose.
 Not covered: the messages are not encrypted. Anybody may ask a server for its proof and test guesses of the secret on
 it, so a secret is 32 random bytes, or as hard to guess.
+
+A server has at most GUESTS connections that have not proven the secret yet, each for at most TIMEOUT seconds. With
+more, the oldest is closed once it has had GRACE seconds: a flood of silent connections delays real ones but cannot keep
+them out.
 Tested in tests/workers/test_handshake.py.
 """
 
@@ -23,6 +27,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 HELLO = b"meshwise 1\n"
@@ -32,6 +37,10 @@ ASKS, ANSWERS = len(HELLO) + NONCE, len(HELLO) + NONCE + CODE
 MOST = 16 << 20
 """The largest length of a message, in bytes."""
 HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
+GUESTS = 128  # connections that have proven nothing yet
+TIMEOUT = 30.0  # seconds for each of them
+GRACE = 0.5  # seconds in which it is not sent away for another one
+PAUSE = 0.01  # seconds to the next look, where no more can be let in now
 
 
 class Unproven(ConnectionError):
@@ -74,7 +83,7 @@ class Line:
         keys = [code(proofs.session, role) for role in (b"server", b"client")]
         self._sends, self._receives = keys if serves else reversed(keys)
         self._sent = self._received = 0
-        self._lock, self._over = threading.Lock(), False
+        self._lock = threading.Lock()
         self._bytes = connection.makefile("rb")
 
     def send(self, message: bytes) -> None:
@@ -104,18 +113,10 @@ class Line:
         self._received += 1
         return message
 
-    def plain(self) -> socket.socket:
-        """Return the bare socket, for data without authentication codes. After this call, this `Line` can no longer be
-        used."""
-        mine, self._over = self.connection.dup(), True
-        self.close()
-        return mine
-
     def close(self) -> None:
         """Close the connection. A thread that waits for a message wakes up."""
         with contextlib.suppress(OSError):
-            if not self._over:
-                self.connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake that thread
+            self.connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake that thread
         self._bytes.close()
         self.connection.close()
 
@@ -146,55 +147,116 @@ def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float
 
 def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Proofs:
     """Ask the server to prove that it knows the secret, and check its code."""
-    until, nonce, answer = time.monotonic() + timeout, secrets.token_bytes(NONCE), b""
+    until, nonce = time.monotonic() + timeout, secrets.token_bytes(NONCE)
     connection.settimeout(timeout)
     connection.sendall(HELLO + nonce)
-    while len(answer) < ANSWERS:
-        connection.settimeout(max(until - time.monotonic(), 0.001))
-        part = connection.recv(ANSWERS - len(answer))
-        if not part:
-            raise ConnectionResetError("the other side closed the connection before it proved that it knows the secret")
-        answer += part
-        if not answer.startswith(HELLO[: len(answer)]):
-            raise ConnectionRefusedError("another program listens there")
+    answer = _read(connection, ANSWERS, until, HELLO)
     proofs = Proofs.of(secret, purpose, nonce, answer[len(HELLO) : ASKS])
     if not hmac.compare_digest(answer[ASKS:], proofs.server):
         raise Unproven("the process at this address does not know the secret of this run")
     return proofs
 
 
-class Guest:
-    """The server's side of a connection, until the client has proven that it knows the secret. Reading from it never
-    blocks."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.proofs: Proofs | None = None
-        """The codes by which each end proves that it knows the secret. None until the client has sent its nonce."""
-        self._heard, self.since = b"", time.monotonic()
-
-    def hear(self, secret: bytes, purpose: str) -> Line | None:
-        """Read what has arrived. Return the connection once the client has proven the secret, and None before that.
-
-        Raises OSError on a wrong proof.
-        """
-        wanted = ASKS if self.proofs is None else CODE
-        part = self.connection.recv(wanted - len(self._heard))
+def _read(connection: socket.socket, size: int, until: float, begins: bytes = b"") -> bytes:
+    """Read `size` bytes before the time `until`. Raises OSError if they do not come, or do not begin with `begins`."""
+    heard = b""
+    while len(heard) < size:
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        part = connection.recv(size - len(heard))
         if not part:
-            raise ConnectionResetError("the other side closed the connection")
-        self._heard += part
-        if len(self._heard) < wanted:
-            return None
-        heard, self._heard = self._heard, b""
-        if self.proofs is None:
-            if not heard.startswith(HELLO):
-                raise Unproven("another program")
-            nonce = secrets.token_bytes(NONCE)
-            self.proofs = Proofs.of(secret, purpose, heard[len(HELLO) :], nonce)
-            self.connection.sendall(HELLO + nonce + self.proofs.server)
-            return None
-        if not hmac.compare_digest(heard, self.proofs.client):
-            raise Unproven("the client does not know the secret of this run")
-        self.connection.setblocking(True)
-        return Line(self.connection, self.proofs, serves=True)
+            raise ConnectionResetError("the other side closed the connection before it proved that it knows the secret")
+        heard += part
+        if not heard.startswith(begins[: len(heard)]):
+            raise ConnectionRefusedError("another program listens there")
+    return heard
+
+
+def admit(connection: socket.socket, secret: bytes, purpose: str) -> Line:
+    """Authenticate a connection as its server, within TIMEOUT seconds.
+
+    Raises Unproven if the client speaks this protocol but does not prove the secret, and another OSError if it speaks
+    another one.
+    """
+    until = time.monotonic() + TIMEOUT
+    asked, nonce = _read(connection, ASKS, until, HELLO), secrets.token_bytes(NONCE)
+    proofs = Proofs.of(secret, purpose, asked[len(HELLO) :], nonce)
+    try:
+        connection.sendall(HELLO + nonce + proofs.server)
+        proven = hmac.compare_digest(_read(connection, CODE, until), proofs.client)
+    except OSError:
+        proven = False
+    if not proven:
+        raise Unproven("the client does not know the secret of this run")
+    connection.settimeout(None)
+    return Line(connection, proofs, serves=True)
+
+
+class Doorkeeper:
+    """A listening socket that accepts only clients which know the secret.
+
+    server: the socket, which listens already.
+    serve: called with each authenticated connection, in a thread of its own. The connection is closed when `serve`
+        returns. Once `serve` returns True, no further connection is accepted.
+    """
+
+    def __init__(self, server: socket.socket, secret: bytes, purpose: str, serve: Callable[[Line], object]) -> None:
+        self._server, self._secret, self._purpose, self._serve = server, secret, purpose, serve
+        self._guests: dict[socket.socket, float] = {}
+        self._lines: set[Line] = set()
+        self._over = False
+        self.stranger: str | None = None
+        """The address of the last client that used our protocol but did not know the secret. None if there was none."""
+        self.port = int(server.getsockname()[1])
+        self._thread(self._run)
+
+    def close(self) -> None:
+        """Accept no more connections, and close the open ones."""
+        self._over = True
+        for each in (self._server, *self._guests.copy()):
+            _shut(each)  # wakes the thread, which closes it
+        for line in tuple(self._lines):
+            line.close()
+
+    def _thread(self, target: Callable[..., None], *arguments: object) -> None:
+        name = f"meshwise-{self._purpose} {self.port}"
+        threading.Thread(target=target, args=arguments, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._over:
+            try:
+                connection, address = self._server.accept()
+            except OSError:  # it has hung up, this door is closed, or no more files can be open
+                time.sleep(PAUSE)
+                continue
+            while len(self._guests) >= GUESTS:
+                oldest, since = next(iter(self._guests.copy().items()))
+                if time.monotonic() - since < GRACE:
+                    time.sleep(PAUSE)
+                elif self._guests.pop(oldest, None):
+                    _shut(oldest)
+            self._guests[connection] = time.monotonic()
+            self._thread(self._meet, connection, address[0])
+        self._server.close()
+
+    def _meet(self, connection: socket.socket, address: str) -> None:
+        try:
+            line = admit(connection, self._secret, self._purpose)
+        except OSError as error:
+            if isinstance(error, Unproven):
+                self.stranger = address
+            connection.close()
+            return
+        finally:
+            self._guests.pop(connection, None)
+        self._lines.add(line)
+        try:
+            if not self._over and self._serve(line):
+                self.close()
+        finally:
+            self._lines.discard(line)
+            line.close()
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

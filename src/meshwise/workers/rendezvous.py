@@ -31,8 +31,7 @@ import psutil
 
 from meshwise.spec.errors import UsageError
 from meshwise.workers.channel import LISTENING_PORTS, listening
-from meshwise.workers.doorkeeper import Doorkeeper
-from meshwise.workers.handshake import Line, Unproven, enter
+from meshwise.workers.handshake import Doorkeeper, Line, Unproven, enter
 from meshwise.workers.launchers.place import Place
 from meshwise.workers.secret import SET_ONE, Secret, secret_of
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from meshwise.workers.channel import listening
-from meshwise.workers.doorkeeper import Doorkeeper
-from meshwise.workers.handshake import Line, enter
+from meshwise.workers.handshake import Doorkeeper, Line, enter
 
 PURPOSE = "machines"
 PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secret: it may be busy
