@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwise.slips import user_source
-from meshwise.slips.resumed_loop import says_counted
+from meshwise.slips.in_a_run import says_counted
 
 LIBRARY = """
 class Loader:

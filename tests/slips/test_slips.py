@@ -1,8 +1,7 @@
-"""Slips of a script that trains on: what is summed twice, divided twice, or counted for a rank alone is said with its
-line; the right way to write the same is not.
+"""Mistakes of the per-rank view that the source shows are said with their line; the right way to write it is not.
 
-Of slips/summed_twice.py, slips/divided_batch.py, slips/counted_parts.py, slips/own_loss.py and
-slips/user_source.py. Each case is a small program on two devices. The line that must be named is marked `# here`.
+Of slips/per_rank.py, slips/user_source.py, and of batch sizes in slips/in_a_run.py. No case is run: this file is read.
+The line that must be named is marked `# here`.
 """
 
 from __future__ import annotations
@@ -17,44 +16,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.process.session import default_engine
+from meshwise.slips.in_a_run import says_divided
+from meshwise.slips.per_rank import TEXTS, slips_in
 
 Case = Callable[["Program"], Any]
 MISTAKES: list[tuple[Case, str]] = []
 RIGHT: list[Case] = []
-TWICE = "it covers all ranks already, so mw.sum returns it unchanged"
-RATIO = "mw.mean of a ratio of sums"
-DIVIDED = "is 8 divided by the number of ranks"
-RUNNING = "running adds up losses times this rank's part of each batch"
+TWICE, RATIO = TEXTS["twice"], TEXTS["ratio"]
+DIVIDED = "batch_size is {} divided by the number of ranks"
+RUNNING = "running adds up losses of this rank's part of each batch"
 BUFFER = "buffer keeps samples of this rank alone"
 OWN = "loss is the loss of this rank's own samples here. Write loss = mw.backward(loss)"
 
 
 class Program:
-    """What a small program has before its loops; 23 samples are batches of 8, 8 and 7."""
+    """What a small program has before its loops."""
 
-    def __init__(self, samples: int = 23) -> None:
-        torch.manual_seed(0)
-        random.seed(0)
-        x = torch.randn(samples, 6)
-        self.data = TensorDataset(x, (x.sum(1) > 0).long())
-        self.model: Any = nn.Linear(6, 2)
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.1)
-        self.loader: Any = DataLoader(self.data, batch_size=8)
-        self.model, self.optimizer, self.loader = mw.distribute(self.model, self.optimizer, self.loader, view="rank")
+    data: Any
+    model: Any
+    optimizer: Any
+    loader: Any
 
     def right(self, x: Tensor, y: Tensor) -> int:
         return int((self.model(x).argmax(1) == y).sum())
-
-    def backward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = mw.backward(F.cross_entropy(self.model(x), y))
-        self.step()
-        return loss
 
     def step(self) -> None:
         self.optimizer.step()
@@ -116,15 +105,15 @@ def a_loss_that_is_divided_and_has_a_weight(p: Program) -> None:
         print(f"loss {loss.item():.4f}")  # here
 
 
-@mistake(OWN)
+@mistake(RUNNING.replace("running", "total"))
 def a_mean_of_losses_that_is_printed(p: Program) -> None:
     total = 0.0
     for x, y in p.loader:
         loss = F.cross_entropy(p.model(x), y)
         mw.backward(loss)
         p.step()
-        total += loss.item()
-    print(f"mean loss {total / len(p.loader):.4f}")  # here
+        total += loss.item()  # here
+    print(f"mean loss {total / len(p.loader):.4f}")
 
 
 @right
@@ -229,13 +218,6 @@ def a_name_for_both(p: Program) -> float:
     return first
 
 
-@right
-def the_number_of_ranks(p: Program) -> float:
-    ranks = 1
-    assert mw.sum(ranks) == mw.world_size() and mw.sum(1) == mw.world_size()
-    return only_after_it(p)
-
-
 @mistake(RATIO)
 def a_mean_of_ratios(p: Program) -> None:
     for x, y in p.loader:
@@ -257,12 +239,12 @@ def ratios_of_sums(p: Program) -> None:
 # Batches.
 
 
-@mistake(DIVIDED)
+@mistake(DIVIDED.format(8))
 def by_the_number_of_ranks(p: Program) -> None:
     mw.distribute(DataLoader(p.data, batch_size=8 // mw.world_size()), view="rank")  # here
 
 
-@mistake(DIVIDED)
+@mistake(DIVIDED.format("batch"))
 def by_a_variable_of_the_environment(p: Program) -> None:
     batch, ranks = 8, int(os.environ.get("WORLD_SIZE", "1"))
     each = max(1, int(batch / ranks))
@@ -275,7 +257,7 @@ def loaders(data: Any, ranks: int) -> tuple[Any, Any]:
     return DataLoader(data, batch_size=batch // mw.world_size()), DataLoader(data, batch)  # here
 
 
-@mistake(DIVIDED)
+@mistake(DIVIDED.format("batch"))
 def in_a_function(p: Program) -> None:
     first, second = loaders(p.data, mw.world_size())
     mw.distribute(first, second, view="rank")
@@ -432,18 +414,6 @@ def in_a_dict_and_summed_after_the_loop(p: Program) -> None:
 
 
 @right
-def in_a_dict_that_nothing_reads(p: Program) -> None:
-    stats = {"loss": 0.0, "seen": 0}
-    for x, y in p.loader:
-        loss = F.cross_entropy(p.model(x), y)
-        mw.backward(loss)
-        p.step()
-        stats["loss"] += loss.item() * len(x)
-        stats["seen"] += mw.sum(len(x))
-    print(stats["seen"])
-
-
-@right
 def in_a_dict_whose_values_are_summed(p: Program) -> None:
     stats = {"loss": 0.0}
     for x, y in p.loader:
@@ -505,18 +475,6 @@ def returned_and_summed(p: Program) -> None:
 
 
 @right
-def equal_parts(_: Program) -> None:
-    p = Program(24)
-    running, seen = 0.0, 0
-    for x, y in p.loader:
-        loss = mw.backward(F.cross_entropy(p.model(x), y))
-        p.step()
-        running += loss.item() * len(x)
-        seen += len(x)
-    print(running / seen)
-
-
-@right
 def progress(p: Program) -> None:
     seen, total = 0, 0.0
     for x, y in p.loader:
@@ -540,118 +498,40 @@ def of_samples(p: Program) -> None:
         p.step()
 
 
-@mistake(BUFFER)
-def of_a_list(p: Program) -> None:
-    buffer: list[Any] = []
-    for x, y in p.loader:
-        for row, label in zip(x, y, strict=True):  # here
-            buffer.append((row, label))
-        del buffer[:-6]
-        picked = random.sample(buffer, 3)
-        mw.backward(F.cross_entropy(p.model(torch.stack([row for row, _ in picked])), y[:3]))
-        p.step()
-
-
-class Memory:
-    """As programs write it. whole: it keeps batches, each rank its part of the same ones."""
-
-    def __init__(self, most: int, whole: bool = False) -> None:
-        self.kept: deque[Any] = deque(maxlen=most)
-        self.whole = whole
-
-    def push(self, x: Tensor, y: Tensor) -> None:
-        for each in [(x, y)] if self.whole else zip(x, y, strict=True):
-            self.kept.append(each)
-
-    def sample(self, number: int) -> tuple[Tensor, Tensor]:
-        picked = random.sample(self.kept, number)
-        join = torch.cat if self.whole else torch.stack
-        return join([x for x, _ in picked]), join([y for _, y in picked])
-
-
-@mistake(BUFFER)
-def of_a_class(p: Program) -> None:
-    buffer = Memory(6)
-    for x, y in p.loader:
-        buffer.push(x, y)  # here
-        old, labels = buffer.sample(3)
-        mw.backward(F.cross_entropy(p.model(x), y) + F.cross_entropy(p.model(old), labels))
-        p.step()
-
-
-@right
-def of_whole_batches(p: Program) -> None:
-    buffer = Memory(2, whole=True)
-    for x, y in p.loader:
-        buffer.push(x, y)
-        mw.backward(F.cross_entropy(*map(torch.cat, zip((p.model(x), y), (p.model(x), y), strict=True))))
-        buffer.sample(1)
-        p.step()
-
-
-@right
-def of_a_class_that_is_never_full(p: Program) -> None:
-    buffer = Memory(600)
-    for x, y in p.loader:
-        buffer.push(x, y)
-        buffer.sample(3)
-        mw.backward(F.cross_entropy(p.model(x), y))
-        p.step()
-
-
-@right
-def one_that_is_never_full(p: Program) -> None:
-    buffer: deque[Any] = deque(maxlen=600)
-    for x, y in p.loader:
-        buffer.extend(zip(x, y, strict=True))
-        picked = random.sample(buffer, 3)
-        mw.backward(F.cross_entropy(p.model(torch.stack([row for row, _ in picked])), y[:3]))
-        p.step()
-
-
 @right
 def recent_losses(p: Program) -> None:
     recent: deque[float] = deque(maxlen=2)
     for x, y in p.loader:
-        recent.append(p.backward(x, y).item())
-        mw.backward(F.cross_entropy(p.model(x), y))
+        recent.append(mw.backward(F.cross_entropy(p.model(x), y)).item())
         p.step()
         print(sum(recent) / len(recent), random.choice(recent))
 
 
-def said(case: Case) -> tuple[Any, list[str]]:
-    result = case(Program())
-    return result, default_engine().notes
+SAID = [*slips_in([__file__]), *says_divided()]
 
 
-def line_of(case: Case) -> int:
-    elsewhere = {
-        in_a_function: loaders,
-        in_an_attribute: Meter.trains,
-        in_a_dict_of_an_attribute: Meter.trains_with_parts,
-    }
-    lines, first = inspect.getsourcelines(elsewhere.get(case, case))
-    return first + next(number for number, line in enumerate(lines) if line.rstrip().endswith("# here"))
+def said_of(case: Case) -> list[str]:
+    lines, first = inspect.getsourcelines(ELSEWHERE.get(case, case))
+    places = {f"test_slips.py:{line}: " for line in range(first, first + len(lines))}
+    return [text for text in SAID if any(place in text for place in places)]
+
+
+ELSEWHERE: dict[Case, Any] = {
+    in_a_function: loaders,
+    in_an_attribute: Meter.trains,
+    in_a_dict_of_an_attribute: Meter.trains_with_parts,
+    in_an_attribute_that_a_method_sums: Meter.trains_in_step,
+}
 
 
 @pytest.mark.parametrize("case, text", MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_slip_is_said_with_its_line(case: Case, text: str, pool: Any) -> None:
-    (_, notes), (_, others) = pool(2).run(said, case)
-    assert [f"test_slips.py:{line_of(case)}: " in note and text in note for note in notes] == [True], notes
-    assert others == notes, "what was said of the program is known on every rank"
+def test_a_slip_is_said_with_its_line(case: Case, text: str) -> None:
+    lines, first = inspect.getsourcelines(ELSEWHERE.get(case, case))
+    line = first + next(number for number, each in enumerate(lines) if each.rstrip().endswith("# here"))
+    (said,) = said_of(case)
+    assert f"test_slips.py:{line}: " in said and text in said
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.__name__)
-def test_what_is_right_is_no_alarm(case: Case, pool: Any) -> None:
-    ranks = pool(2).run(said, case)
-    assert [notes for _, notes in ranks] == [[], []]
-
-
-SUMS = [in_the_loop_and_after_it, one_in_the_other, through_another_name, only_after_it, a_mean_times_a_sum]
-
-
-@pytest.mark.parametrize("case", SUMS, ids=lambda case: case.__name__)
-def test_and_the_sum_is_that_of_one_device(case: Case, pool: Any) -> None:
-    want = only_after_it(Program())
-    assert 0 < want < 23
-    assert [result for result, _ in pool(2).run(said, case)] == [want] * 2
+def test_what_is_right_is_no_alarm(case: Case) -> None:
+    assert said_of(case) == []

@@ -41,8 +41,6 @@ class LoopRead:
     padded: bool = False
     part: BatchSlice | None = None
     batch: Any = None
-    uneven: bool = False
-    """Whether this rank's fraction of the batch has changed during the loop, e.g. from 2 of 4 samples to 2 of 3."""
     earlier: BatchSlice | None = None
     """The slice of an earlier batch of another size in this loop, if no backward came after it; else None."""
 
@@ -70,13 +68,8 @@ class Loops:
         self.round: list[LoopRead] = []
         """The loops that have yielded a batch since the last backward."""
         self._weighed = False  # that backward was weighed by the program, and of one of these
-        self._alone: BatchSlice | None = None  # what the program has split itself, outside of loops
         self.ended: LoopRead | None = None
         """The loop that ended last; None if a batch came later. If set, a value for `mw.sum` covers the whole loop."""
-        self.by_place: dict[str, LoopRead] = {}
-        """The running program's finished loops by source line. A later loop at a line replaces an earlier loop."""
-        self.over: Counter[tuple[str, int]] = Counter()
-        """How many loops of the running program have finished at each source line of the user."""
         self._places = Counter[object]()
         self.whole: WholeRead | None = None
         """The loop that yielded the newest batch, if the loader of that loop is not distributed; else None."""
@@ -96,7 +89,6 @@ class Loops:
         read.samples.append(part.samples)
         read.padded |= part.total < self.ranks
         before = read.part or part
-        read.uneven |= part.samples * before.total != before.samples * part.total
         ahead = read in self.round and not self._weighed
         read.earlier = None if not ahead else before if before.total != part.total else read.earlier
         read.part = part
@@ -107,20 +99,15 @@ class Loops:
         self._weighed = False
         self.ended = self.whole = None
 
-    def split(self, part: BatchSlice) -> None:
-        """Record that the program calls `mw.split` on a batch."""
-        self._alone = None if self._open else part
-        self.ended = self.whole = None
-
     def end(self, read: LoopRead) -> BatchSlice | None:
-        """Record that the loop `read` has ended. Return this rank's slice of the current batch of the enclosing loop.
-        If there is no such loop, return the slice of the last `mw.split`, or None without a split."""
+        """Record that the loop `read` has ended. Return this rank's slice of the current batch of the enclosing loop,
+        or None if there is no such loop."""
         for reads in (self._open, self.round):
             if read in reads:
                 reads.remove(read)
-        self.ended = self.by_place[read.place] = read
+        self.ended = read
         read.batch = None
-        return self._open[-1].part if self._open else self._alone
+        return self._open[-1].part if self._open else None
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
         """Raise UsageError if it is not known over which batch a value is a mean.
@@ -157,4 +144,4 @@ class Loops:
             current batches then stay in `round`, because the next value may belong to any of these batches."""
         self._weighed, self.whole = weighed and len(self.round) > 1, None
         self.round = self.round if self._weighed else []
-        self.ended = None if self._open or self._alone is not None else self.ended
+        self.ended = None if self._open else self.ended

@@ -406,7 +406,8 @@ class EngineWatcher:
             self.complete_step()
             across_ranks.collect_run(trace)
             if self.hints is not None:
-                trace.hints = self.hints.end(any(map(_is_by_hand, trace.steps)))
+                by_hand = any(map(_is_by_hand, trace.steps))
+                trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
             if (undistributed := self._engine.events.find(UndistributedLoops)) is not None:
                 trace.counted_again = undistributed.said
             for place in unsummed.places if unsummed is not None else ():

@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwise.equivalence.model_state import local_sum
 from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
 from meshwise.guards.unsummed import drops
-from meshwise.slips.divided_validation import Evaluated, divided_evaluation, evaluated_here
-from meshwise.spec.user_code import frame_in, is_users, place, user_place
+from meshwise.slips.per_rank import divided_evaluations, slips_in
+from meshwise.spec.user_code import frame_in, is_users, place, user_lines, user_place
 from meshwise.spec.words import some
 
 DROPOUT = (
@@ -82,7 +82,8 @@ class Hints:
         self._loops: list[_Loop] = []
         self._window, self._windows = _Window(), list[_Window]()
         self._zeroed = self._ticked = ""  # where, since the last backward
-        self._evaluated: list[Evaluated] = []
+        self._evaluated = dict[tuple[str, int], None]()
+        self._files = dict[str, None]()
         self._begun = 0  # random draws before the call of a model that runs now
 
     def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
@@ -99,14 +100,14 @@ class Hints:
     def loop_begins(self) -> None:
         """Record that a loop over batches begins."""
         self._loops.append(_Loop())
+        self._files |= dict.fromkeys(file for file, _ in user_lines())
 
     def loop_ends(self) -> None:
         """Record that a loop over batches has ended, or that the program left it."""
         loop = self._loops.pop()
         if loop.trained:
             return
-        if (found := evaluated_here()) is not None:
-            self._evaluated.append(found)
+        self._evaluated |= dict.fromkeys(user_lines(1))
         for where, names in loop.dropped.items():
             self._say(DROPOUT.format(place=where, names=some(names)))
 
@@ -152,11 +153,12 @@ class Hints:
     def _say(self, text: str) -> None:
         self._said[text] = None
 
-    def end(self, by_hand: bool) -> list[str]:
+    def end(self, *, by_hand: bool, per_rank: bool) -> list[str]:
         """Return the texts of all warnings about likely mistakes in the script.
 
         by_hand: whether the program itself changed gradients between a backward pass and an optimizer step. A warning
             about discarded gradients is then left out, because zeroing them may be intended.
+        per_rank: whether the program's loops see the rows of a rank, and not the whole batch.
         """
         several = [window for window in self._windows if window.backwards > 1]
         count = max((window.backwards for window in several), default=1)
@@ -165,9 +167,8 @@ class Hints:
             every = all(len(places) == w.backwards - 1 for places, w in zip(wrong, several, strict=True))
             if several and every and not skipped:
                 self._say(text.format(place=wrong[0][0], count=count))
-        for loop in self._evaluated:
-            for text in divided_evaluation(loop, count):
-                self._say(text)
+        for text in (*divided_evaluations(self._evaluated, count), *(slips_in(self._files) if per_rank else ())):
+            self._say(text)
         return list(self._said)
 
     @contextlib.contextmanager

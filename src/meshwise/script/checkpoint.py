@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from meshwise.records.checkpoints import Checkpoint
 from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.finite_state import GO_ON_BEFORE, not_finite_here, not_finite_in, not_finite_names, not_saved
 from meshwise.recovery.loading import has_checkpoint, load
-from meshwise.recovery.resume_changes import loop_made_with
+from meshwise.recovery.resume_changes import made_with
 from meshwise.recovery.saving import BACKGROUND, Saver
 from meshwise.script.distributed_loader import DistributedLoader
 from meshwise.script.extra_values import unread_numbers
@@ -86,8 +87,10 @@ def checkpoint(
     loaders = loaders_of(loader)
     things = {"model": named(model), "optimizer": named(optimizer), "scheduler": named(scheduler)}
     check(things)
-    made_with = loop_made_with(loaders[0] if loaders else None, things["optimizer"])
-    state = LoopState(LoopParts(engine, things, loaders, extra, made_with), Path(folder), saves)
+    data = loaders[0].dataset if loaders else None
+    samples = len(data) if isinstance(data, Sized) else None
+    now = made_with(things["optimizer"], loaders[0].batch_size if loaders else None, samples)
+    state = LoopState(LoopParts(engine, things, loaders, extra, now), Path(folder), saves)
     if engine.watcher is None and not rehearsing():
         state.begin()
     return state

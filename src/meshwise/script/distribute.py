@@ -6,20 +6,20 @@
         loss.backward()
         optimizer.step(); optimizer.zero_grad()
 
-`distribute` returns the objects that it was given; only loaders are new. The loop sees whole batches. With `view="rank"`
-it sees this rank's rows, and the verbs put numbers together: `backward` adds to `.grad` what one device would add for
-the whole batch.
+`distribute` returns the objects that it was given; only loaders are new. The loop sees whole batches. With
+`view="rank"` it sees this rank's rows, and the verbs put numbers together: `backward` adds to `.grad` what one device
+would add for the whole batch.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sized
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast, get_args, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,9 +31,7 @@ from meshwise.data.split_loader import split_loader
 from meshwise.data.wrapped_loader import loader_inside, read_through
 from meshwise.engine import steps
 from meshwise.engine.engine import IN_LOSS, Engine
-from meshwise.engine.model_stream import ModelStream
 from meshwise.engine.seeds import draw_alike
-from meshwise.engine.split_batch import Splits
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.same_data import check_data, samplers_of
 from meshwise.guards.unsummed import UnsummedLoops
@@ -49,6 +47,7 @@ from meshwise.slips.in_a_run import says_divided
 from meshwise.spec.errors import PlanError, UsageError, check_known
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
+from meshwise.whole.batches import rows_in
 from meshwise.whole.view import OneDevice, WholeView
 from meshwise.workers.verb_log import came_to
 
@@ -150,8 +149,8 @@ def _sees_whole_batches(engine: Engine, view: str | None, streams: str, *, other
     engine.view = before or view or "whole"
     if engine.view == "whole" and streams == "per-rank":
         raise UsageError(
-            "streams='per-rank' lets each rank read other samples, but this loop sees whole batches. Remove it, or pass "
-            "view='rank' in all calls of mw.distribute and call mw.backward."
+            "streams='per-rank' lets each rank read other samples, but this loop sees whole batches. Remove it, or "
+            "pass view='rank' in all calls of mw.distribute and call mw.backward."
         )
     return engine.view == "whole"
 
@@ -235,37 +234,29 @@ def backward(
 
 
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
-    """Return this rank's rows of a batch that every rank holds, for programs without a loader: `x, y = mw.split(x, y)`.
+    """Divide a batch that every rank holds by rows over the ranks, for programs without a loader: `x = mw.split(x)`.
 
-    The returned tensors and arrays are views. A single argument is returned by itself, not in a tuple. `mw.backward`,
-    `mw.sum` and `mw.mean` then combine the values of the ranks, as in a loop over a distributed loader. If the batch
-    has fewer rows than there are ranks, some ranks get a row as padding, which does not count. On one device, nothing
-    is split.
+    The program sees the whole batch, as in a loop over a loader. Without the call, such a batch is whole on every rank:
+    exact, but not divided. A single argument is returned by itself, not in a tuple.
 
     batch: tensors, NumPy arrays, or trees of them, with equally many rows.
-    whole: if True, nothing is split, and every rank gets the whole batch. This is for a batch that cannot be divided
-        into rows, such as a graph or an episode.
+    whole: if True, nothing is divided. This is for a batch that has no rows, such as a graph or an episode.
     dim: the dimension of the samples.
 
-    Every rank must give the same batch. The ranks compare checksums of their batches at the next `mw.backward` or
-    `mw.sum`. To let the ranks draw equal batches, random numbers are the same on every rank. Only in the forward of a
-    model, each rank draws the dropout masks of its own rows.
+    Every rank must give the same batch. Random numbers are the same on every rank, also without a seed.
 
-    Raises UsageError if the batch has no rows, or if it differs between ranks."""
+    Raises UsageError if the batch has no rows, or if the program sees its rank's rows (`view="rank"`)."""
     came_to("mw.split")
     engine = default_engine()
-    if engine.whole is not None:
-        divided = batch if whole else tuple(engine.whole.divided_rows(each, dim) for each in batch)
-        return divided[0] if len(divided) == 1 else divided
-    if engine.given.splits is None:
-        stream = ModelStream(engine.world, engine.draws, lambda: engine.generator.in_loop or engine.watcher is not None)
-        splits = engine.given.splits = Splits(engine.world, stream, engine.notify, engine.carried)
-        engine.around = splits.backward
-        engine.ends.callback(stream.close)
-    mine = engine.given.splits.begin(batch, engine.part, whole=whole, dim=dim)
-    _begin_split(engine, mine)
-    result = engine.given.splits.cut(batch, mine, dim, engine.program.models)
-    return result[0] if len(result) == 1 else result
+    if engine.whole is None and engine.world.size > 1:
+        raise UsageError(
+            "mw.split divides batches of a program that sees whole batches, but this one has view='rank' or has not "
+            "called mw.distribute yet. Call mw.distribute(model, optimizer) before, without view=."
+        )
+    rows = rows_in(batch, dim, whole)
+    _begin_split(engine, BatchSlice(torch.arange(rows), rows, rows, 0, rows, whole=True))
+    divided = batch if whole or engine.whole is None else tuple(engine.whole.divided_rows(x, dim) for x in batch)
+    return divided[0] if len(divided) == 1 else divided
 
 
 def _program_begins(engine: Engine) -> None:
@@ -286,7 +277,6 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
     """Record that the program has split a batch by `mw.split`. This begins a step, except in a loop over batches, which
     begins its steps itself."""
     engine.part = part
-    engine.reads.split(part)
     if engine.generator.in_loop:
         return
     engine.phases.batch_asked(None)
@@ -297,8 +287,7 @@ def _begin_split(engine: Engine, part: BatchSlice) -> None:
     engine.phases.batch_given(None, None)
     if engine.watcher is not None:
         engine.watcher.batch_asked()
-        counted = part if not part.whole or engine.world.rank == 0 else replace(part, samples=0)
-        engine.watcher.batch_given(counted, None, split=True)
+        engine.watcher.batch_given(part, None, split=True)
 
 
 def sum(value: Number, *, grad: bool = False) -> Number:

@@ -17,19 +17,13 @@ from torch import Tensor
 
 from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.engine.engine import Engine
-from meshwise.engine.loops import LoopRead
 from meshwise.engine.weighing import as_weight
 from meshwise.guards.undistributed import UndistributedLoops
 from meshwise.guards.unsummed import UnsummedLoops
-from meshwise.slips.padded_sums import loops_of_loss, loops_of_value
-from meshwise.slips.summed_twice import RATIO, TWICE, is_ratio, is_summed
-from meshwise.slips.user_source import asked
 from meshwise.spec.errors import UsageError
-from meshwise.spec.user_code import user_place
 from meshwise.transfer import collectives
 
 Number = TypeVar("Number", int, float, Tensor)
-NOWHERE: tuple[str, ...] = ()
 
 
 def sum_over_ranks(engine: Engine, value: Number) -> Number:
@@ -40,16 +34,11 @@ def sum_over_ranks(engine: Engine, value: Number) -> Number:
 
 
 def _sum(engine: Engine, value: Number) -> Number:
-    if _is_of_whole_batch(engine):
-        return value
     counts = 0 if _samples_of(engine, "mw.sum", weighed=True) == 0 else 1
     dtype = torch.int64 if isinstance(value, int) else torch.float64
     mine = _here(engine, value) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
     with _adding(engine, "mw.sum", mine):
         total = collectives.all_reduce(mine * counts, of="mw.sum")
-    if is_summed() and torch.allclose(total.double(), mine.double() * engine.world.size):
-        engine.notify(TWICE.format(place=user_place()))
-        return value
     return total.to(value.device) if isinstance(value, Tensor) else type(value)(total.item())
 
 
@@ -76,18 +65,7 @@ def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tenso
     return mean if isinstance(value, Tensor) else mean.item()
 
 
-def _is_of_whole_batch(engine: Engine) -> bool:
-    """Return whether every rank has computed on the whole batch, after `mw.split(whole=True)`. A value is then already
-    the same on all ranks, and must not be reduced over the ranks."""
-    splits = engine.given.splits
-    return splits is not None and engine.reads.ended is None and splits.is_at(engine.part) and splits.check_sum()
-
-
 def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tensor:
-    if _is_of_whole_batch(engine):
-        return value
-    if weight is None and is_ratio():
-        engine.notify(RATIO.format(place=user_place()))
     samples = _samples_of(engine, "mw.mean", weighed=weight is not None)
     given = samples if weight is None else weight if samples != 0 else 0
     known = as_weight(1 if given is None else given, value)
@@ -104,9 +82,7 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
 
     verb: the name of the called function, for error messages.
     weighed: whether the call is `mw.sum`, or `mw.mean` with a weight."""
-    if of_last := _read_at(engine, asked(loops_of_loss, NOWHERE)):
-        return sum(of_last[-1].samples[-1:])
-    ended, part = _loop_of_value(engine, weighed) or engine.reads.ended, engine.part
+    ended, part = engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
         return None if part is None else part.samples
@@ -117,23 +93,6 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
             f"value.{_of_another_loop(engine)}"
         )
     return sum(ended.samples)
-
-
-def _read_at(engine: Engine, places: tuple[str, ...]) -> list[LoopRead]:
-    over = engine.reads.by_place
-    return [over[place] for place in places if place in over]
-
-
-def _loop_of_value(engine: Engine, weighed: bool) -> LoopRead | None:
-    """Find the finished loop that has computed the argument of the user's call of `mw.sum` or `mw.mean`. The loop is
-    found in the source code, since it need not be the loop that ended last. Return None if it is not found.
-
-    weighed: whether the call is `mw.sum`, or `mw.mean` with a weight. The loop then matters only if it had a padding
-        sample, so the result is None if no loop had a padding sample."""
-    if weighed and not any(read.padded for read in engine.reads.by_place.values()):
-        return None
-    found = _read_at(engine, asked(loops_of_value, NOWHERE))
-    return next((read for read in found if read.padded), found[0] if len(found) == 1 else None)
 
 
 def gather_over_ranks(engine: Engine, values: Any) -> Any:
@@ -150,7 +109,7 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
     ranks = collectives.gather_objects(mine) if engine.world.size > 1 else [mine]
     _check_rows(ranks, _of_another_loop(engine))
     table = torch.tensor([counts for counts, _ in ranks])  # samples of each rank in each batch
-    if engine.world.size == 1 or _is_of_whole_batch(engine):
+    if engine.world.size == 1:
         result = map_tensors(Tensor.detach, values)
     else:
         with _adding(engine, "mw.gather_samples", values):
