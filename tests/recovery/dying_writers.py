@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from meshwise.records.checkpoints import MANIFEST, PART, name_of, prune
-from meshwise.recovery.layout import LARGE, deal, held, views, within
+from meshwise.recovery.layout import SMALL, deal, held, views
 from meshwise.recovery.loading import open_newest, whole
 from meshwise.recovery.tensor_files import as_bytes, laid_out
 from meshwise.recovery.values import encoded
@@ -29,27 +29,29 @@ from meshwise.spec.errors import CheckpointError
 OF_THE_PROTOCOL = ("recovery/writing.py", "recovery/tensor_files.py", "records/checkpoints.py")
 
 
-class FolderBoard:
-    """A board for processes of one machine."""
+class FolderStore:
+    """A store for processes of one machine."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def put(self, key: str, text: str) -> None:
+    def set(self, key: str, text: str) -> None:
         beside = self._folder / f".{key.replace('/', '-')}"
         beside.write_text(text)
         beside.rename(self._folder / key.replace("/", "-"))
 
-    def find(self, key: str) -> str | None:
-        path = self._folder / key.replace("/", "-")
-        return path.read_text() if path.exists() else None
+    def check(self, keys: list[str]) -> bool:
+        return all((self._folder / key.replace("/", "-")).exists() for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return (self._folder / key.replace("/", "-")).read_bytes()
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"w": torch.full((LARGE // 4,), float(step)), "step": step}
+    return {f"w{n}": torch.full((SMALL // 4,), float(step)) for n in range(3)} | {"step": step}
 
 
-def writing(rank: int, step: int, folder: Path, board: FolderBoard, ranks: int = 2) -> Writing:
+def writing(rank: int, step: int, folder: Path, store: FolderStore, ranks: int = 2) -> Writing:
     """What `rank` of several, which hold the same, writes."""
     values, tensors = encoded(state(step))
     shapes = {name: held(tensor) for name, tensor in tensors.items()}
@@ -57,12 +59,12 @@ def writing(rank: int, step: int, folder: Path, board: FolderBoard, ranks: int =
     beginning, places, size = laid_out(dealt.parts[rank], shapes)
     buffer = torch.empty(size - len(beginning), dtype=torch.uint8)
     for part, at in places.items():
-        source = views(tensors[part.name])[part.held][within(part.box, part.held)]
+        source = views(tensors[part.name])[part.box]
         begin = at - len(beginning)
         buffer[begin : begin + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
     facts, part_folder = {"step": step, "attempt": 1}, folder / (name_of(step, 1) + PART)
     content = [(beginning, as_bytes(buffer))]
-    return Writing(rank, ranks, f"save{step}", part_folder, content, dealt, facts, values, board)
+    return Writing(rank, ranks, f"save{step}", part_folder, content, dealt, facts, values, store)
 
 
 def in_a_process(own: Writing, dies_at: int | None, count: Path | None = None, keep: int = 1) -> int:
@@ -111,7 +113,7 @@ def saved_by(
     """Ranks save, of which one dies, and the first keeps so many states. Returns how many lines each ran."""
     words = folder / f"board-{step}-{victim}-{at}"
     words.mkdir(parents=True)
-    every = [writing(rank, step, folder / "checkpoint", FolderBoard(words), ranks) for rank in range(ranks)]
+    every = [writing(rank, step, folder / "checkpoint", FolderStore(words), ranks) for rank in range(ranks)]
     counts = [words / f"count{rank}" for rank in range(ranks)]
     pids = [in_a_process(own, at if own.rank == victim else None, counts[own.rank], keep) for own in every]
     if victim is None:
@@ -138,7 +140,8 @@ def found(folder: Path) -> int | None:
     except CheckpointError:
         return None
     tree = whole(newest.tree)
-    assert tree["step"] == newest.saved.step and tree["w"].equal(state(tree["step"])["w"]), f"a mixture: {tree}"
+    assert tree["step"] == newest.saved.step, f"a mixture: {tree}"
+    assert all(tree[name].equal(value) for name, value in state(tree["step"]).items() if name != "step"), tree
     return newest.saved.step
 
 

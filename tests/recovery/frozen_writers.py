@@ -30,7 +30,7 @@ from meshwise.spec.errors import SaveError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
 from meshwise.tracking.tracking import Tracking
-from tests.recovery.dying_writers import FolderBoard, writing
+from tests.recovery.dying_writers import FolderStore, writing
 
 WRITERS = (
     *("recovery/writing.py", "recovery/saving.py", "recovery/weights.py", "recovery/tensor_files.py"),
@@ -83,9 +83,9 @@ class Rank:
     def save_as_rank_1(self, step: int) -> None:
         words = self.folder / f"board-{step}"
         words.mkdir()
-        board = FolderBoard(words)
-        board.put(f"save{step}/whole", "")  # as if rank 0 had said so
-        writing(1, step, self.folder / names.CHECKPOINTS, board).run()
+        store = FolderStore(words)
+        store.set(f"save{step}/whole", "")  # as if rank 0 had said so
+        writing(1, step, self.folder / names.CHECKPOINTS, store).run()
 
     def work(self, step: int) -> None:
         """All that a run writes at a step."""

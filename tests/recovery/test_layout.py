@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwise.records.boxes import volume
 from meshwise.recovery import layout
-from meshwise.recovery.layout import LARGE, SMALL, Held, deal
+from meshwise.recovery.layout import SMALL, Held, deal
 from meshwise.spec.errors import CheckpointError
 
 
@@ -38,20 +38,19 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(ranks: int, cuts:
             held[rank][f"t{number}"] = rows(begin, end, length, width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "SMALL", 40)
-        patch.setattr(layout, "LARGE", 200)
         dealt = deal(held)
     for number, (length, width, _) in enumerate(cuts):
         seen = torch.zeros(length, width, dtype=torch.int64)
         for rank, parts in enumerate(dealt):
             for part in parts:
                 if part.name == f"t{number}":
-                    assert part.held in held[rank][part.name].boxes
+                    assert part.box in held[rank][part.name].boxes
                     seen[tuple(slice(*bounds) for bounds in part.box)] += 1
         assert (seen == 1).all()
 
 
 def test_what_all_hold_is_divided_equally_by_bytes() -> None:
-    names = {"large": whole(4, LARGE), "wide": whole(1, LARGE), "a": whole(SMALL), "b": whole(SMALL), "small": whole(3)}
+    names = {f"large{n}": whole(4, SMALL) for n in range(4)} | {"a": whole(SMALL), "b": whole(SMALL), "small": whole(3)}
     dealt = deal([names] * 4)
     loads = [sum(4 * volume(part.box) for part in parts) for parts in dealt]
     assert sum(loads) == 4 * sum(math.prod(held.shape) for held in names.values())

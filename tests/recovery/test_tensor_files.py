@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from meshwise.records.checkpoints import StoredPiece, StoredTensor, hash_of, write_file
-from meshwise.recovery import tensor_files
 from meshwise.recovery.layout import Held, WriteItem, deal, held
 from meshwise.recovery.tensor_files import TensorFiles, as_bytes, laid_out
 from meshwise.spec.errors import CheckpointError
@@ -80,10 +79,8 @@ def test_any_box_is_read_from_any_pieces(tmp_path_factory: pytest.TempPathFactor
     wanted = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
     box = tuple(slice(*bounds) for bounds in wanted)
     folder = tmp_path_factory.mktemp("files")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_files, "CHUNK", data.draw(st.sampled_from([4, 40, 400])))
-        with written(folder, [{"t": value}] * 2, deal(ranks), ranks[0]) as files:
-            assert files.read("t", box).equal(value[box])
+    with written(folder, [{"t": value}] * 2, deal(ranks), ranks[0]) as files:
+        assert files.read("t", box).equal(value[box])
 
 
 def test_a_file_that_was_cut_off_meanwhile_is_told(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from meshwise.records.checkpoints import checkpoints_in
 from meshwise.recovery import writing as protocol
 from meshwise.recovery.saving import Saver
 from meshwise.spec.world import World
-from tests.recovery.dying_writers import FolderBoard, begun, found, harms, in_a_process, saved_by, state, writing
+from tests.recovery.dying_writers import FolderStore, begun, found, harms, in_a_process, saved_by, state, writing
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
@@ -60,12 +60,12 @@ def test_what_a_killed_writer_left_is_cleared_away_by_the_next_session(tmp_path:
 def test_a_rank_that_cannot_write_makes_none_whole_and_every_rank_knows(tmp_path: Path) -> None:
     words = tmp_path / "words"
     words.mkdir()
-    board, folder = FolderBoard(words), tmp_path / "checkpoint"
-    first, second = (writing(rank, 1, folder, board) for rank in (0, 1))
+    store, folder = FolderStore(words), tmp_path / "checkpoint"
+    first, second = (writing(rank, 1, folder, store) for rank in (0, 1))
     (tmp_path / "file").touch()
     second.folder = tmp_path / "file" / "part"
     pid = in_a_process(second, None)
     first.run()
     os.waitpid(pid, 0)
-    assert first.said.startswith("rank 1: ") and board.find("save1/whole") == first.said
+    assert first.said.startswith("rank 1: ") and store.get("save1/whole").decode() == first.said
     assert checkpoints_in(folder) == [] and list(folder.iterdir()) == []

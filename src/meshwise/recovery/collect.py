@@ -55,28 +55,13 @@ def held_of(model: nn.Module) -> dict[str, Any]:
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Return the model's state_dict. Collective.
 
-    With pipeline stages, only rank 0 gets the values that other stages hold. If several stages hold an entry, the first
-    of them sends it. The entries that this rank holds are the parameters themselves, not detached copies.
+    With pipeline stages, only rank 0 gets the values that other stages hold. The entries that this rank holds are the
+    parameters themselves, not detached copies.
     """
     state, pipe = model.state_dict(keep_vars=True), stages.pipe()
-    if pipe is None or pipe.size == 1:
+    if pipe is None:
         return state
-    lacking = collectives.gather_objects(stages.lacks(model), pipe.group)
-    for name in [name for name in state if name in lacking[0]]:
-        owner = next(rank for rank, names in enumerate(lacking) if name not in names)
-        if pipe.rank == owner:
-            whole = full_tensor(state[name].detach())  # of all ranks of that stage
-        if 0 not in collectives.ranks_of(pipe.group):
-            if pipe.rank == 0:  # plain, as on rank 0: both gather the same tensors together
-                state[name] = torch.empty(0)
-            continue
-        if pipe.rank == 0:
-            like = state[name]  # lies where the owner's does, which is what it sends
-            into = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            state[name] = collectives.receive(into, owner, pipe.group).cpu()
-        elif pipe.rank == owner:
-            collectives.send(whole.contiguous(), 0, pipe.group)
-    return state
+    return state | _joined_over({n: t for n, t in held_of(model).items() if isinstance(t, Tensor)}, pipe.group)
 
 
 def _is_state_of_optimizer(thing: Any) -> bool:
@@ -86,22 +71,24 @@ def _is_state_of_optimizer(thing: Any) -> bool:
 
 def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state_dict that is complete on rank 0."""
-    pipe = stages.pipe()
-    return _joined_over(_joined_over(optimizer, pipe.group) if pipe is not None else optimizer)
+    pipe, state = stages.pipe(), optimizer["state"]
+    if pipe is not None:
+        state = _joined_over(state, pipe.group)
+    return {**optimizer, "state": dict(sorted(_joined_over(state).items()))}
 
 
-def _joined_over(optimizer: dict[str, Any], group: collectives.Group = None) -> dict[str, Any]:
-    state: dict[Any, Any] = optimizer["state"]
-    ranks = collectives.gather_objects({key: map_tensors(_shape_of, entry) for key, entry in state.items()}, group)
-    complete = dict(state)
+def _joined_over(own: dict[Any, Any], group: collectives.Group = None) -> dict[Any, Any]:
+    """Return the entries of all ranks on rank 0 of the group, each sent by the first rank that has it. Other ranks get
+    those of their own entries that rank 0 has."""
+    rank, ranks = collectives.get_rank(group), collectives.gather_objects(map_tensors(_shape_of, own), group)
+    joined = {key: entry for key, entry in own.items() if key in ranks[0]}
     for key in sorted({key for forms in ranks for key in forms} - ranks[0].keys()):
         owner = next(rank for rank, forms in enumerate(ranks) if key in forms)
-        if collectives.get_rank(group) == 0:
-            complete[key] = _received(ranks[owner][key], owner, group)
-        elif collectives.get_rank(group) == owner:
-            map_tensors(lambda tensor: _sent(tensor, group), state[key])
-    own = complete if collectives.get_rank(group) == 0 else {k: v for k, v in state.items() if k in ranks[0]}
-    return {**optimizer, "state": dict(sorted(own.items()))}
+        if rank == 0:
+            joined[key] = _received(ranks[owner][key], owner, group)
+        elif rank == owner:
+            map_tensors(lambda tensor: _sent(tensor, group), own[key])
+    return joined
 
 
 def _shape_of(tensor: Tensor) -> Any:
@@ -110,11 +97,12 @@ def _shape_of(tensor: Tensor) -> Any:
 
 def _received(form: Any, owner: int, group: collectives.Group) -> Any:
     def receive(shape: _Shape) -> Tensor:
-        return collectives.receive(torch.empty(shape.shape, dtype=shape.dtype, device=shape.device), owner, group)
+        into = torch.empty(shape.shape, dtype=shape.dtype, device=shape.device)
+        return collectives.receive(into, owner, group).cpu()
 
     return map_leaves(receive, form, lambda leaf: isinstance(leaf, _Shape))
 
 
 def _sent(tensor: Tensor, group: collectives.Group) -> Tensor:
-    collectives.send(full_tensor(tensor).contiguous(), 0, group)
+    collectives.send(full_tensor(tensor.detach()).contiguous(), 0, group)
     return tensor

@@ -2,9 +2,8 @@
 
 The ranks' parts are about equal in bytes.
 
-What only one rank holds, this rank writes. What several ranks hold is divided among them: a small tensor, such as most
-buffers, is written by the first of these ranks, and any other tensor by the rank that has to write the fewest bytes so
-far. Large tensors are cut into a part for each rank that holds them.
+What only one rank holds, this rank writes. Of what several ranks hold, a small tensor, such as most buffers, is written
+by the first of these ranks, and any other tensor by the rank that has to write the fewest bytes so far.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshwise.records.boxes import Box, cover, disjoint, volume
 from meshwise.spec.errors import CheckpointError
 from meshwise.transfer.sharded import full_tensor, local_boxes
 
-SMALL, LARGE = 64 << 10, 1 << 20  # bytes of what the first holder writes, and of what is divided among the holders
+SMALL = 64 << 10  # bytes below which the first holder writes
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,9 @@ class Held:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """A part of the tensor `name` that a rank writes to a file. A box is (begin, end) of the indices in each dimension.
-
-    held: a box that the rank holds.
-    box: the part of `held` that the rank writes.
-    """
+    """A part of the tensor `name` that a rank holds, and writes to a file: (begin, end) of its indices for each dim."""
 
     name: str
-    held: Box
     box: Box
 
 
@@ -116,25 +110,16 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
             for box in each.boxes:
                 if volume(box):
                     holders.setdefault(name, {}).setdefault(box, []).append(rank)
-    chosen = {name: _disjoint(name, each.shape, holders.get(name, {})) for name, each in shapes.items()}
     loads, parts = [0] * len(ranks), list[list[WriteItem]]([] for _ in ranks)
-
-    def give(rank: int, part: WriteItem) -> None:
-        parts[rank].append(part)
-        loads[rank] += volume(part.box) * itemsize(shapes[part.name].dtype)
-
-    shared: list[tuple[int, str, Box]] = []
-    for name, boxes in chosen.items():
-        for box in boxes:
-            size, able = volume(box) * itemsize(shapes[name].dtype), holders[name][box]
-            if len(able) == 1 or size < SMALL:
-                give(able[0], WriteItem(name, box, box))
-            else:
-                shared.append((size, name, box))
-    for size, name, box in sorted(shared, key=lambda each: -each[0]):
-        able = holders[name][box]
-        for piece in _divided(box, len(able)) if size >= LARGE else [box]:
-            give(min(able, key=lambda rank: loads[rank]), WriteItem(name, box, piece))
+    items: list[tuple[int, WriteItem, list[int]]] = []
+    for name, each in shapes.items():
+        for box in _disjoint(name, each.shape, holders.get(name, {})):
+            size, able = volume(box) * itemsize(each.dtype), holders[name][box]
+            items.append((size, WriteItem(name, box), able if size >= SMALL else able[:1]))
+    for size, item, able in sorted(items, key=lambda each: (len(each[2]) > 1, -each[0])):
+        rank = min(able, key=lambda rank: loads[rank])
+        parts[rank].append(item)
+        loads[rank] += size
     return parts
 
 
@@ -145,15 +130,6 @@ def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[B
         found = sum(map(volume, chosen))
         raise CheckpointError(f"{name} cannot be saved: the ranks have {found} of its {math.prod(shape)} elements.")
     return chosen
-
-
-def _divided(box: Box, count: int) -> list[Box]:
-    """Divide a box into at most `count` boxes of about equal size."""
-    lengths = [end - begin for begin, end in box]
-    dim = next((dim for dim, length in enumerate(lengths) if length >= count), lengths.index(max(lengths)))
-    (begin, _), parts = box[dim], min(count, lengths[dim])
-    ends = [begin + lengths[dim] * n // parts for n in range(parts + 1)]
-    return [(*box[:dim], (ends[n], ends[n + 1]), *box[dim + 1 :]) for n in range(parts)]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
@@ -180,15 +156,6 @@ def rows(box: Box, outer: Box) -> tuple[int, int]:
     first = sum((b - o) * s for (b, _), (o, _), s in zip(box, outer, strides, strict=True))
     last = sum((e - 1 - o) * s for (_, e), (o, _), s in zip(box, outer, strides, strict=True))
     return first, last - first + 1
-
-
-def described(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> list[tuple[WriteItem, int]]:
-    """Return the parts in the order of the file, each with its size in bytes.
-
-    Parts whose dtype has the most bytes come first. Every part then begins at a multiple of its element size.
-    """
-    order = sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype))
-    return [(part, volume(part.box) * itemsize(shapes[part.name].dtype)) for part in order]
 
 
 def key_of(part: WriteItem, shape: Sequence[int]) -> str:

@@ -18,17 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from meshwise.compat.reducer import own_connection_to_store
 from meshwise.records import checkpoints as files
 from meshwise.records.boxes import volume
 from meshwise.records.checkpoints import Checkpoint
 from meshwise.records.claims import newest, room_of
 from meshwise.records.files import make_folder
 from meshwise.recovery.collect import collected
-from meshwise.recovery.layout import Held, WriteItem, deal, held, plainly_held, view_of, within
+from meshwise.recovery.layout import Held, WriteItem, deal, held, plainly_held, view_of
 from meshwise.recovery.tensor_files import as_bytes, laid_out
 from meshwise.recovery.values import encoded, merged
-from meshwise.recovery.writing import LAST, Board, Deal, OwnBoard, StoreBoard, Writing
+from meshwise.recovery.writing import LAST, Deal, Writing
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import CheckpointError, SaveError
 from meshwise.spec.saves import Saves
@@ -40,8 +42,8 @@ from meshwise.workers.environment import attempt
 from meshwise.workers.join import rank_context
 
 DEFAULT = Saves()
-Copied = tuple[str, Box, tuple[slice, ...] | None, Tensor]
-"""A copy to make: (tensor's name, region of it on this rank, slices of the region or None for all, target buffer)."""
+Copied = tuple[str, Box, Tensor]
+"""A copy to make: (tensor's name, region of it on this rank, target buffer)."""
 OVER = (
     "a later attempt of this run began while this attempt was frozen or cut off from the network. This attempt ends "
     "now. Nothing that it has written since then is used."
@@ -72,7 +74,7 @@ class Saver:
         self._gate, self._asked = rank_context().gate, 0.0
         self._gate.saves = True
         self._begun: tuple[str, int, bool] | None = None
-        self._board: Board | None = None
+        self._store: Store | None = None
         self._deal: Deal | None = None
         self._own: tuple[Deal, bytes, Tensor, list[Copied]] | None = None  # of the deal: see `_buffer_of`
         self._writing: Writing | None = None
@@ -138,7 +140,7 @@ class Saver:
     def _begin(self) -> tuple[str, int, bool]:
         """Prepare the folder before the first save."""
         if self._begun is None:
-            self._board = StoreBoard() if self._world.size > 1 else OwnBoard()
+            self._store = own_connection_to_store() if self._world.size > 1 else HashStore()
             key = secrets.token_hex(8)
             if self._world.rank == 0:
                 with contextlib.suppress(OSError):  # a write that fails reports its own error
@@ -184,15 +186,14 @@ class Saver:
 
     def _start(self, key: str, facts: Mapping[str, Any], values: Any, tensors: Mapping[str, Tensor]) -> None:
         """Copy what this rank writes, and start a thread that writes the copy."""
-        assert self._deal is not None and self._board is not None
+        assert self._deal is not None
         rank = self._world.rank
         if self._own is None or self._own[0] is not self._deal:
             self._own = None  # its buffer is let go of before another is made
             self._own = self._deal, *_buffer_of(self._deal, rank, pinned=has_streams(self._world.device))
         _, beginning, buffer, copies = self._own
-        for name, held_box, inside, into in copies:
-            source = view_of(tensors[name], held_box)
-            into.copy_(source if inside is None else source[inside], non_blocking=True)
+        for name, box, into in copies:
+            into.copy_(view_of(tensors[name], box), non_blocking=True)
         if has_streams(self._world.device):
             torch.get_device_module(self._world.device).current_stream().synchronize()
         self._number += 1
@@ -207,7 +208,7 @@ class Saver:
             self._deal,
             facts,
             values,
-            self._board,
+            self._store,
             room=self._room(facts["attempt"]),
         )
         self._thread = threading.Thread(target=self._written, args=(self._writing,), name="checkpoint", daemon=True)
@@ -286,8 +287,7 @@ def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, l
         dtype: torch.dtype = getattr(torch, deal.shapes[part.name].dtype)
         begin, lengths = at - len(beginning), [end - begin for begin, end in part.box]
         into = buffer[begin : begin + volume(part.box) * dtype.itemsize].view(dtype).view(lengths)
-        inside = None if part.box == part.held else within(part.box, part.held)
-        copies.append((part.name, part.held, inside, into))
+        copies.append((part.name, part.box, into))
     return beginning, buffer, copies
 
 

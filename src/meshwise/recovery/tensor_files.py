@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from meshwise.records.boxes import volume
-from meshwise.records.checkpoints import CHUNK, StoredTensor
-from meshwise.recovery.layout import Held, WriteItem, described, intersection, key_of, rows, within
+from meshwise.records.checkpoints import StoredTensor
+from meshwise.recovery.layout import Held, WriteItem, intersection, itemsize, key_of, rows, within
 from meshwise.spec.errors import CheckpointError
 from meshwise.transfer.sharded import Box
 
@@ -40,10 +40,13 @@ ALIGNED = 64  # bytes to a multiple of which the header is filled up
 
 
 def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[bytes, dict[WriteItem, int], int]:
-    """Return the header bytes of a file with these parts, the offset of each part in the file, and the file's size."""
+    """Return the header bytes of a file with these parts, the offset of each part in the file, and the file's size.
+
+    Parts whose dtype has the most bytes come first, so that each begins at a multiple of its element size."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
-    for part, size in described(parts, shapes):
+    for part in sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype)):
+        size = volume(part.box) * itemsize(shapes[part.name].dtype)
         known = NAMES.get(shapes[part.name].dtype)  # another dtype is written as its bytes; the manifest knows it
         lengths = [end - begin for begin, end in part.box] if known else [size]
         header[key_of(part, shapes[part.name].shape)] = {
@@ -98,14 +101,9 @@ class TensorFiles:
 
     def _read_into(self, out: Tensor, file: str, at: int, box: Box, outer: Box) -> None:
         first, count = rows(box, outer)
-        size, begin = out.element_size(), at + first * out.element_size()
+        begin = at + first * out.element_size()
         if count == volume(box) and out.is_contiguous():
             self._fill(as_bytes(out), file, begin)
-        elif count * size > CHUNK and (dim := next((d for d, (b, e) in enumerate(box) if e - b > 1), None)) is not None:
-            middle = sum(box[dim]) // 2
-            for low, high in ((box[dim][0], middle), (middle, box[dim][1])):
-                half = (*box[:dim], (low, high), *box[dim + 1 :])
-                self._read_into(out[within(half, box)], file, at, half, outer)
         else:
             read = torch.empty(count, dtype=out.dtype)
             self._fill(as_bytes(read), file, begin)

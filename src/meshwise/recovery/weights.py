@@ -98,7 +98,7 @@ def export_weights(
 
 
 def _write_tensors(tensors: Mapping[str, Stored | Tensor], shapes: Mapping[str, Held], file: BinaryIO) -> None:
-    beginning, places, _ = laid_out((WriteItem(name, *shapes[name].boxes * 2) for name in tensors), shapes)
+    beginning, places, _ = laid_out((WriteItem(name, *shapes[name].boxes) for name in tensors), shapes)
     file.write(beginning)
     for part in places:
         value = tensors[part.name]

@@ -4,7 +4,7 @@ The protocol runs in a thread beside the training.
 
 Every rank writes its file into `step-….part`, syncs it to the disk, and tells rank 0 the file's size and hash. Rank 0
 writes the manifest and gives the folder its final name. From then on the checkpoint exists. The ranks exchange messages
-through the process group's key-value store, because a thread must not call collectives.
+through a key-value store of torch, because a thread must not call collectives.
 
 `torch.distributed.checkpoint` is not used. Its `.metadata` is a pickle, and it does not verify what it reads, so that a
 flipped bit, a hole of zeros or a mixture of two saves loads silently.
@@ -21,9 +21,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from meshwise.compat.reducer import default_store
 from meshwise.records import checkpoints as files
 from meshwise.records.checkpoints import Manifest, StoredFile, StoredPiece, StoredTensor, write_file
 from meshwise.records.files import make_folder
@@ -32,45 +31,7 @@ from meshwise.recovery.tensor_files import laid_out
 from meshwise.spec.units import bytes_text
 
 LAST = 5.0  # seconds that a run which failed waits for the checkpoint that is being written
-POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the board: at first, and after a while
-
-
-class Board(Protocol):
-    """A key-value store through which ranks send messages to one another."""
-
-    def put(self, key: str, text: str) -> None:
-        """Store a message under a key. The key must be new."""
-
-    def find(self, key: str) -> str | None:
-        """Return the message under a key, or None if it is not there yet."""
-
-
-class StoreBoard:
-    """Sends messages through the process group's store, over a second connection. The main thread may be blocked on the
-    store's first connection.
-    """
-
-    def __init__(self) -> None:
-        self._store = default_store().clone()  # type: ignore[attr-defined]
-
-    def put(self, key: str, text: str) -> None:
-        self._store.set(key, text)
-
-    def find(self, key: str) -> str | None:
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
-
-
-class OwnBoard:
-    """A key-value store like `StoreBoard`, but in a dict of this process. It is used if the run has only one rank."""
-
-    def __init__(self) -> None:
-        self._words: dict[str, str] = {}
-
-    def put(self, key: str, text: str) -> None:
-        self._words[key] = text
-
-    def find(self, key: str) -> str | None:
-        return self._words.get(key)
+POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the store: at first, and after a while
 
 
 @dataclass(frozen=True)
@@ -104,7 +65,7 @@ class Writing:
     deal: Deal
     facts: Mapping[str, Any]
     values: Any
-    board: Board
+    store: Any
     began: float = field(default_factory=time.monotonic)
     closing: threading.Event = field(default_factory=threading.Event)
     said: str = ""
@@ -125,9 +86,9 @@ class Writing:
         with contextlib.suppress(OSError, AttributeError):  # Linux knows a priority of each thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            self.board.put(f"{self.key}/{self.rank}", json.dumps(self._write()))
+            self.store.set(f"{self.key}/{self.rank}", json.dumps(self._write()))
             if self.rank == 0:
-                self.board.put(f"{self.key}/whole", self._commit())
+                self.store.set(f"{self.key}/whole", self._commit())
             self.said = self._awaited(f"{self.key}/whole")
         except Exception as error:  # the store is gone with rank 0
             self.said = self.said or f"the exchange with the other ranks failed: {error}"
@@ -167,13 +128,13 @@ class Writing:
 
     def _awaited(self, key: str) -> str:
         pause, closed = POLL, 0.0
-        while (word := self.board.find(key)) is None:
+        while not self.store.check([key]):
             time.sleep(pause)
             pause = min(pause * 1.2, SLOWEST)
             closed = closed or (time.monotonic() if self.closing.is_set() else 0.0)
             if closed and time.monotonic() - closed > LAST:
                 raise TimeoutError("the run ended before every rank had written its part")
-        return word
+        return bytes(self.store.get(key)).decode()
 
 
 def why_not(error: OSError, folder: Path, needed: int) -> str:
