@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from meshwise.job.left_out import LeftOut
 from meshwise.job.loop import run_job
-from meshwise.job.not_finite import MOST_IN_A_ROW
+from meshwise.job.not_finite import MOST_IN_A_ROW, NotFinite
 from meshwise.job.options import RunOptions
 from meshwise.records import folder as names
 from meshwise.records.files import read_lines
@@ -112,7 +111,7 @@ def model() -> nn.Module:
     return nn.Linear(2, 1)
 
 
-def step(left: LeftOut, value: float, number: int = 0) -> bool:
+def step(left: NotFinite, value: float, number: int = 0) -> bool:
     left.last.append((0, number * 4, number * 4 + 4))
     left.step_begins()
     return left.skips(1, [(torch.tensor(value), 1.0)])
@@ -123,7 +122,7 @@ def nobody(text: str) -> None:
 
 
 def test_a_loss_is_enough(model: nn.Module) -> None:
-    left = LeftOut(state_of(model), None, nobody, scaled=False)
+    left = NotFinite("back", state_of(model), None, nobody, scaled=False)
     assert [step(left, value, number) for number, value in enumerate((1.0, NAN, 2.0, float("inf")))] == [
         *(False, True, False, True)
     ]
@@ -132,19 +131,19 @@ def test_a_loss_is_enough(model: nn.Module) -> None:
 
 def test_under_a_loss_scaler_gradients_are_its_own(model: nn.Module) -> None:
     model.weight.grad = torch.full_like(model.weight, NAN)
-    assert step(LeftOut(state_of(model), None, nobody, scaled=False), 1.0)
-    assert not step(LeftOut(state_of(model), None, nobody, scaled=True), 1.0)
+    assert step(NotFinite("back", state_of(model), None, nobody, scaled=False), 1.0)
+    assert not step(NotFinite("back", state_of(model), None, nobody, scaled=True), 1.0)
 
 
 def test_too_many_in_a_row_end_the_run(model: nn.Module) -> None:
-    left = LeftOut(state_of(model), None, nobody, scaled=False)
+    left = NotFinite("back", state_of(model), None, nobody, scaled=False)
     with pytest.raises(LossError, match="20 batches in a row"):
         for number in range(MOST_IN_A_ROW + 1):
             step(left, NAN, number)
 
 
 def test_a_state_that_is_spoiled_is_not_gone_on_with(model: nn.Module, tmp_path: Path) -> None:
-    left = LeftOut(state_of(model), tmp_path, nobody, scaled=False)
+    left = NotFinite("back", state_of(model), tmp_path, nobody, scaled=False)
     assert not step(left, 1.0)
     left.refuse_spoiled(1)
     with torch.no_grad():
@@ -152,12 +151,12 @@ def test_a_state_that_is_spoiled_is_not_gone_on_with(model: nn.Module, tmp_path:
     with pytest.raises(SpoiledError, match=r"step 1: parameters of rank 0 are not finite") as caught:
         step(left, NAN, 1)
     assert caught.value.ranks == (0,)
-    assert LeftOut(state_of(model), tmp_path, nobody, scaled=False).ranges(0) == [(0, 4), (4, 8)]
+    assert NotFinite("back", state_of(model), tmp_path, nobody, scaled=False).ranges(0) == [(0, 4), (4, 8)]
 
 
 def test_damaged_lines_are_not_read(model: nn.Module, tmp_path: Path) -> None:
     (tmp_path / names.LEFT_OUT).write_text('{"epoch": 0}\n{"epoch": 0, "first": "a", "stop": 3}\n{"epoch"')
-    assert LeftOut(state_of(model), tmp_path, nobody, scaled=False).ranges(0) == []
+    assert NotFinite("back", state_of(model), tmp_path, nobody, scaled=False).ranges(0) == []
 
 
 def test_an_optimizer_that_runs_the_loss_itself_is_refused() -> None:

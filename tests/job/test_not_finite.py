@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwise.job.not_finite import MOST_IN_A_ROW, SkippedSteps
+from meshwise.job.not_finite import MOST_IN_A_ROW, NotFinite
+from meshwise.recovery.state import RunState
 from meshwise.spec.errors import LossError
 
 
@@ -18,25 +19,31 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
 
-def step(model: nn.Module, skipped: SkippedSteps, value: float, number: int = 1) -> bool:
+def skips(model: nn.Module, said: list[str]) -> NotFinite:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = RunState(model, optimizer, None, torch.amp.GradScaler("cpu", enabled=False), seed=0)
+    return NotFinite("skip", state, None, said.append, scaled=False)
+
+
+def step(model: nn.Module, skipped: NotFinite, value: float, number: int = 1) -> bool:
     skipped.step_begins()
     model.zero_grad()
     x = torch.randn(5, 4)
     x[0, 0] = value
     model(x).pow(2).sum().backward()
-    return skipped.skips(number, [])
+    return skipped.skips(number, [(torch.tensor(1.0), 1.0)])
 
 
 def test_a_finite_step_is_taken(model: nn.Module) -> None:
     said: list[str] = []
-    assert step(model, SkippedSteps(model, said.append), 1.0) is False
+    assert step(model, skips(model, said), 1.0) is False
     assert not said and model[1].num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_buffers_are_as_before_a_step_that_is_skipped(value: float, model: nn.Module) -> None:
     said: list[str] = []
-    skipped = SkippedSteps(model, said.append)
+    skipped = skips(model, said)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     assert step(model, skipped, value, 40) is True
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
@@ -47,8 +54,8 @@ def test_buffers_are_as_before_a_step_that_is_skipped(value: float, model: nn.Mo
 
 def test_a_run_whose_every_step_is_skipped_ends(model: nn.Module) -> None:
     said: list[str] = []
-    skipped = SkippedSteps(model, said.append)
-    with pytest.raises(LossError, match="20 steps in a row are not finite"):
+    skipped = skips(model, said)
+    with pytest.raises(LossError, match="20 batches in a row"):
         for number in range(MOST_IN_A_ROW + 1):
             step(model, skipped, math.nan, number)
     assert len(said) == 1 and skipped.count == MOST_IN_A_ROW + 1

@@ -22,11 +22,10 @@ from meshwise.guards.loss_looks import losses_apart
 from meshwise.job.best import BestEpoch
 from meshwise.job.evaluate import evaluate
 from meshwise.job.job import EpochEnd, Job
-from meshwise.job.left_out import LeftOut
-from meshwise.job.not_finite import SkippedSteps, refuse_closures
-from meshwise.job.options import BACK, CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
+from meshwise.job.not_finite import NotFinite
+from meshwise.job.options import CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
 from meshwise.job.replica_check import ReplicaCheck
-from meshwise.job.run import JobRun, Pace, begun, made_with, make_engine, open_data, read_parts
+from meshwise.job.run import JobRun, Pace, begun, make_engine, open_data, read_parts
 from meshwise.job.step import train_step
 from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.fits import check_fits
@@ -37,7 +36,7 @@ from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.loading import load
-from meshwise.recovery.resume_changes import honour
+from meshwise.recovery.resume_changes import honour, made_with
 from meshwise.recovery.saving import BACKGROUND, Saver
 from meshwise.recovery.state import RunState, tree_of, unpack
 from meshwise.recovery.weights import save_weights
@@ -88,7 +87,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         log.close()
     notes = [
         run.best.why_over(run.state),
-        run.skipped.note() if isinstance(run.skipped, SkippedSteps) else "",
+        run.not_finite.note(),
         *engine.notes,
     ]
     notes += [*(said() if plan.split else ()), engine.draws.note() if engine.draws else ""]
@@ -114,12 +113,13 @@ def _prepare(
     test = open_data(job, job.test(), "test set", engine) if job.test else None
     plan = options.plan_on(session.world.size)
     state = begun(job, plan, engine)
-    now, resumed = made_with(job, state.optimizer, train.samples), None
+    now, resumed = made_with({"": state.optimizer}, job.batch_size, train.samples, job.seed), None
     if options.resume is not None and folder is not None:
         _, only = run_and_checkpoint(Path(options.resume))
         resumed = load(folder / names.CHECKPOINTS, session.world, log.note, only)
         unpack(state, resumed.tree)
-        honour(state, state.made_with, now, log.note)
+        schedules = {"index": state.index, "scheduled": state.scheduler is not None}
+        honour({"": state.optimizer}, state.made_with, now, log.note, **schedules)
     state.made_with = now
     log.begin(state.step)
     best = BestEpoch(job, folder, resumed=options.resume is not None)
@@ -128,13 +128,8 @@ def _prepare(
         saved = None if resumed is None else resumed.saved
         saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
     clock = SaveClock(options.saves, saver, partial(_tree, state))
-    left_out = LeftOut(state, folder, log.tell, scaled=plan.dtypes.scaled)
-    run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, left_out)
-    refuse_closures(options.on_nan, state.optimizer)
-    if options.on_nan == SKIP and not plan.dtypes.scaled:
-        run.skipped = SkippedSteps(state.model, log.note)
-    elif options.on_nan == BACK:
-        run.skipped = left_out
+    nan = NotFinite(options.on_nan, state, folder, log.tell, scaled=plan.dtypes.scaled)
+    run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, nan)
     run.began = {"epoch": state.epoch, "step": state.step}
     run.saver = saver
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
@@ -190,7 +185,7 @@ def _train_epoch(run: JobRun) -> bool:
     """Train from the current position to the end of the epoch. Return True if the run is asked to stop before that."""
     state, job, log = run.state, run.job, run.log
     in_epoch = -(-state.index // job.batch_size)
-    gaps = run.left_out.ranges(state.epoch, state.index)
+    gaps, nan = run.not_finite.ranges(state.epoch, state.index), run.not_finite if run.not_finite.checks else None
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size) - len(gaps)
     bounds = batch_bounds(run.train.samples, job.batch_size, state.index, gaps)
     pace = Pace(run.train.samples * job.epochs, current().samples)
@@ -204,9 +199,9 @@ def _train_epoch(run: JobRun) -> bool:
         if run.best.is_over(state):
             return False
     for parts, (first, stop) in zip(batches, bounds, strict=False):
-        run.left_out.last.append((state.epoch, first, stop))
+        run.not_finite.last.append((state.epoch, first, stop))
         done = state.step
-        losses = train_step(run.engine, job, state, parts, run.skipped)
+        losses = train_step(run.engine, job, state, parts, nan)
         state.index, loop.step = stop, state.step + 1
         if state.step == done:  # the batch is left out
             steps -= 1
@@ -239,7 +234,7 @@ def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
     """Yield the microbatches of each step, on the device. The next microbatches are loaded in the meantime."""
     state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
     order = epoch_order(state.seed, state.epoch, run.train.samples)
-    gaps = run.left_out.ranges(state.epoch)
+    gaps = run.not_finite.ranges(state.epoch)
     slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
     pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
     # Lists, not the tuples of `zip`: see data/source.py.
@@ -271,8 +266,8 @@ def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
     state, began = run.state, time.monotonic()
     run.log.sync()  # what a restart goes on after is in the records too
     run.replicas.compare(state)
-    if run.skipped is run.left_out:
-        run.left_out.refuse_spoiled(state.step)
+    if run.not_finite.back:
+        run.not_finite.refuse_spoiled(state.step)
     if run.saver is not None:
         facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
         facts |= {"plan": str(run.plan), BACKGROUND: background}

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from meshwise.compat.loss_scale import Scaler
 from meshwise.data.keyed import ExactDraws
@@ -27,15 +26,13 @@ from meshwise.guards.registry import attach
 from meshwise.guards.same_data import check_data
 from meshwise.job.best import BestEpoch
 from meshwise.job.job import Job
-from meshwise.job.left_out import LeftOut
-from meshwise.job.not_finite import SkippedSteps
+from meshwise.job.not_finite import NotFinite
 from meshwise.job.options import RunOptions
 from meshwise.job.replica_check import ReplicaCheck
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import divide_work
 from meshwise.parallel.step_hooks import held_parameters, needs_closure
 from meshwise.recovery.clock import SaveClock
-from meshwise.recovery.resume_changes import settings_of
 from meshwise.recovery.saving import Saver
 from meshwise.recovery.state import RunState
 from meshwise.spec.errors import UsageError
@@ -147,25 +144,11 @@ class JobRun:
     train: Data
     test: Data | None
     replicas: ReplicaCheck
-    left_out: LeftOut
+    not_finite: NotFinite
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
     saver: Saver | None = None
-    skipped: SkippedSteps | LeftOut | None = None
     evaluated: tuple[int, bool] = (-1, False)
     """The step of the last evaluation, and whether this evaluation was better than all before it."""
     began: dict[str, int] = field(default_factory=dict)
     """The epoch and the step at which training began in this process. They are not 0 if the run was resumed."""
-
-
-def made_with(job: Job, optimizer: Optimizer, samples: int) -> dict[str, Any]:
-    """Return the settings of a job that its checkpoints record, as plain values.
-
-    samples: the number of samples in the training set.
-    """
-    return {
-        "seed": job.seed,
-        "batch_size": job.batch_size,
-        "samples": samples,
-        "groups": settings_of(optimizer),
-    }

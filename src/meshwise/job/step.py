@@ -26,8 +26,7 @@ from meshwise.engine.seeds import seed_draws
 from meshwise.engine.weighing import Losses, StepWeights, split_weight, stacked, total_of
 from meshwise.guards.agreed import STEPS_OF_A_JOB
 from meshwise.job.job import Job
-from meshwise.job.left_out import LeftOut
-from meshwise.job.not_finite import SkippedSteps
+from meshwise.job.not_finite import NotFinite
 from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.parallel.schedule import Action
@@ -207,15 +206,15 @@ def train_step(
     job: Job,
     state: RunState,
     parts: Sequence[Microbatch],
-    skipped: SkippedSteps | LeftOut | None = None,
+    not_finite: NotFinite | None = None,
 ) -> Losses:
     """Make one optimizer step on this rank's microbatches. Return the losses and loss weights of the microbatches, as
     tensors on the device.
 
-    skipped: skips the update if a value is not finite, and says whether a skipped update counts as a step.
+    not_finite: skips the update if a value is not finite. None if values are not checked.
 
     An optimizer such as LBFGS computes the loss several times, each time with the same random draws. The losses of the
-    first time are returned, and `skipped` is not used.
+    first time are returned, and `not_finite` is not used.
     """
     recorder = current()
     recorder.samples += parts[0][1].total
@@ -223,16 +222,16 @@ def train_step(
         engine.carried.compare_batches(parts, f"job '{job.name}'")
     if needs_closure(state.optimizer):
         return _step_with_closure(engine, job, state, parts)
-    if skipped is not None:
-        skipped.step_begins()
+    if not_finite is not None:
+        not_finite.step_begins()
     losses = _compute(engine, job, state, parts)
     with recorder.span("optimizer"):
-        if skipped is None or not skipped.skips(state.step + 1, losses):
+        if not_finite is None or not not_finite.skips(state.step + 1, losses):
             _update(engine, job, state)
-        elif skipped.is_step:
-            _end_step(state)
-        else:
+        elif not_finite.back:
             _clear(state)
+        else:
+            _end_step(state)
     return losses
 
 

@@ -7,12 +7,11 @@ Tested in tests/recovery/test_resume_changes.py, and for users' loops in tests/s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
-from meshwise.recovery.state import RunState
 from meshwise.spec.errors import UsageError
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
@@ -28,63 +27,50 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def loop_made_with(loader: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """Return the settings of a user's training loop that a saved state keeps, as plain values. None stands for unknown.
+def made_with(
+    optimizers: Mapping[str, Optimizer], batch_size: int | None, samples: int | None, seed: int | None = None
+) -> dict[str, Any]:
+    """Return the settings of a program that a saved state keeps, as plain values. None stands for unknown.
 
-    loader: the training loader, or None.
+    optimizers: by name.
+    samples: the number of samples in the training set.
     """
-    data = None if loader is None else loader.dataset
-    return {
-        "batch_size": None if loader is None else loader.batch_size,
-        "samples": len(data) if isinstance(data, Sized) else None,
-        "optimizers": {name: settings_of(each) for name, each in optimizers.items()},
-    }
+    groups = {name: settings_of(each) for name, each in optimizers.items()}
+    return {"seed": seed, "batch_size": batch_size, "samples": samples, "optimizers": groups}
 
 
-def honour_loop(
+def honour(
     optimizers: Mapping[str, Optimizer],
-    before: Mapping[str, Any],
+    before: Any,
     now: Mapping[str, Any],
     say: Callable[[str], object],
     *,
     index: int,
     scheduled: bool,
 ) -> None:
-    """Apply the program's present settings to the restored optimizers of a user's training loop, and report each
-    change.
+    """Apply the program's present settings to the restored optimizers, and report each change.
 
     Raises UsageError for a changed setting that cannot be applied.
 
-    before: the settings with which the state was saved (see `loop_made_with`).
+    before: the settings with which the state was saved (see `made_with`). It is None for a checkpoint of an older
+        version of meshwise. Then nothing is compared or changed.
     now: the present settings.
     say: called with a line of text about each change.
     index: how many samples of the epoch are already trained on.
     scheduled: whether a learning rate scheduler was restored. The settings that it controls, such as `lr`, must not
         change.
     """
-    _honour_data(before, now, index, say)
-    for name, optimizer in optimizers.items():
-        _honour_groups(optimizer, before["optimizers"][name], now["optimizers"][name], say, scheduled=scheduled)
-
-
-def honour(state: RunState, before: Any, now: Mapping[str, Any], say: Callable[[str], object]) -> None:
-    """Apply the program's present settings `now` to the restored `state` of a job, and report each change.
-
-    Raises UsageError for a changed setting that cannot be applied.
-
-    before: the settings with which the state was saved. It is None for a checkpoint of an older version of meshwise.
-        Then nothing is compared or changed.
-    say: called with a line of text about each change.
-    """
     if not isinstance(before, Mapping):
         return
-    if before["seed"] != now["seed"]:
+    if before.get("seed") != now["seed"]:
         raise UsageError(
             f"the seed is {now['seed']}, but the run began with seed {before['seed']}, which determines the order of "
             "its samples. Resume with the job unchanged and without --seed, or begin a new run."
         )
-    _honour_data(before, now, state.index, say)
-    _honour_groups(state.optimizer, before["groups"], now["groups"], say, scheduled=state.scheduler is not None)
+    _honour_data(before, now, index, say)
+    groups = before["optimizers"] if "optimizers" in before else {"": before["groups"]}  # of a job of an older version
+    for name, optimizer in optimizers.items():
+        _honour_groups(optimizer, groups[name], now["optimizers"][name], say, scheduled=scheduled)
 
 
 def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:

@@ -16,7 +16,7 @@ from meshwise.data.generators import GLOBAL
 from meshwise.engine.engine import Engine
 from meshwise.recovery.collect import held_of, state_of
 from meshwise.recovery.loading import whole as read_whole
-from meshwise.recovery.resume_changes import honour_loop
+from meshwise.recovery.resume_changes import honour
 from meshwise.recovery.state import compare_states, load_model, load_optimizer
 from meshwise.script.distributed_loader import DistributedLoader
 from meshwise.script.extra_values import restore_extra, state_of_extra
@@ -106,16 +106,16 @@ def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
         load_model(model, saved[name])
     for name, optimizer in optimizers.items():
         load_optimizer(optimizer, tree["optimizer"][name]["state"])
-    later = {"beside": tree.get("beside", []), "logged": tree.get("logged", {})}  # older states have none
+    later = {"beside": [], "logged": {}, "made_with": None}  # older states have none
+    later = {name: tree.get(name, none) for name, none in later.items()}
     rest = read_whole({name: tree[name] for name in ("scheduler", "extra", "loader", "random", "step")} | later)
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(rest["scheduler"][name])
     restore_extra(parts.extra, rest["extra"])
     _restore_loaders(parts, [*([rest["loader"]] if rest["loader"] is not None else []), *rest["beside"]])
-    if (before := tree.get("made_with")) is not None:
-        index = parts.loaders[0].place[1] if parts.loaders else 0
-        given = optimizers, read_whole(before), parts.made_with, parts.engine.notify
-        honour_loop(*given, index=index, scheduled=bool(schedulers))
+    index = parts.loaders[0].place[1] if parts.loaders else 0
+    given = optimizers, rest["made_with"], parts.made_with, parts.engine.notify
+    honour(*given, index=index, scheduled=bool(schedulers))
     states = rest["random"].get(rank_context().world.rank, next(iter(rest["random"].values())))
     with parts.engine.generator.drawing():
         for handle, state in zip(GLOBAL, states, strict=True):
