@@ -61,7 +61,7 @@ def focal(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batch_dice(model: nn.Module, batch: Batch) -> Tensor:
-    """Dice of the whole batch, a ratio of sums, as docs/training-loop.md says."""
+    """Dice of the whole batch, a ratio of sums, as docs/rank-view.md says."""
     found, seen = model(batch["x"]).softmax(1), F.one_hot(batch["y"], 2).movedim(-1, 1).double()
     both, all_ = (found * seen).sum((0, 2, 3)), (found + seen).sum((0, 2, 3))
     return 1 - (2 * mw.sum(both, grad=True) / mw.sum(all_, grad=True)).mean()
