@@ -28,7 +28,7 @@ HOUSES = {
     ),
     "cluster": (
         *("schedulers/batch_script.py", "schedulers/site.py"),
-        *("api/submit.py", "api/submit_gate.py", "commands/submit.py"),
+        *("api/submit.py", "commands/submit.py"),
     ),
 }
 MAY_IMPORT = {"plan": {"lab"}, "cluster": {"plan"}}

@@ -14,6 +14,5 @@ from meshwise.api import runs as runs
 from meshwise.api import script as script
 from meshwise.api import stop as stop
 from meshwise.api import submit as submit
-from meshwise.api import submit_gate as submit_gate
 from meshwise.api import training as training
 from meshwise.api import weights as weights

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from meshwise.job.options import RunOptions
+from meshwise.job.options import STOP, RunOptions
 from meshwise.machine.words import machine_from_words
 from meshwise.records import code_files
 from meshwise.records import folder as names
@@ -31,10 +31,8 @@ from meshwise.spec.options import Option, option_name, options_of
 
 NOT_SENT = ("nnodes", "node_rank", "rdzv", "resume", "folder", "time_limit")
 """Options of `meshwise run` that `meshwise submit` lacks, because the cluster or the batch script decides them."""
-DECIDED = dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "meshwise starts the workers of a node itself")
-DECIDED |= dict.fromkeys(("--output", "-o"), "the output lies in the run's folder")
-"""Options of sbatch that the user may not give, because the batch script decides them, each with the reason."""
-INSTEAD = {"resume": "use meshwise submit RUN", "time_limit": "use --time", "folder": "use --out"}
+DECIDED = (*("--nodes", "-N", "--time", "-t", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o"),)
+"""Options of sbatch that the user may not give, because the batch script decides them."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +65,6 @@ class SubmitOptions:
         return None if self.time is None else seconds_of(self.time, "--time")
 
 
-@dataclass(frozen=True)
-class Submission:
-    """A run to submit to a cluster.
-
-    word: the program to run, such as `train.py:job`.
-    job: the facts in the batch script, such as the number of nodes, the time limit and the run folder.
-    script: the text of the batch script.
-    arguments: the arguments for the program if it is a script of the user.
-    """
-
-    word: str
-    job: BatchJob
-    script: str
-    arguments: tuple[str, ...] = ()
-
-
 def site_of(options: SubmitOptions, beside: Path) -> Site:
     """Read the defaults of the cluster from its file site.toml. If the options name a machine, this machine replaces
     the machine in the file.
@@ -95,25 +77,19 @@ def site_of(options: SubmitOptions, beside: Path) -> Site:
 
 def prepare(
     options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
-) -> Submission:
-    """Make a submission with the batch script of a new run. Raises UsageError for what cannot be submitted.
+) -> BatchJob:
+    """Return the facts for the batch script of a new run. Raises UsageError for what cannot be submitted.
 
     run: the options of the run.
     typed: the options of the run as the user wrote them.
     arguments: the arguments of a user's script.
     sbatch: options for sbatch.
     """
-    for name in NOT_SENT:
-        if typed.get(name) not in (None, "", 1, 0):
-            raise UsageError(
-                f"--{name.replace('_', '-')} does not work with meshwise submit: "
-                f"{INSTEAD.get(name, 'the cluster decides on which nodes the job runs')}."
-            )
     if run.job is None:
         raise UsageError(
             "meshwise submit needs a job such as train.py:job, or the folder of a run that was submitted before."
         )
-    refuse_contradictions(options.nodes, options.time, sbatch)
+    _refuse_decided(sbatch)
     word = str(run.job)
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     site = site_of(options, file.parent)
@@ -121,14 +97,12 @@ def prepare(
         raise UsageError(f"{file}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
     out = Path(run.out if typed.get("out") not in (None, "runs") else site.runs or run.out).absolute()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", word.replace(".py", "")).strip("-") or "run"
-    folder = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     devices = [] if run.devices or not site.devices else ["--devices", site.devices]
-    words = [*devices, *_words(typed), word, *arguments]
-    job = BatchJob(
+    return BatchJob(
         name=name,
         workdir=Path.cwd(),
-        run=folder,
-        words=words,
+        run=out / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}",
+        words=[*devices, *_words(typed), word, *arguments],
         nodes=options.nodes,
         seconds=options.seconds(),
         gpus=_gpus(site, run.devices or site.devices),
@@ -136,22 +110,24 @@ def prepare(
         site=site,
         options=sbatch,
     )
-    return Submission(word, job, batch_script(job), tuple(arguments))
 
 
-def send(submission: Submission) -> tuple[Path, str | None]:
+def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str | None]:
     """Make the run folder and submit the batch script. Return the path of the script and the number of the job in the
-    queue. The number is None if there is no scheduler."""
-    job = submission.job
+    queue. The number is None if there is no scheduler.
+
+    word: the program to run, such as `train.py:job`.
+    arguments: the arguments of a user's script.
+    """
     _refuse_missing(job.site.secrets, job.site.file)
     try:
         job.run.mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"{job.run} cannot be created ({error.strerror}). Use another folder with --out.") from None
-    write_text(job.run / SCRIPT, submission.script)
-    code_files.write_code(job.run, submission.word)
+    write_text(job.run / SCRIPT, batch_script(job))
+    code_files.write_code(job.run, word)
     record: dict[str, Any] = {
-        "job": submission.word,
+        "job": word,
         "nodes": job.nodes,
         "time": job.seconds,
         "jobs": {},
@@ -159,9 +135,9 @@ def send(submission: Submission) -> tuple[Path, str | None]:
         "secrets": list(job.site.secrets),
         "sent": time.time(),
     }
-    facts: dict[str, Any] = {"job": submission.word, "status": names.QUEUED, "submission": record}
-    if submission.arguments:
-        facts["arguments"] = list(submission.arguments)
+    facts: dict[str, Any] = {"job": word, "status": names.QUEUED, "submission": record}
+    if arguments:
+        facts["arguments"] = list(arguments)
     names.write_run(job.run, facts)
     try:
         return job.run / SCRIPT, _sent(job.run)
@@ -212,25 +188,18 @@ def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -
             "after --, options of sbatch. To change the range of nodes or the site, edit submit.sh in the run's folder."
         )
     nodes = [f"--nodes={low}"] if options.nodes != "1" else []
-    refuse_contradictions(options.nodes if nodes else None, options.time, sbatch)
+    _refuse_decided(sbatch)
     seconds = options.seconds()
     limit = [] if seconds is None else [f"--time={slurm_time(seconds)}"]
     return [*nodes, *limit, *([f"--array={task}"] if task else []), *sbatch]
 
 
-def refuse_contradictions(nodes: str | None, time: str | None, sbatch: Sequence[str]) -> None:
-    """Raise UsageError for an option of sbatch that contradicts --nodes or --time, or that the batch script sets
-    itself."""
+def _refuse_decided(sbatch: Sequence[str]) -> None:
     for word in joined_options(sbatch):
-        name, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
-        for ours, short, asked in (("--nodes", "-N", nodes), ("--time", "-t", time)):
-            if name in (ours, short) and asked not in (None, value):
-                raise UsageError(
-                    f"{ours} {asked} contradicts {name} {value} after the --. Give this option once, as {ours} before "
-                    "the --, so that the rehearsal before the submission uses it too."
-                )
-        if name in DECIDED:
-            raise UsageError(f"{word} after --: {DECIDED[name]}. Leave this option out.")
+        if (word.partition("=")[0] if word.startswith("--") else word[:2]) in DECIDED:
+            raise UsageError(
+                f"{word} after --: the batch script sets this option. Use --nodes and --time before the --."
+            )
 
 
 def _refuse_missing(secrets: Sequence[str], file: str) -> None:
@@ -279,12 +248,10 @@ def _words(typed: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, _, option in options_of(RunOptions):
         value = typed.get(name)
-        if option.argument or name in ("out", *NOT_SENT) or value in (None, False, [], (), ""):
+        if option.argument or name == "out" or value in (None, False, [], (), "", STOP):
             continue
         if value is True:
             words.append(option_name(name, option))
-        elif name == "on_nan" and value == "stop":
-            continue
         elif name == "plan" and Path(str(value)).is_file():
             words += ["--plan", str(Path(str(value)).absolute())]
         else:
@@ -308,15 +275,9 @@ def _gpus(site: Site, devices: str | None) -> int:
 
 
 def _command(site: Site) -> list[str]:
-    """Return the command that calls meshwise on the nodes: the command in the settings of the site, or else the
-    meshwise command that runs now."""
+    """Return the command that calls meshwise on the nodes: that of the site, or else this Python with meshwise."""
     if site.command:
         return shlex.split(site.command)
     if site.container or site.setup:
         return ["meshwise"]
-    script = Path(sys.argv[0])
-    found = script if script.name == "meshwise" and script.is_absolute() else shutil.which("meshwise")
-    beside = Path(sys.executable).with_name("meshwise")
-    if beside.is_file() and os.access(beside, os.X_OK):
-        return [str(beside)]
-    return [str(found)] if found and script.name == "meshwise" else [sys.executable, "-m", "meshwise"]
+    return [sys.executable, "-m", "meshwise"]

@@ -37,11 +37,11 @@ PANELS = {
 """The fields of options dataclasses that the help lists in a panel of their own."""
 
 
-def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) -> Callable[..., None]:
+def from_dataclass(function: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
     """Convert `function` to a command for typer: each parameter that is a dataclass is replaced by one option per
     field.
 
-    hidden: the names of fields that the help does not show.
+    without: the names of fields for which the command has no option. They keep their defaults.
     """
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters.values()
@@ -53,7 +53,7 @@ def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) ->
 
     own = {p.name: p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in given}
     parameters = [
-        each for name, p in own.items() for each in (_parameters(kinds[name], hidden) if name in kinds else [p])
+        each for name, p in own.items() for each in (_parameters(kinds[name], without) if name in kinds else [p])
     ]
     command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -64,16 +64,17 @@ def from_dataclass(function: Callable[..., None], hidden: Sequence[str] = ()) ->
 def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     """Remove the fields of the dataclass `kind` from `values` and return them. A list, which a repeated option gives,
     becomes a tuple."""
-    taken = {name: values.pop(name) for name, _, _ in options_of(kind)}
+    taken = {name: values.pop(name) for name, _, _ in options_of(kind) if name in values}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
 
-def _parameters(kind: Any, hidden: Sequence[str]) -> Iterator[inspect.Parameter]:
+def _parameters(kind: Any, without: Sequence[str]) -> Iterator[inspect.Parameter]:
     by_name: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}
     for name, annotation, option in options_of(kind):
-        default = _default(by_name[name])
-        typed: Any = Annotated[_typed(annotation), _declared(name, option, default, name in hidden)]
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
+        if name not in without:
+            default = _default(by_name[name])
+            typed: Any = Annotated[_typed(annotation), _declared(name, option, default)]
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
 
 
 def _default(field: Field[Any]) -> Any:
@@ -84,7 +85,7 @@ def _default(field: Field[Any]) -> Any:
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 
-def _declared(name: str, option: Option, default: Any, hidden: bool) -> Any:
+def _declared(name: str, option: Option, default: Any) -> Any:
     if option.argument:
         return typer.Argument(help=option.help, metavar=option.metavar, autocompletion=OF_OPTIONS.get(name))
     words = option_name(name, option)
@@ -98,7 +99,6 @@ def _declared(name: str, option: Option, default: Any, hidden: bool) -> Any:
         help=option.help,
         metavar=option.metavar,
         autocompletion=OF_OPTIONS.get(name),
-        hidden=hidden,
         rich_help_panel=panel,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,21 +10,31 @@ from pathlib import Path
 import typer
 
 from meshwise import api
+from meshwise.api.plan_options import PlanOptions
 from meshwise.api.submit import SubmitOptions
 from meshwise.commands.command_line import BEHIND, ScriptCommand, from_dataclass, is_script
-from meshwise.job.options import RunOptions
+from meshwise.job.job import Job
+from meshwise.job.options import AUTO, RunOptions
 from meshwise.records.run_list import SCRIPT, array_of, find_run
-from meshwise.schedulers.batch_script import nodes_of
-from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.options import option_name, options_of
+from meshwise.rehearsal.estimate import FITS, UNKNOWN
+from meshwise.rehearsal.views.plan_text import plans_text
+from meshwise.schedulers.batch_script import batch_script, nodes_of
+from meshwise.schedulers.site import Site
+from meshwise.spec.devices import parse_devices
+from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
+from meshwise.spec.options import check_script
+from meshwise.spec.plan_settings import settings_text
+from meshwise.spec.units import plural, seconds_text
+from meshwise.workers.deadline import least_limit
 
-BEFORE = "follows the script's name, so the script would get it. Write it before the name."
+SECONDS = 45.0
+"""How many seconds an estimate may take. With `--nodes 2-8`, there are two estimates: for 2 nodes and for 8 nodes."""
 INSTEAD = "Use more nodes, more time or another plan"
 app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=ScriptCommand, context_settings={"obj": RunOptions, "allow_extra_args": True})
-@partial(from_dataclass, hidden=api.submit.NOT_SENT)
+@partial(from_dataclass, without=api.submit.NOT_SENT)
 def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) -> None:
     """Estimate a job or a script, and send it to Slurm. A run that reaches its time limit is started again.
 
@@ -42,28 +53,28 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     own, sbatch = _parts(context, options)
     word = str(options.job or "")
     if api.submit.is_run(word):
-        run = find_run(Path("runs"), word)
-        api.submit.refuse_options_of_runs(context.params)
-        if cluster.dry_run:
-            sent, task = array_of(run)
-            script = sent / SCRIPT
-            print(" ".join(["# sbatch", *api.submit.again_words(cluster, sbatch, task), str(script)]))
-            print(script.read_text(encoding="utf-8"), end="")
-            return
-        _say_sent(*api.submit.send_again(run, cluster, sbatch))
+        _send_again(find_run(Path("runs"), word), context, cluster, sbatch)
         return
-    submission = api.submit.prepare(cluster, options, context.params, own, sbatch)
-    site = submission.job.site
-    sizes, limit = nodes_of(cluster.nodes), cluster.seconds()
-    refused = api.submit_gate.verdict(options, own, site, sizes, limit, _say)
+    job = api.submit.prepare(cluster, options, context.params, own, sbatch)
+    refused = _verdict(options, own, job.site, nodes_of(cluster.nodes), cluster.seconds())
     if refused and not cluster.anyway:
         raise PlanError(f"the run was not submitted: {refused}. {INSTEAD}, or submit it all the same with --anyway.")
     if refused:
         _say(f"The run is sent anyway, although {refused}.")
     if cluster.dry_run:
-        print(submission.script, end="")
+        print(batch_script(job), end="")
         return
-    _say_sent(*api.submit.send(submission))
+    _say_sent(*api.submit.send(job, word, own))
+
+
+def _send_again(run: Path, context: typer.Context, cluster: SubmitOptions, sbatch: list[str]) -> None:
+    api.submit.refuse_options_of_runs(context.params)
+    if not cluster.dry_run:
+        _say_sent(*api.submit.send_again(run, cluster, sbatch))
+        return
+    sent, task = array_of(run)
+    print(" ".join(["# sbatch", *api.submit.again_words(cluster, sbatch, task), str(sent / SCRIPT)]))
+    print((sent / SCRIPT).read_text(encoding="utf-8"), end="")
 
 
 def _say(line: str) -> None:
@@ -75,23 +86,92 @@ def _parts(context: typer.Context, options: RunOptions) -> tuple[list[str], list
     for sbatch."""
     behind: list[str] = context.meta[BEHIND] if is_script(options.job) else ["--", *context.args]
     if "--" not in behind:
-        _refuse_ours(behind, BEFORE)
         return behind, []
     at = len(behind) - 1 - behind[::-1].index("--")
-    _refuse_ours(behind[at + 1 :], f"stands among the options of sbatch. Write it before {options.job}.")
-    _refuse_ours(behind[:at], BEFORE)
     return behind[:at], behind[at + 1 :]
 
 
-def _refuse_ours(words: list[str], why: str) -> None:
-    """Raise UsageError if `words`, which are passed on to the script or to sbatch, contain an option of this command.
+def _verdict(options: RunOptions, arguments: list[str], site: Site, nodes: tuple[int, int], limit: float | None) -> str:
+    """Estimate a run on the smallest and on the largest number of nodes, without running it, and show both estimates.
+    Return why the run should not be submitted, or an empty string. Raises UsageError for a program that can never run.
 
-    why: the end of the error message, after the option.
+    limit: the time limit of an attempt in seconds. None if there is none.
     """
-    ours = {option_name(name, option) for name, _, option in options_of(SubmitOptions)} - {"--time", "--nodes"}
-    for word in words:
-        if word.partition("=")[0] in ours:
-            raise UsageError(f"{word} {why}")
+    job: Job | str = str(options.job)
+    parse_devices(options.devices or "all")
+    if is_script(job):
+        check_script(str(job), options)
+        try:
+            compile(Path(str(job)).read_text(encoding="utf-8"), str(job), "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UsageError(f"{job} is not a valid Python program ({error}).") from None
+    else:
+        job = options.override(api.training.find_job(job, seed=options.seed, args=options.args))
+    if not site.machine:
+        _say(f'not rehearsed: {site.file or "site.toml"} names no machine. For one node, add to it: machine = "8xH100"')
+        return ""
+    found = [_of_size(job, options, arguments, site, count, limit) for count in dict.fromkeys(nodes)]
+    return next(filter(None, found), "")
+
+
+def _of_size(
+    job: Job | str, options: RunOptions, arguments: list[str], site: Site, nodes: int, limit: float | None
+) -> str:
+    machine = api.machines.find_machine(_machine_words(site, nodes))
+    devices, auto = len(machine.devices), options.plan == AUTO
+    where = f"{plural(nodes, 'node')} × {devices // nodes} {site.machine.partition('x')[2] or 'devices'}"
+    _say(f"{where}: rehearsing, {SECONDS:.0f} s at the most …")
+    try:
+        asked = PlanOptions(
+            job,
+            machine=machine,
+            seconds=SECONDS,
+            arguments=tuple(arguments),
+            devices=str(devices) if auto else None,
+            fits=None if auto else options.plan_on(devices),
+        )
+        plans = api.plan.plan_options(asked)
+    except UsageError as error:
+        raise type(error)(f"{where}: {error} Fix this before you submit: --anyway skips only warnings.") from None
+    except MeshwiseError as error:
+        return f"on {where} the job cannot run: {error}"
+    first = plans.found.estimates[0]
+    _say(f"{where}: {plans_text(plans)}")
+    if first.seconds is not None and limit is not None:
+        if plans.steps is not None:
+            attempts = math.ceil(plans.steps * first.seconds.value / limit)
+            _say(f"{where}: {plural(attempts, 'attempt')} of {seconds_text(limit)} to the end.")
+        if why := too_short(first.seconds.value, limit):
+            return f"on {where} {why}"
+    fits = first.memory.verdict in (FITS, UNKNOWN)
+    return "" if fits else f"on {where} {settings_text(first.plan)} {first.memory.verdict}"
+
+
+def _machine_words(site: Site, nodes: int) -> str:
+    """Return the value of `--machine` for `nodes` nodes of a site, such as `2x8xH100@400Gb` for two nodes. Raises
+    UsageError if there are several nodes, but the site describes its machine by a file."""
+    if nodes == 1:
+        return site.machine
+    if site.machine.endswith(".toml"):
+        raise UsageError(
+            f"{site.file}: machine = '{site.machine}' is a machine file for a single node, but the run has {nodes} "
+            'nodes. Describe the machine in words: machine = "8xH100" and network = "400Gb".'
+        )
+    return f"{nodes}x{site.machine}" + (f"@{site.network}" if site.network else "")
+
+
+def too_short(step: float, limit: float) -> str:
+    """Return why a time limit is too short, or an empty string if it is long enough. There must be time for one step
+    and for saving checkpoints after it.
+
+    step, limit: the seconds of a step, and the time limit in seconds.
+    """
+    if (needs := least_limit(step, limit)) <= limit:
+        return ""
+    return (
+        f"a step of {seconds_text(step)} with three saves after it needs {seconds_text(needs)}, but --time is "
+        f"{seconds_text(limit)}, so no attempt could finish and save a step"
+    )
 
 
 def _say_sent(script: Path, job: str | None) -> None:
