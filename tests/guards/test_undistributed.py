@@ -205,7 +205,7 @@ def test_is_said_once_with_its_line(case: Case, pool: Any, tmp_path: Path) -> No
     for notes in pool(2).run(said, case, tmp_path):
         (text,) = notes
         assert f"test_undistributed.py:{line}: this loop reads a DataLoader that was not passed to mw." in text
-        assert 'counts the data 2 times. Write loader = mw.distribute(loader, view="rank")' in text
+        assert 'counts the data 2 times. Write loader = mw.distribute(loader)' in text
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.__name__)

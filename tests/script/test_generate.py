@@ -56,7 +56,7 @@ def distribute(model: Any, plan: dict[str, int] | None) -> bool:
 
 def tokens(kind: str, plan: dict[str, int] | None = None) -> tuple[list[list[int]], dict[str, int]]:
     model = model_of(kind)
-    distribute(model, plan, view="rank")
+    distribute(model, plan)
     rules.gathered.clear()
     ids, mask = prompts()
     found = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
@@ -87,7 +87,7 @@ def test_a_model_under_a_plan_still_says_what_it_takes(plan: dict[str, Any]) -> 
 def own_tokens(kind: str, plan: dict[str, int] | None = None) -> list[list[int]]:
     """Each rank generates from prompts of its own, each prompt to a length of its own."""
     model, rows = model_of(kind), range(4)
-    if distribute(model, plan, view="rank"):
+    if distribute(model, plan):
         rows = range(2 * mw.rank(), 2 * mw.rank() + 2)
     ids, _ = prompts()
     found = []
