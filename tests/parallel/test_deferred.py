@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.fake import is_fake
+from meshwise.compat.dispatch import is_fake
 from meshwise.parallel.apply import apply
 from meshwise.parallel.deferred import constructed, deferred, materialise
 from meshwise.parallel.op_replay import ReplayMismatch

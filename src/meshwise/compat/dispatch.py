@@ -56,6 +56,12 @@ def without_interception() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def is_fake(value: object) -> bool:
+    """Return whether `value` is a fake tensor that gets real values later, such as a parameter before `materialise`.
+    Return False for the tensors of a rehearsal, which never get values (see `stands_for_real`)."""
+    return isinstance(value, FakeTensor) and not is_rehearsed(value)
+
+
 def is_rehearsed(tensor: object) -> bool:
     """Return whether `tensor` is a fake tensor of a rehearsal, in which the whole program runs on fake tensors."""
     return isinstance(tensor, FakeTensor) and getattr(tensor.fake_mode, "stands_for_real", False)

@@ -191,12 +191,6 @@ def plain_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def is_fake(value: object) -> bool:
-    """Return whether `value` is a fake tensor that gets real values later, such as a parameter before `materialise`.
-    Return False for the tensors of a rehearsal, which never get values (see `stands_for_real`)."""
-    return isinstance(value, FakeTensor) and not is_rehearsed(value)
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Return whether the class of `tensor` is `torch.Tensor` itself. A fake tensor of a rehearsal (see `rehearsing`)
     counts as plain too."""

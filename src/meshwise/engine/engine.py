@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwise import parallel
 from meshwise.compat.loss_scale import note_scaling
 from meshwise.data.generators import ProgramGenerator
 from meshwise.data.keyed import ExactDraws
@@ -35,11 +36,7 @@ from meshwise.engine.phases import Phases
 from meshwise.engine.program import Program
 from meshwise.engine.seeds import StepDraws
 from meshwise.engine.watcher import CallWatcher, Watcher
-from meshwise.parallel.holding import is_absent
 from meshwise.parallel.own_draws import OF_DRAWS
-from meshwise.parallel.precision import cast_batch, computing
-from meshwise.recording import faults
-from meshwise.recording.recording import Recording
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -58,8 +55,6 @@ class Engine:
     carried: Carried
     around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
     """Returns a context manager for the backward of a loss, given its weight. None before the first `mw.split`."""
-    recording: Recording | None = None
-    """The recording of the run, which is closed together with the engine."""
     watcher: Watcher | None = None
     calls: CallWatcher | None = None
     view: str | None = None
@@ -100,7 +95,6 @@ class Engine:
         self.script, self.given = script, Given()
         self.events, self.reads = Events(lambda: self.program.backwards), Loops(world)
         self.phases, self.step_draws, self.ends = Phases(), StepDraws(world), ExitStack()
-        faults.hold(lambda: [p for p in self.program.named_parameters().values() if not is_absent(p)])
         hears = ("batch_asked", "batch_given", "loop_ends")  # a job has spans of its own for the other phases
         if script:
             note_scaling()
@@ -119,8 +113,6 @@ class Engine:
         self.given.close()
         self.ends.close()
         self.part, self.watcher = None, None
-        if self.recording is not None:
-            self.recording.close()
 
     # Models and optimizers.
 
@@ -128,6 +120,7 @@ class Engine:
         """Apply `plan` in place to those of `models` that the engine does not hold yet. Collective."""
         self.program.add_models(models, plan)
         current().held = functools.partial(held_bytes, self.program)
+        current().parameters = self.program.named_parameters
         self.has_applied = self.has_applied or bool(models)
         dtypes = self.plan.dtypes
         self.stored = dtypes if dtypes.stored != "fp32" else None
@@ -157,11 +150,11 @@ class Engine:
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which a forward computes in the dtypes of the plan."""
-        return computing(self.world.device, self.narrow) if self.narrow else NOTHING
+        return parallel.precision.computing(self.world.device, self.narrow) if self.narrow else NOTHING
 
     def cast(self, batch: Any) -> Any:
         """Return the batch, with its tensors cast to the dtypes in which the plan stores tensors."""
-        return cast_batch(batch, self.stored) if self.stored else batch
+        return parallel.precision.cast_batch(batch, self.stored) if self.stored else batch
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context manager by which `self.watcher` observes a backward. If the engine has no watcher, it does

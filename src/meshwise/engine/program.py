@@ -18,18 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwise import parallel
 from meshwise.compat import gradient_reads
 from meshwise.compat.tree import map_tensors
 from meshwise.parallel.apply import apply, bind
-from meshwise.parallel.data import reduction_of
-from meshwise.parallel.deferred import materialise
-from meshwise.parallel.pipeline import Pipeline
-from meshwise.parallel.precision import compute_in
-from meshwise.parallel.rebind import rebind
 from meshwise.parallel.reduction import Reduction
-from meshwise.parallel.shard_refusals import check_steps_on_parts
-from meshwise.parallel.step_hooks import held_parameters
-from meshwise.parallel.trial import is_by_numbers
+from meshwise.parallel.step_hooks import held_parameters, is_by_numbers
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -84,7 +78,7 @@ class Program:
         """The value of `backwards` at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
         self.coupled_gradients = False
         """Whether ranks exchange gradients inside the backward, so that gradients depend on other ranks' losses."""
-        self.pipeline: Pipeline | None = None
+        self.pipeline: parallel.pipeline.Pipeline | None = None
         """Runs the stages of this rank, if the plan has a pipeline; else None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
         self.backwards = self.began = 0
@@ -160,7 +154,7 @@ class Program:
             self._apply(new, plan, again)
         for model in new:
             if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
-                materialise(model)
+                parallel.deferred.materialise(model)
             if plan == Plan() and self.world.given and all(p.device.type == "cpu" for p in model.parameters()):
                 model.to(self.world.device)
         now = {id(p) for p in self.named_parameters().values()}
@@ -226,12 +220,13 @@ class Program:
         self.pipeline = setup.pipeline
         for note in setup.notes:
             self._notify(note)
-        for model in new:
-            compute_in(model, plan.dtypes, world.device)
+        if plan.dtypes.computed != plan.dtypes.stored:
+            for model in new:
+                parallel.precision.compute_in(model, plan.dtypes, world.device)
         reduction, coupled = setup.reduction, setup.coupled_gradients or self.coupled_gradients
         if again and world.size > 1:
             self._drop()
-            reduction = reduction_of(self.named_parameters(), plan, piggyback_loss=self._piggyback_loss)
+            reduction = parallel.data.reduction_of(self.named_parameters(), plan, piggyback_loss=self._piggyback_loss)
         if plan.parameters_divided and reduction is not None:  # the model's own hooks hold it, and it holds the model
             reduction = weakref.proxy(reduction)
         self.reduction, self.coupled_gradients, self._plain = reduction, coupled, setup.plain
@@ -249,7 +244,7 @@ class Program:
         if not old and not any(id(p) in names for p in held):
             return  # its model may come later
         if old:
-            rebind(optimizer, names | old, now)
+            parallel.rebind.rebind(optimizer, names | old, now)
         if self.plan is not None and self.plan != Plan():
             bind(optimizer, self.plan, self.world)
             self._bound.add(optimizer)
@@ -326,7 +321,8 @@ class Program:
         plan = self.plan
         if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
             self._notify(WHOLE_STATE)
-        check_steps_on_parts(optimizer, plan)
+        if plan and plan.parameters_divided:
+            parallel.shard_refusals.check_steps_on_parts(optimizer, plan)
         self.optimizers[optimizer] = holds
         self._holds[weakref.ref(optimizer)] = replace(holds, new=False)
 

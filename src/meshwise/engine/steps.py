@@ -39,8 +39,7 @@ from meshwise.engine.weighing import (
     refuse_loss,
     unpadded,
 )
-from meshwise.parallel.step_hooks import Order, subscribe
-from meshwise.parallel.trial import is_by_numbers
+from meshwise.parallel.step_hooks import Order, is_by_numbers, subscribe
 from meshwise.workers.verb_log import came_to, in_progress
 
 Batch = TypeVar("Batch")

@@ -26,7 +26,7 @@ from meshwise.guards.batch_shapes import BACKWARDS, BatchShapes
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.made_in_forward import Made, made_differ, note_made, sums_of_made
 from meshwise.guards.replicas import BUFFER, NAMES, PARAMETERS, PLATEAU, Settings, diverged, settings_differ, sums_of
-from meshwise.parallel.data import CARRIED
+from meshwise.parallel.reduction import CARRIED
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World

@@ -1,4 +1,10 @@
 from meshwise.parallel import compiled as compiled
+from meshwise.parallel import data as data
+from meshwise.parallel import deferred as deferred
+from meshwise.parallel import holding as holding
+from meshwise.parallel import mesh as mesh
+from meshwise.parallel import pipeline as pipeline
 from meshwise.parallel import precision as precision
+from meshwise.parallel import rebind as rebind
 from meshwise.parallel import shard as shard
 from meshwise.parallel import shard_refusals as shard_refusals

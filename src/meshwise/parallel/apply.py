@@ -20,57 +20,55 @@ The techniques, each with the reason for its place:
                  shard does this for both
     zero1        and offload of the optimizer: they need parameters that do not change any more
 
-A technique is a field of the plan, a file of its own (`technique.py` describes its functions), and a place in
-`TECHNIQUES`. Most are loaded when a plan uses them.
+A technique is a field of the plan, a file of its own (`technique.py` describes its functions), and a line in
+`TECHNIQUES`, by which it is loaded when a plan uses it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwise import parallel
 from meshwise.compat.compiling import uncompile
-from meshwise.parallel.balance import BALANCE
-from meshwise.parallel.batch_norm import BATCH_NORM
-from meshwise.parallel.compiled import COMPILE
-from meshwise.parallel.data import DATA
-from meshwise.parallel.deferred import PLACEMENT, START_VALUES, take_fakes
-from meshwise.parallel.pipeline import PIPELINE, STAGES
-from meshwise.parallel.precision import PRECISION
+from meshwise.compat.dispatch import is_fake
 from meshwise.parallel.technique import Setup, Technique
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import Plan, changed
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.world import World
 
-TECHNIQUES: tuple[Technique | tuple[str, Callable[[Plan], bool]], ...] = (
-    PRECISION,
-    PLACEMENT,
-    STAGES,
-    BATCH_NORM,
-    BALANCE,
-    ("expert", lambda plan: plan.expert > 1),
-    ("tensor", lambda plan: plan.tensor > 1),
-    ("context", lambda plan: plan.context > 1),
-    COMPILE,
-    ("recompute", lambda plan: plan.recompute != "none"),
-    ("offload", lambda plan: bool(plan.offload)),
-    ("shard", lambda plan: plan.parameters_divided),
-    START_VALUES,
-    PIPELINE,
-    DATA,
-    ("zero1", lambda plan: plan.zero1),
-    ("offload_state", lambda plan: bool(plan.offload)),
+TECHNIQUES: tuple[tuple[str, str], ...] = (
+    ("precision.PRECISION", "precision param_dtype compute_dtype grad_dtype"),
+    ("placement.PLACEMENT", ""),
+    ("pipeline.STAGES", "pipeline"),
+    ("batch_norm.BATCH_NORM", ""),
+    ("balance.BALANCE", ""),
+    ("expert.EXPERT", "expert"),
+    ("tensor.TENSOR", "tensor"),
+    ("context.CONTEXT", "context"),
+    ("compiled.COMPILE", "compile"),
+    ("recompute.RECOMPUTE", "recompute"),
+    ("offload.OFFLOAD", "offload"),
+    ("shard.SHARD", "shard expert tensor"),
+    ("placement.START_VALUES", ""),
+    ("pipeline.PIPELINE", "pipeline"),
+    ("data.DATA", ""),
+    ("zero1.ZERO1", "zero1"),
+    ("offload_state.OFFLOAD_STATE", "offload"),
 )
-"""In their order: a technique, or the name of its file, and whether a plan uses it."""
+"""In their order: where a technique is, and the fields of a plan that use it where they differ from their defaults. One
+without a field depends on the model."""
 
 
-def techniques_of(plan: Plan) -> list[Technique]:
-    """Return the techniques that a plan may use, in their order."""
-    wanted = [each for each in TECHNIQUES if isinstance(each, Technique) or each[1](plan)]
-    return [e if isinstance(e, Technique) else getattr(getattr(parallel, e[0]), e[0].upper()) for e in wanted]
+def techniques_of(plan: Plan, *, compiled: bool = False) -> list[Technique]:
+    """Return the techniques that a plan may use, in their order. compiled: whether the user had compiled the model."""
+    used = changed(plan).keys() | ({"compile"} if compiled else set())
+    wanted = [place.split(".") for place, names in TECHNIQUES if not names or used & set(names.split())]
+    return [getattr(import_module(f"{parallel.__name__}.{file}"), name) for file, name in wanted]
 
 
 def apply(
@@ -98,11 +96,12 @@ def apply(
     if plan.devices != world.size * plan.within_samples:
         check_devices(plan, world.size * plan.within_samples)
     setup = Setup(model, plan, world, samples, piggyback_loss, was_compiled=uncompile(model), stage_cost=stage_cost)
-    techniques = techniques_of(plan)
+    techniques = techniques_of(plan, compiled=setup.was_compiled)
     for technique in techniques:
         if technique.check_model:
             technique.check_model(setup)
-    setup.fill = take_fakes(model)
+    if any(map(is_fake, chain(model.parameters(), model.buffers()))):
+        setup.fill = parallel.deferred.take_fakes(model)
     for technique in techniques:
         if technique.apply:
             technique.apply(setup)

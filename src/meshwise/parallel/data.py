@@ -38,7 +38,7 @@ from meshwise.compat import reducer
 from meshwise.compat.complex_numbers import stored_in
 from meshwise.compat.reducer import PlainBucket, copy_each
 from meshwise.parallel.own_draws import notes_of_draws
-from meshwise.parallel.reduction import SKIPPED, reached_parameters, reduced_in
+from meshwise.parallel.reduction import CARRIED, SKIPPED, reached_parameters, reduced_in
 from meshwise.parallel.shard_units import roots_of
 from meshwise.parallel.skipped import parameters_that_may_be_skipped
 from meshwise.parallel.technique import Setup, Technique
@@ -47,7 +47,6 @@ from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives
 from meshwise.transfer.agreement import agree
 
-CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # every rank makes its reductions in the same order
 _GRADIENT = operator.attrgetter("grad")

@@ -24,16 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import rehearsing, without_interception
+from meshwise.compat.dispatch import is_fake, rehearsing, without_interception
 from meshwise.compat.heap import trim_heap
-from meshwise.compat.modules import hooked_parameters
 from meshwise.compat.sharding import with_local
 from meshwise.compat.tree import map_tensors, tensors_in
 from meshwise.parallel.op_record import OpRecord, record_of
 from meshwise.parallel.op_replay import ReplayMismatch, StorageView, replay
-from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.words import some
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import local_part
 
@@ -76,7 +73,7 @@ def constructed(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         with deferred():
             model = make()
             for t in _tensors(model).values():
-                if fake.is_fake(t):
+                if is_fake(t):
                     record_of(t).known(t)
             return model, ""
     except UsageError as error:
@@ -99,7 +96,7 @@ def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device |
     The function takes two devices: the device for whole tensors, and the device for parts of divided parameters.
     Returns None if the model has no fake tensors.
     """
-    fakes = {key: t for key, t in _tensors(model).items() if fake.is_fake(t)}
+    fakes = {key: t for key, t in _tensors(model).items() if is_fake(t)}
     if not fakes:
         return None
     records = {record_of(t) for t in fakes.values()}
@@ -158,7 +155,7 @@ class _Skeleton:
         }
 
     def _views_in(self, value: Any) -> list[tuple[Tensor, StorageView]]:
-        return [(t, self.record.known(t)) for t in tensors_in(value) if fake.is_fake(t)]
+        return [(t, self.record.known(t)) for t in tensors_in(value) if is_fake(t)]
 
     def fill(self, device: torch.device | str, parts: torch.device | str) -> None:
         """Compute the values of a deferred model by replaying the operators that its constructor has recorded.
@@ -287,31 +284,3 @@ def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         found |= {(name, own): p for own, p in module.named_parameters(recurse=False, remove_duplicate=False)}
         found |= {(name, own): b for own, b in module.named_buffers(recurse=False, remove_duplicate=False)}
     return found
-
-
-def _check_model(setup: Setup) -> None:
-    plan, hooked = setup.plan, hooked_parameters(setup.model)
-    made_anew = (
-        plan.parameters_divided or plan.expert * plan.pipeline > 1 or any(map(fake.is_fake, setup.model.parameters()))
-    )
-    if hooked and made_anew:
-        raise PlanError(
-            f"{some(hooked)}: the program registered a hook on the gradient of this parameter. The plan replaces the "
-            "parameter, so the hook would not run. Register the hook in the forward (weight = "
-            "self.weight.view_as(self.weight); weight.register_hook(...)), or use a plan with data only."
-        )
-
-
-def _place(setup: Setup) -> None:
-    if setup.fill is None:
-        setup.model.to(setup.world.device)
-        tensors = [*setup.model.parameters(), *setup.model.buffers()]
-        collectives.broadcast_tensors(tensors, collectives.everyone())
-
-
-def _fill(setup: Setup) -> None:
-    if setup.fill is not None:
-        setup.fill(setup.world.device, "cpu" if setup.parts_on_host else setup.world.device)
-
-
-PLACEMENT, START_VALUES = Technique(check_model=_check_model, apply=_place), Technique(apply=_fill)

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat import fake
+from meshwise.compat.dispatch import is_fake
 from meshwise.compat.modules import persistent_tensors
 from meshwise.compat.sharding import with_local
 from meshwise.parallel.op_record import record_of
@@ -109,7 +109,7 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
 
 @torch.no_grad()
 def _give(tensor: Tensor, stored: _Stored) -> None:
-    if fake.is_fake(tensor):
+    if is_fake(tensor):
         record = record_of(tensor)
         view: StorageView = record.known(tensor)
         if not view.whole:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat import fake
-from meshwise.compat.dispatch import StorageMap, operator_name, without_interception, written_arguments
+from meshwise.compat.dispatch import StorageMap, is_fake, operator_name, without_interception, written_arguments
 from meshwise.compat.tree import leaves_of, map_kind, map_leaves, map_tensors, tensors_in
 from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGenerator, StorageView, replay
 from meshwise.spec.errors import UsageError
@@ -61,7 +61,7 @@ class OpRecord:
 
     def _handle(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         for tensor in tensors_in(written_arguments(operator, args, kwargs)):
-            if not fake.is_fake(tensor):
+            if not is_fake(tensor):
                 raise ReplayMismatch(f"{operator_name(operator)} writes into a tensor made outside of mw.deferred.")
         before, after = map_kind((Tensor, torch.UntypedStorage), self.known, (args, kwargs)), None
         generator = None
@@ -107,12 +107,12 @@ class OpRecord:
 
         Raises ReplayMismatch for a fake tensor that no recorded operator has made, and for any untyped storage.
         """
-        if isinstance(value, torch.UntypedStorage) or (fake.is_fake(value) and self._storages.get(value) is None):
+        if isinstance(value, torch.UntypedStorage) or (is_fake(value) and self._storages.get(value) is None):
             raise ReplayMismatch("a tensor was read from a file, or made outside of torch's operators.")
         return self._view_of(value)
 
     def _view_of(self, value: Any) -> Any:
-        if not fake.is_fake(value):
+        if not is_fake(value):
             return value
         if value.layout != torch.strided or value.is_conj() or value.is_neg():
             raise ReplayMismatch(f"cannot record a sparse tensor, or a lazy conjugate or negation ({value.layout}).")

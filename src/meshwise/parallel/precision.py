@@ -102,8 +102,7 @@ def computing(device: str, dtypes: Dtypes) -> Iterator[None]:
 
 def compute_in(model: nn.Module, dtypes: Dtypes, device: str) -> None:
     """Make the model's forward compute in the compute dtype and return float32, which the loss needs."""
-    if dtypes.computed != dtypes.stored:
-        put_forward(model, functools.partial(_computed, model.forward, dtypes, device))
+    put_forward(model, functools.partial(_computed, model.forward, dtypes, device))
 
 
 def _computed(forward: Callable[..., Any], dtypes: Dtypes, device: str, /, *arguments: Any, **keywords: Any) -> Any:

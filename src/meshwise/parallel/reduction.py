@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshwise.spec.dtypes import Dtypes
 
+CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

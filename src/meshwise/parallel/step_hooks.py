@@ -23,16 +23,23 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwise.compat import optimizers
 
+BY_NUMBERS: set[Any] = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam}
+BY_NUMBERS |= {optim.RAdam, optim.RMSprop, optim.SGD, optim.SparseAdam}
 MAKES_STATE = "_init_optim_state"  # of torch's distributed/checkpoint/state_dict.py
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 """A function called with the optimizer, the positional arguments of its step, and the keyword arguments."""
 After = Callable[[Optimizer], None]
+
+
+def is_by_numbers(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer is known to update every element by itself."""
+    return type(optimizer) in BY_NUMBERS
 
 
 class Order(enum.IntEnum):

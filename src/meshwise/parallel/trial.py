@@ -2,9 +2,9 @@
 
 The test runs before a plan lets an optimizer step only some parameters, or parts of each parameter.
 
-Most optimizers treat every element separately, and those of torch that do are known (`BY_NUMBERS`). Other optimizers
-may compute a norm over all gradients (AdaGC) or over a matrix (LARS), or use the whole matrix (Muon, Shampoo, SOAP): on
-a part, their step may differ without an error. So a copy of the optimizer with the same settings steps small parameters
+Most optimizers treat every element separately, and those of torch that do are known (`is_by_numbers`). Others may
+compute a norm over all gradients (AdaGC) or over a matrix (LARS), or use the whole matrix (Muon, Shampoo, SOAP): on a
+part, their step may differ without an error. So a copy of the optimizer with the same settings steps small parameters
 both ways, a few times in float64, and the results must be the same numbers. If it cannot step float64, float32 is used.
 The test leaves torch's random generators as they are.
 """
@@ -23,21 +23,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshwise.compat.dispatch import is_rehearsed, real_values, rehearsing
 from meshwise.compat.optimizers import is_hooks, step_without_hooks
 from meshwise.compat.sharding import local_of
+from meshwise.parallel.step_hooks import is_by_numbers
 from meshwise.transfer import foreign
 from meshwise.transfer.reading import together
 from meshwise.transfer.sharded import full_tensor
 
-BY_NUMBERS: set[Any] = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam}
-BY_NUMBERS |= {optim.RAdam, optim.RMSprop, optim.SGD, optim.SparseAdam}
 STEPS, MOST_STEPS, ROWS = 8, 128, 31
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 Place = Callable[[Tensor, Any], Tensor]
 """Returns a small test tensor with the device and sharding of a parameter. Called with (test tensor, parameter)."""
-
-
-def is_by_numbers(optimizer: optim.Optimizer) -> bool:
-    """Return whether the optimizer is known to update every element by itself."""
-    return type(optimizer) in BY_NUMBERS
 
 
 def unlike_by_parameters(optimizer: optim.Optimizer) -> str:

@@ -11,23 +11,20 @@ import os
 import sys
 from collections.abc import Iterator
 
+from meshwise import parallel, process, recording
 from meshwise.data.keyed import ExactDraws
 from meshwise.engine.engine import Engine
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.registry import attach
 from meshwise.guards.replicas import LastLook
 from meshwise.guards.unsummed import UnsummedLoops
-from meshwise.parallel.mesh import divide_work
-from meshwise.process.explain import explain_in_script
 from meshwise.process.plan_choice import plan_of_run
-from meshwise.recording import plain_program
-from meshwise.recording.recording import record_script
 from meshwise.spec.errors import LossError
 from meshwise.spec.user_code import user_place
 from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 from meshwise.workers import hints
-from meshwise.workers.environment import EXACT_RANDOM
+from meshwise.workers.environment import EXACT_RANDOM, RUN_FOLDER
 from meshwise.workers.join import join, rank_context
 
 engines: list[Engine] = []
@@ -48,12 +45,16 @@ def default_engine() -> Engine:
 
 
 def _begin() -> None:
-    begun = plain_program.end()
+    watched = f"{recording.__name__}.plain_program" in sys.modules
+    begun = recording.plain_program.end() if watched else None
     joined = join()
     engines.append(_new())
     hints.explainers.append(_explain)
     foreign = joined.channel is None
-    engines[0].recording = begun or record_script(joined.world, foreign=foreign, say=tell)
+    if begun is None and RUN_FOLDER in os.environ:
+        begun = recording.recording.record_script(joined.world, foreign=foreign, say=tell)
+    if begun is not None:
+        engines[0].ends.callback(begun.close)
     engines[0].phases.go_on(current().step)
     atexit.register(_process_ends)
 
@@ -111,7 +112,7 @@ def session() -> Iterator[None]:
 
 def _explain(error: BaseException) -> None:
     engine = engines[-1]
-    explain_in_script(error, engine.world, engine.plan, [*engine.program.models])
+    process.explain.explain_in_script(error, engine.world, engine.plan, [*engine.program.models])
 
 
 def program_ends() -> None:
@@ -170,7 +171,7 @@ def _new() -> Engine:
     joined = join()
     exact = os.environ.get(EXACT_RANDOM, "0") not in ("", "0")
     plan = plan_of_run(joined.world)
-    world = joined.world if plan is None or joined.world.size == 1 else divide_work(plan, joined.world)
+    world = joined.world if plan is None or joined.world.size == 1 else parallel.mesh.divide_work(plan, joined.world)
     return attach(Engine(world, joined.gate, tell, draws=ExactDraws() if exact else None, script=True))
 
 

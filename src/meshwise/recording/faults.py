@@ -12,12 +12,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from meshwise import parallel
 from meshwise.compat.sharding import local_of
 from meshwise.records import folder as names
 from meshwise.records.files import append_lines
@@ -33,7 +34,6 @@ class InjectedFault(RuntimeError):
 _armed: tuple[Sequence[Fault], Path | None] = (), None
 _happened: dict[Fault, int] = {}
 """The step in which a fault last happened. Only `slow` happens in more than one."""
-_parameters: Callable[[], Iterable[Tensor]] = tuple
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
@@ -44,14 +44,6 @@ def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
     global _armed
     _armed = [fault for fault in faults if fault.rank == rank], folder
     _happened.clear()
-
-
-def hold(parameters: Callable[[], Iterable[Tensor]]) -> None:
-    """Set the function that returns this rank's parameters, of which `nan` and `bitflip` change one. Do nothing if this
-    process has no faults."""
-    global _parameters
-    if _armed[0]:
-        _parameters = parameters
 
 
 def watch(recorder: Recorder) -> None:
@@ -75,32 +67,31 @@ class FaultyRecorder(Recorder):
     @phase.setter
     def phase(self, phase: str) -> None:
         self._phase = phase
-        _phase_begins(phase, self.step + (phase == "data"))
+        self._phase_begins(phase, self.step + (phase == "data"))
 
     def arrive(self) -> int:
-        _phase_begins("communication", self.step)
+        self._phase_begins("communication", self.step)
         return super().arrive()
 
     def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        _phase_begins("communication", self.step)
+        self._phase_begins("communication", self.step)
         return super().begin_collective(name)
 
+    def _phase_begins(self, phase: str, step: int) -> None:
+        faults, folder = _armed
+        for fault in faults:
+            reached = step >= fault.step if fault.kind == "slow" else step == fault.step
+            if fault.phase != phase or not reached or _happened.get(fault) == step:
+                continue
+            if fault not in _happened and folder is not None:
+                fact = {"fault": str(fault), "attempt": int(os.environ.get(ATTEMPT, "1")), "time": time.time()}
+                with contextlib.suppress(OSError):  # the folder is gone, or its disk full
+                    append_lines(folder / names.FAULTS, [fact])
+            _happened[fault] = step
+            _inject(fault, self.parameters().values())
 
-def _phase_begins(phase: str, step: int) -> None:
-    faults, folder = _armed
-    for fault in faults:
-        reached = step >= fault.step if fault.kind == "slow" else step == fault.step
-        if fault.phase != phase or not reached or _happened.get(fault) == step:
-            continue
-        if fault not in _happened and folder is not None:
-            fact = {"fault": str(fault), "attempt": int(os.environ.get(ATTEMPT, "1")), "time": time.time()}
-            with contextlib.suppress(OSError):  # the folder is gone, or its disk full
-                append_lines(folder / names.FAULTS, [fact])
-        _happened[fault] = step
-        _inject(fault)
 
-
-def _inject(fault: Fault) -> None:
+def _inject(fault: Fault, parameters: Iterable[Tensor]) -> None:
     match fault.kind:
         case "slow":
             time.sleep(fault.seconds)
@@ -118,11 +109,11 @@ def _inject(fault: Fault) -> None:
             while True:
                 time.sleep(1.0)
         case _:
-            _spoil(fault.kind)
+            _spoil(fault.kind, [p for p in parameters if not parallel.holding.is_absent(p)])
 
 
-def _spoil(kind: str) -> None:
-    part = next(t for p in _parameters() if (t := local_of(p.detach())).numel() and t.is_floating_point())
+def _spoil(kind: str, parameters: Iterable[Tensor]) -> None:
+    part = next(t for p in parameters if (t := local_of(p.detach())).numel() and t.is_floating_point())
     first = part.as_strided((1,), (1,))
     if kind == "nan":
         first.fill_(float("nan"))

@@ -72,6 +72,8 @@ class Recorder:
         """Returns the bytes in use, by name. Called at the end of each phase of the step after `request_memory`."""
         self.held: Callable[[], Mapping[str, float]] = dict
         """Returns the bytes that parameters, gradients and so on take, by name. Called whenever `memory` is called."""
+        self.parameters: Callable[[], Mapping[str, Any]] = dict
+        """Returns this rank's parameters by name, of which an injected fault may change one."""
         self._codes: dict[tuple[str, str, str], int] = {}
         self._rows: list[Any] = []
         self._counters: list[Count] = []

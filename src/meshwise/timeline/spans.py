@@ -1,4 +1,4 @@
-"""Define spans: kinds, lanes, the table of a timeline, and their packing in a log.
+"""Define spans: kinds, lanes, table, and packing in a log.
 
 Spans are measured or predicted. A packed span takes about two bytes. The rows become columns of small differences,
 which are deflated. Times are kept to the microsecond: start and end are rounded down, so spans that were nested stay

@@ -23,7 +23,7 @@ from meshwise.compat.reducer import in_backward, multiply_each
 from meshwise.compat.sharding import locals_of
 from meshwise.compat.torch_function import on_parts
 from meshwise.engine.engine import Engine
-from meshwise.parallel.data import CARRIED
+from meshwise.parallel.reduction import CARRIED
 from meshwise.spec.errors import UsageError
 from meshwise.splits.crossing import averaged
 from meshwise.splits.sums import own_gradient
