@@ -24,7 +24,7 @@ from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, neares
 from meshwise.spec.exit_codes import DOUBTFUL, FAILED, MEANINGS, USAGE
 from meshwise.spec.words import printable
 from meshwise.terminal import last_words
-from meshwise.workers import sudden_end
+from meshwise.workers import leave
 
 COMMANDS = (
     *("devices", "bench", "plan", "run", "submit", "predict", "check", "report"),
@@ -103,7 +103,7 @@ def main() -> None:
     atexit.register(gc.freeze)  # else Python looks for garbage in all that was imported, before it ends
     _open_standard_files()
     last_words.watch(sys.stdout, sys.stderr)
-    with sudden_end.told(_end):
+    with leave.told(_end):
         try:
             code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
             _flush()
@@ -127,7 +127,7 @@ def _end(call: str) -> None:
 
     call: what the program called, such as `train.py:3: os._exit(0)`.
     """
-    error = UsageError(sudden_end.OF_COMMAND.format(call=call))
+    error = UsageError(leave.OF_COMMAND.format(call=call))
     _print_error(error)
     if os.isatty(2):
         os.write(2, b"\x1b[?25h")  # the cursor, which is hidden while progress is drawn

@@ -23,7 +23,7 @@ from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN, INTERRUPTED, code_of_stop
 from meshwise.timeline.views.live_progress import LiveView
 from meshwise.workers.channel import free_port
-from meshwise.workers.halt import Halt
+from meshwise.workers.gate import Halt
 from tests.faults.runs import JOBS, LOOP_WITHOUT_STATE, CommandRun, as_at_a_limit, run_folder
 
 pytestmark = pytest.mark.usefixtures("processes")

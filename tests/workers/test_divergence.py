@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import meshwise as mw
 from meshwise.script import distributed_loader
 from meshwise.spec.user_code import place
-from meshwise.workers import external_divergence, verb_log
-from meshwise.workers.divergence import GRACE, DivergenceWatch, divergence, last_verbs, trail_path
+from meshwise.workers import verb_log
+from meshwise.workers.divergence import GRACE, DivergenceWatch, divergence, last_verbs, tell_of_loss, trail_path
 from meshwise.workers.verb_log import SLOTS, VerbLog, VerbTrail, read_trail
 
 verbs = st.lists(st.sampled_from(["mw.backward", "mw.sum", "optimizer.step"]), max_size=8)
@@ -75,7 +75,7 @@ def test_under_torchrun_who_loses_the_connection_tells_how_ranks_have_diverged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, shown = RuntimeError("gloo: Connection closed by peer"), []
-    tell = functools.partial(external_divergence.tell, lambda *error: shown.append(error[1]), tmp_path, range(2))
+    tell = functools.partial(tell_of_loss, lambda *error: shown.append(error[1]), tmp_path, range(2))
     for rank, called in enumerate([["mw.backward", "mw.sum"], ["mw.backward", "mw.backward"]]):
         trail(tmp_path, rank, called)
     tell(RuntimeError, lost, None)
@@ -111,7 +111,7 @@ def test_torchrun_ends_with_the_lines_of_ranks_that_diverged(tmp_path: Path, pro
         torchrun, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=300
     )
     assert done.returncode == 1
-    assert "rank 0 left its loop at leaves.py:7 after 2 batches and ended; rank 1 reached" in done.stderr
+    assert "rank 0 left its loop at leaves.py:9 after 2 batches and ended; rank 1 reached" in done.stderr
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("meshwise-verbs-")]
 
 

@@ -6,7 +6,7 @@ import signal
 import time
 
 from meshwise.spec.exit_codes import AGAIN, TIME_LIMIT
-from meshwise.workers.halt import Halt
+from meshwise.workers.gate import Halt
 
 
 def test_the_first_signal_counts() -> None:

@@ -23,30 +23,6 @@ def given() -> tuple[nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoad
     return model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(data, batch_size=2)
 
 
-def model_and_optimizer_swapped() -> None:
-    optimizer, model, loader = mw.distribute(*given(), view="rank")
-    for (x,) in loader:
-        mw.backward(model(x))
-        optimizer.step()
-
-
-def loader_and_optimizer_swapped() -> None:
-    model, loader, optimizer = mw.distribute(*given(), view="rank")
-    for (x,) in loader:
-        mw.backward(model(x))
-        optimizer.step()
-
-
-def a_word_for_the_loss() -> None:
-    mw.backward("loss")  # type: ignore[arg-type]
-
-
-def a_list_for_the_loss() -> None:
-    _, _, loader = mw.distribute(*given(), view="rank")
-    for _ in loader:
-        mw.backward([torch.ones(())])  # type: ignore[arg-type]
-
-
 def a_module_of_the_model() -> None:
     given()[0].module.state_dict()  # type: ignore[union-attr]
 
@@ -104,12 +80,8 @@ HINTS = {
     **({} if torch.cuda.is_available() else {cuda_without_a_gpu: NO_DEVICE.format("CUDA")}),
     another_workers_device: "A worker sees only its own device. Remove the device index",
     mps_elsewhere: NO_DEVICE.format("mps"),
-    model_and_optimizer_swapped: "in the order of its arguments",
-    loader_and_optimizer_swapped: "in the order of its arguments",
-    a_word_for_the_loss: "mw.backward takes the loss, a tensor of one number, but was passed a str.",
-    a_list_for_the_loss: "mw.backward takes the loss, a tensor of one number, but was passed a list.",
     a_module_of_the_model: "meshwise does not wrap the model: use model instead of model.module.",
-    ddp: "Remove DistributedDataParallel",
+    ddp: "instead of DDP",
     a_loss_without_a_model: "output[mask].sum() / max(n, 1)",
     barrier: "mw.distribute makes the process group",
     cuda_in_a_loaders_worker: "return CPU tensors, or set its multiprocessing_context='spawn'.",

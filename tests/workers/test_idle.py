@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from meshwise.workers import idle
-from meshwise.workers.idle import SHARE, WINDOW, Idleness
+from meshwise.workers import stuck
+from meshwise.workers.stuck import SHARE, WINDOW, Idleness
 
 
 def test_a_process_computes_that_has_more_than_a_share_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     used = {1: 10.0, 2: 0.0}
-    monkeypatch.setattr(idle, "_seconds", lambda pid: used[pid])
-    monkeypatch.setattr(idle, "children_of", lambda pid: [2])
+    monkeypatch.setattr(stuck, "_seconds", lambda pid: used[pid])
+    monkeypatch.setattr(stuck, "children_of", lambda pid: [2])
     looks, now = Idleness(), 0.0
 
     def computes(seconds: float, rank: float, child: float) -> bool:
@@ -35,5 +35,5 @@ def test_the_time_of_a_process_is_what_the_kernel_says() -> None:
     before = time.process_time()
     while time.process_time() < before + 0.2:
         pass
-    assert before < idle._seconds(os.getpid()) <= time.process_time() + 0.02
-    assert idle._seconds(2**30) == 0.0, "it has ended"
+    assert before < stuck._seconds(os.getpid()) <= time.process_time() + 0.02
+    assert stuck._seconds(2**30) == 0.0, "it has ended"

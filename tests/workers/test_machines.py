@@ -15,7 +15,7 @@ import pytest
 
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.workers import machines as module
-from meshwise.workers import meeting, node_options
+from meshwise.workers import node_options, store
 from meshwise.workers.channel import free_port
 from meshwise.workers.machines import Machines
 from meshwise.workers.node_options import NodeOptions, joined
@@ -33,8 +33,8 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Machines]]:
     """Launchers of three machines with two workers each, which have met."""
-    monkeypatch.setattr(meeting, "ROUND", 0.01)
-    monkeypatch.setattr(meeting, "SILENCE", 0.5)
+    monkeypatch.setattr(store, "ROUND", 0.01)
+    monkeypatch.setattr(store, "SILENCE", 0.5)
     monkeypatch.setattr(module, "MOVE_TIMEOUT", 2.0)
     port = free_port()
 

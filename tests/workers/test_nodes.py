@@ -1,5 +1,5 @@
 """Launchers of several machines: what they tell each other, and that a lost one is noticed (workers/nodes.py, by
-workers/meeting.py at a workers/store.py)."""
+workers/store.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from meshwise.spec.errors import UsageError
-from meshwise.workers import meeting
+from meshwise.workers import store as stores
 from meshwise.workers.failure import Failure
 from meshwise.workers.machines import Machines
-from meshwise.workers.meeting import Meeting
 from meshwise.workers.nodes import Member, Nodes
 from meshwise.workers.secret import Secret
-from meshwise.workers.store import Answer, Link, Store
+from meshwise.workers.store import Answer, Link, Meeting, Store
 
 SECRET = Secret(b"known to these alone", Path("nowhere"))
 
@@ -53,8 +52,8 @@ class Cut:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(meeting, "ROUND", 0.01)
-    monkeypatch.setattr(meeting, "SILENCE", 0.3)
+    monkeypatch.setattr(stores, "ROUND", 0.01)
+    monkeypatch.setattr(stores, "SILENCE", 0.3)
     made = Cluster()
     yield made
     made.links.update(dict.fromkeys(made.links, "closed"))

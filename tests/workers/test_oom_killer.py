@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.workers.control_groups import Kills, evidence, kills
 from meshwise.workers.failure import by_exit_status, sentence
 from meshwise.workers.fork_server import LISTENS
-from meshwise.workers.oom_killer import Kills, evidence, kills
-
-LINE = "3,100,5,-;Memory cgroup out of memory: Killed process {} (python) total-vm:9kB, anon-rss:2048kB, file-rss:0kB\n"
 
 
 @pytest.fixture
@@ -29,18 +27,11 @@ def counters(tmp_path: Path) -> dict[str, Path]:
     return {"root": tmp_path, "own": tmp_path / "own", "statistics": tmp_path / "vmstat"}
 
 
-def test_the_kernels_log_names_the_process(counters: dict[str, Path], tmp_path: Path) -> None:
-    log = tmp_path / "kmsg"
-    log.write_text(LINE.format(123))
-    assert evidence(123, kills(**counters), log, **counters) == "it used 2.0 MiB"
-    assert evidence(12, kills(**counters), log, **counters) == ""  # of another process
-
-
 def test_what_the_group_counts_is_said_with_its_limit(counters: dict[str, Path], tmp_path: Path) -> None:
     before = kills(**counters)
     assert before == Kills(3, 7)
     (tmp_path / "box" / "memory.events").write_text("oom_kill 4\n")
-    said = evidence(123, before, tmp_path / "none", **counters)
+    said = evidence(before, **counters)
     assert said == "1 killed in its control group of 2.0 GiB since the run began"
     failure = by_exit_status(1, -9, lambda: said)
     assert sentence(failure, 2) == (
@@ -58,10 +49,10 @@ def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
 
 def test_another_killer_is_not_called_that(counters: dict[str, Path], tmp_path: Path) -> None:
     before = kills(**counters)
-    assert evidence(123, before, tmp_path / "none", **counters) == ""
+    assert evidence(before, **counters) == ""
     assert by_exit_status(1, -9, lambda: "").message == "was killed by SIGKILL"
     assert "often" in by_exit_status(1, -9).message  # where nothing is known
-    assert evidence(123, Kills(None, None), tmp_path / "none", tmp_path, tmp_path / "none", tmp_path / "none") is None
+    assert evidence(Kills(None, None), tmp_path, tmp_path / "none", tmp_path / "none") is None
 
 
 @pytest.fixture

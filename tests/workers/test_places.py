@@ -1,6 +1,5 @@
-"""Who a process is, from what Slurm, torchrun or mpirun have set. Of workers/launchers/place.py and find.py,
-workers/launchers/slurm.py, workers/launchers/hosts.py, workers/launchers/torchrun.py, workers/launchers/mpi.py and
-launcher/placing.py.
+"""Who a process is, from what Slurm, torchrun or mpirun have set. Of workers/launchers/place.py, find.py
+and slurm.py, and launcher/placing.py.
 
 Variables marked "recorded" are of real processes: Slurm 22.05.8 (of tests/slurm.py), Open MPI 4.1.4 (both of Debian 12)
 and torchrun of torch 2.13. Those marked "documented" are written from documentation alone.
@@ -21,8 +20,8 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.workers.launchers import slurm
 from meshwise.workers.launchers.find import place_in
-from meshwise.workers.launchers.hosts import host_list, tasks_of_nodes
 from meshwise.workers.launchers.place import ALONE, Place
+from meshwise.workers.launchers.slurm import host_list, tasks_of_nodes
 
 # Recorded: task 2 of srun -N2 --ntasks-per-node=2.
 SRUN = {

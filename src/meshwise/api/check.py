@@ -57,7 +57,7 @@ from meshwise.tracking.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
 from meshwise.workers.fork_server import Forks
-from meshwise.workers.halt import Halt
+from meshwise.workers.gate import Halt
 from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch

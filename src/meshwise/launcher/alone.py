@@ -16,7 +16,7 @@ from meshwise.records.lock import FolderLock
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
 from meshwise.spec.units import plural
-from meshwise.workers.halt import Halt
+from meshwise.workers.gate import Halt
 
 
 @dataclass

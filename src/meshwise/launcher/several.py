@@ -24,7 +24,7 @@ from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
 from meshwise.spec.units import plural
 from meshwise.workers.failure import Failure, culprit
-from meshwise.workers.halt import Halt
+from meshwise.workers.gate import Halt
 from meshwise.workers.machines import Look, Machines
 from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
 

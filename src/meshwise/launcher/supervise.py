@@ -38,8 +38,7 @@ from meshwise.timeline.views.live_progress import LiveView, TrainingProgress
 from meshwise.timeline.views.summary_text import metric_text
 from meshwise.workers.channel import Message
 from meshwise.workers.fork_server import Forks
-from meshwise.workers.gate import StepGate
-from meshwise.workers.halt import Halt
+from meshwise.workers.gate import Halt, StepGate
 from meshwise.workers.launch import launch
 from meshwise.workers.listeners import Listeners
 

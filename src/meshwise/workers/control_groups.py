@@ -1,17 +1,24 @@
 """Read this process's control groups, of version 2 or 1.
 
-Control groups hold what Linux lets this process use, and what it was denied.
-
-Tested in tests/machine/test_host_facts.py.
+Control groups hold what Linux lets this process use, and what it was denied. They also tell whether the kernel's
+out-of-memory killer ended a process, since a SIGKILL does not say who sent it: its kills are counted in each control
+group (`memory.events`, or `memory.oom_control` of version 1) and for the machine (`/proc/vmstat`).
+Tested in tests/machine/test_host_facts.py and tests/workers/test_oom_killer.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from meshwise.spec.units import bytes_text
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
+STATISTICS = Path("/proc/vmstat")
+_NO_LIMIT = 2**60
 
 
 def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
@@ -38,3 +45,56 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class Kills:
+    """How many processes the out-of-memory killer has ended. None if unknown.
+
+    group: in this process's control groups.
+    machine: on the whole machine.
+    """
+
+    group: int | None
+    machine: int | None
+
+
+def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> Kills:
+    """Return how many processes the out-of-memory killer has ended so far."""
+    found = [count for file in _events(root, own) if (count := _count(file)) is not None]
+    return Kills(max(found, default=None), _count(statistics))
+
+
+def evidence(before: Kills, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> str | None:
+    """Return a phrase that shows that the out-of-memory killer has ended a process, such as `1 killed here since the
+    run began`. Returns None if this is not known. Returns "" if the killer has ended none, so that it is not the cause.
+
+    before: how many processes the killer had ended when the process began that was killed now.
+    """
+    now = kills(root, own, statistics)
+    if before.group is not None and now.group is not None and now.group > before.group:
+        limit = min(_limits(root, own), default=None)
+        allowed = "" if limit is None else f" of {bytes_text(limit)}"
+        return f"{now.group - before.group} killed in its control group{allowed} since the run began"
+    if before.machine is None or now.machine is None:
+        return None
+    return "" if now.machine == before.machine else f"{now.machine - before.machine} killed here since the run began"
+
+
+def _events(root: Path, own: Path) -> list[Path]:
+    return [
+        *(group / "memory.events" for group in groups("", root, own)),
+        *(group / "memory.oom_control" for group in groups("memory", root, own)),
+    ]
+
+
+def _limits(root: Path, own: Path) -> list[int]:
+    files = [group / "memory.max" for group in groups("", root, own)]
+    files += [group / "memory.limit_in_bytes" for group in groups("memory", root, own)]
+    texts = [read_text(file) for file in files]
+    return [int(text) for text in texts if text.isdecimal() and int(text) < _NO_LIMIT]
+
+
+def _count(file: Path) -> int | None:
+    found = re.search(r"^oom_kill (\d+)$", read_text(file), re.MULTILINE)
+    return None if found is None else int(found[1])

@@ -5,15 +5,28 @@ difference, with the lines of the user's code.
 
 If one rank calls another verb than the others, two different collectives may meet: gloo aborts, NCCL waits forever, and
 if the collectives' sizes match, the results are silently wrong.
+
+Our launcher compares the logs of its ranks. Under other launchers, such as torchrun and srun, no process watches the
+ranks from outside: each rank logs in a file that the machine's other ranks can read (`begin`), and one that loses the
+connection to another rank reports where they diverged.
 """
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 from meshwise.spec.words import ranks_text
+from meshwise.spec.world import World
+from meshwise.workers import verb_log
+from meshwise.workers.failure import is_communication_error
+from meshwise.workers.scratch import made_folder, own
 from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
 
 INTERVAL = 0.25  # seconds between two looks
@@ -22,6 +35,7 @@ ADVICE = (
     "Every rank must make the same calls in the same order. Look for code that depends on the rank, on the rank's "
     "own batches, loss or metric, or on time."
 )
+_owned: list[IO[bytes]] = []
 
 
 def trail_path(folder: Path, rank: int) -> Path:
@@ -120,3 +134,54 @@ def _verb(trail: VerbTrail, number: int) -> str:
     if verb.name == BATCH:
         return f"batch {verb.times} of the loop{at}"
     return f"{verb.name}{at}" + (f" (call {verb.times})" if verb.times > 1 else "")
+
+
+def begin(world: World, store: Any) -> None:
+    """Start to log the calls of this rank that must come in the same order on every rank, such as collectives (see
+    `Verb`).
+
+    All ranks of a machine must call this function. It does nothing if the ranks of this machine share no temporary
+    folder.
+
+    store: a key-value store of all ranks.
+    """
+    first = world.rank - world.local_rank
+    if world.local_rank == 0:
+        made, owned = made_folder("verbs")
+        store.set(f"meshwise/verbs/{first}", str(made))
+    folder = Path(store.get(f"meshwise/verbs/{first}").decode())
+    if not folder.is_dir():  # the processes of one machine share no files
+        return
+    _owned.append(owned if world.local_rank == 0 else own(folder))
+    ranks = range(first, first + world.local_size)
+    verb_log.begin(trail_path(folder, world.rank))
+    atexit.register(_ends, folder, world.rank, ranks)
+    sys.excepthook = partial(tell_of_loss, sys.excepthook, folder, ranks)
+
+
+def tell_of_loss(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error: Any) -> None:
+    """Show an uncaught exception as usual. If a collective raised it because another rank was lost, also print how the
+    calls of this machine's ranks differ, or the last call of each rank.
+
+    before: the exception hook that was set before, which shows the exception.
+    folder: the folder in which the ranks log their calls.
+    ranks: the ranks of this machine.
+    error: the arguments of the exception hook.
+    """
+    before(*error)
+    if is_communication_error(error[1]):
+        trails = {rank: read_trail(trail_path(folder, rank)) for rank in ranks}
+        text = divergence(trails, [rank for rank in ranks if _mark(folder, rank).exists()]) or last_verbs(trails)
+        print(text, end="\n" * bool(text), file=sys.stderr, flush=True)
+
+
+def _ends(folder: Path, rank: int, ranks: Sequence[int]) -> None:
+    """Record that the program of this rank has ended."""
+    if folder.is_dir():
+        _mark(folder, rank).touch()
+        if all(_mark(folder, each).exists() for each in ranks):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mark(folder: Path, rank: int) -> Path:
+    return folder / f"ended-{rank}"

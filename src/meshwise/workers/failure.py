@@ -5,10 +5,11 @@ When one worker dies, its peers fail a moment later in a collective. Such a vict
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, Usag
 from meshwise.spec.exit_codes import INTERRUPTED
 from meshwise.spec.user_code import OURS, is_users, name_line, raised_at
 from meshwise.spec.words import error_text, readable, text_of
-from meshwise.workers import loader_failure, sudden_end
+from meshwise.workers import leave
 
 MORE_MEMORY = "Reduce the memory that the ranks of this machine use, or give them more memory."
 LINK = "The ranks lost their connections to each other, but all ranks still run. Check the network between them."
@@ -27,6 +28,20 @@ _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError
 CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
 _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
+
+LOADER_TIMEOUT = 10.0  # seconds until the end of a loader worker is known whose connection broke, on a loaded machine
+# Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper), `utils/data/dataloader.py`, `csrc/DataLoader.cpp`.
+_LOADER_ENDED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
+)
+_LOADER_RAISED = re.compile(
+    r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal (.*Traceback [^\n]*\n(?:  [^\n]*\n)+)(.*)", re.DOTALL
+)
+_LOADER_REMEDIES = {
+    "Killed": "Use fewer loader workers or smaller batches, which need less memory.",
+    "Bus error": "Give the loader workers more shared memory (/dev/shm; docker run --shm-size), or use fewer of them.",
+}
+_WITHOUT_LOADERS = "Run without loader workers (num_workers=0, loader_workers=0) to see where it fails."
 
 
 @dataclass(frozen=True)
@@ -83,29 +98,26 @@ def is_gloo_abort(line: str) -> bool:
 
 def is_communication_error(error: BaseException) -> bool:
     """Check whether `error`, or an error that caused it, was raised by a collective that lost another rank."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if type(seen).__name__ in _COMMUNICATION_ERRORS:
-            return True
-        if isinstance(seen, RuntimeError) and any(word in text_of(seen).lower() for word in _COMMUNICATION_WORDS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    return any(
+        type(each).__name__ in _COMMUNICATION_ERRORS
+        or (isinstance(each, RuntimeError) and any(word in text_of(each).lower() for word in _COMMUNICATION_WORDS))
+        for each in _causes(error)
+    )
 
 
 def by_error(rank: int, error: BaseException) -> Failure:
     """Return the failure of a worker whose task raised `error`. The worker itself calls this function."""
-    if lost := loader_failure.ended(error):
+    if lost := loader_end(error):
         return Failure(rank, "loader", lost[0], notes=[lost[1], *_notes(error)], time=time.time())
-    ours, caught = isinstance(error, MeshwiseError), loader_failure.caught(error)
+    ours, in_loader = isinstance(error, MeshwiseError), _LOADER_RAISED.match(text_of(error))
     if isinstance(error, UsageError):
         name_line(error)
     told = "" if ours or _is_of_system(error) else user_traceback(error)
     return Failure(
         rank,
         _kind_of(rank, error),
-        readable(caught.text) if caught else error_text(error),
-        f"{caught.traceback}in {caught.where}" if caught else told,
+        readable(in_loader[3].strip()) if in_loader else error_text(error),
+        f"{in_loader[2]}in {in_loader[1]}" if in_loader else told,
         plain=ours,
         notes=_notes(error),
         exit_code=error.exit_code if isinstance(error, MeshwiseError) else 1,
@@ -113,6 +125,35 @@ def by_error(rank: int, error: BaseException) -> Failure:
         more=address_of(error) if ours else "",
         time=time.time(),
     )
+
+
+def loader_end(error: BaseException) -> tuple[str, str] | None:
+    """Find out whether a loader worker of this rank has ended, from the text of `error` and of the errors that caused
+    it. Return a phrase that says how it ended, and advice for the user. Return None if they mention no such end."""
+    texts = [text_of(each) for each in _causes(error) if isinstance(each, RuntimeError)]
+    found = [match for match in map(_LOADER_ENDED.search, texts) if match]
+    if not found:
+        return None
+    told = next((match for match in found if match[2]), found[0])  # who reads a batch knows of no signal
+    how = f"was killed by signal: {told[2]}" if told[2] else "exited"
+    hint = " (often the system's out-of-memory killer)" if told[2] == "Killed" else ""
+    remedy = _LOADER_REMEDIES.get(told[2], _WITHOUT_LOADERS)
+    return f"lost its loader worker (process {told[1]}), which {how}{hint}", remedy
+
+
+def await_loader_end(error: BaseException) -> None:
+    """Wait for a report on how a loader worker ended, if `error` says only that the connection to it broke."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
+        time.sleep(LOADER_TIMEOUT)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -147,7 +188,7 @@ def of_command(error: BaseException) -> MeshwiseError:
         name_line(stopped)
         return stopped
     if isinstance(error, SystemExit):
-        refused = UsageError(sudden_end.OF_COMMAND.format(call=f"sys.exit({error.code!r})"))
+        refused = UsageError(leave.OF_COMMAND.format(call=f"sys.exit({error.code!r})"))
         refused.__traceback__ = error.__traceback__
         name_line(refused)
         return refused

@@ -26,8 +26,7 @@ from pathlib import Path
 from meshwise.spec.words import ranks_text
 from meshwise.workers.far_beats import Far
 from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
-from meshwise.workers.idle import Idleness
-from meshwise.workers.stuck import STATES, standing, state_of, stuck_child
+from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between two looks
 LOST = 0.5  # of the time between two looks, what counts at most: a launcher that was stopped itself has heard nothing

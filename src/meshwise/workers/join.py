@@ -1,16 +1,25 @@
-"""Join a run: read the environment, take a device, initialise torch.distributed."""
+"""Join a run: read the environment, take a device, initialise torch.distributed.
+
+By default, gloo listens at the address to which the machine's own name resolves. On many machines that is a loopback
+address (Debian writes 127.0.1.1 into /etc/hosts), or there is none: other machines then cannot reach the rank.
+`interface_towards` finds the network interface that gloo must use.
+Tested in tests/workers/test_join.py, test_interface.py and, on machines without names, test_slurm.py.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -18,15 +27,17 @@ from meshwise.compat.driver import shown_gpus
 from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
-from meshwise.workers import external_divergence
+from meshwise.workers import divergence
 from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.environment import LISTENER, VISIBLE, derived_ranks, read_world, visible
 from meshwise.workers.gate import StepGate
-from meshwise.workers.interface import interface_towards
 from meshwise.workers.launchers.find import place_in
 from meshwise.workers.launchers.place import ALONE, Place
 from meshwise.workers.rendezvous import meet, taken
 from meshwise.workers.stopping import agree_to_stop
+
+ANYWHERE = "192.0.2.1"
+"""A reserved address that no host has. The route to it shows by which interface packets leave this machine."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ def join() -> RankContext:
     if session.world.size > 1 and not dist.is_initialized():
         enter_process_group(session.world)
         if session.channel is None:
-            external_divergence.begin(session.world)
+            divergence.begin(session.world, default_store())
             if session.world.rank == 0 and (told := session.place.told(session.world.size)):
                 print(told, file=sys.stderr, flush=True)
     if session.channel is None and not _stands:
@@ -219,3 +230,41 @@ def leave() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the network interface that gloo must use to reach `host`, such as `eth0`."""
+    own: dict[str, str] = {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback(address.address)
+    }
+    if any(address in own for address in _addresses_of(socket.gethostname())):
+        return None
+    for target in (host, ANYWHERE):
+        if (found := own.get(_source_of(target))) is not None:
+            return found
+    up = psutil.net_if_stats()
+    return next((name for name in own.values() if name in up and up[name].isup), None)
+
+
+def _addresses_of(host: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [str(found[4][0]) for found in socket.getaddrinfo(host, None)]
+    return []
+
+
+def _source_of(host: str) -> str:
+    """Return the address from which this machine would send a packet to `host`, without sending one."""
+    for address in _addresses_of(host)[:1]:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return found.is_loopback or found.is_link_local

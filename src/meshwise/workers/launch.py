@@ -34,13 +34,13 @@ from meshwise.workers.divergence import DivergenceWatch, divergence, last_verbs
 from meshwise.workers.failure import Failure
 from meshwise.workers.far_beats import FarBeats
 from meshwise.workers.fork_server import Forks, start_worker
-from meshwise.workers.halt import Halt
+from meshwise.workers.gate import Halt
 from meshwise.workers.hang import ASKED, HangWatch
 from meshwise.workers.heartbeat import steps_of
 from meshwise.workers.listeners import Listeners
-from meshwise.workers.meeting import SILENCE
 from meshwise.workers.nodes import Nodes
 from meshwise.workers.scratch import scratch_folder
+from meshwise.workers.store import SILENCE
 from meshwise.workers.watched import State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 

@@ -1,7 +1,10 @@
-"""End a worker without taking apart what it has imported.
+"""End a process: report a sudden end, and take apart no imports.
+
+`os._exit`, `os.abort` and C's `exit` are reported, with the calling line, before they end the process (`told`).
 
 When Python exits, it clears its modules. That copies the memory pages that the workers of a machine share, so the exit
 is when they need the most memory. As in a normal exit, threads are joined, exit functions called, open files flushed.
+Tested in tests/workers/test_leave.py and tests/cli/test_odd_ends.py.
 """
 
 from __future__ import annotations
@@ -11,14 +14,22 @@ import contextlib
 import ctypes
 import gc
 import io
+import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
-from meshwise.spec.user_code import is_users
+from meshwise.spec.user_code import OURS, is_users, user_place
 
 WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _codes: list[int] = []
+OF_COMMAND = (
+    "{call} ended the command too early. Return from the function that meshwise calls, or raise an exception. Parse "
+    "the command line under `if __name__ == '__main__':`."
+)
+OF_RANK = "{call} ended the process before its work was done. Return, or raise an exception, instead."
 
 
 def prepare() -> None:
@@ -54,3 +65,38 @@ def _flush(*files: Any) -> None:
     for file in files:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, it is closed, or nobody reads
             file.flush()
+
+
+@contextlib.contextmanager
+def told(tell: Callable[[str], object]) -> Iterator[None]:
+    """Inside the `with` block, call `tell` just before a call such as `os._exit` ends this process at once.
+
+    For example, this calls `tell("train.py:3: os._exit(0)")`. Calls in forked processes do not count, since they are
+    normal there. Meshwise's own calls do not count either, since meshwise says itself why it ends a process.
+    """
+    process, before = os.getpid(), (os._exit, os.abort)
+    modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too
+    libc, key = ctypes.CDLL(None), ctypes.byref(ctypes.c_char())
+
+    def say(call: str, caller: FrameType) -> None:
+        if os.getpid() == process and not caller.f_code.co_filename.startswith(OURS):
+            at = user_place(caller)
+            tell(f"{at}: " * bool(at) + call)
+
+    def telling(ends: Any) -> Any:
+        def call(*code: Any, **named: Any) -> Any:
+            say(f"os.{ends.__name__}({', '.join(map(repr, (*code, *named.values())))})", sys._getframe(1))
+            return ends(*code, **named)
+
+        return call
+
+    exits = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: say("exit() of C", sys._getframe(1)))
+    for module in modules:
+        module._exit, module.abort = map(telling, before)
+    libc.__cxa_atexit(exits, None, key)  # Python's atexit does not hear of it
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._exit, module.abort = before
+        libc.__cxa_finalize(key)  # calls it, for us, and forgets it: Python is gone when this process ends

@@ -20,11 +20,10 @@ from typing import Any
 
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.workers.channel import listening
-from meshwise.workers.meeting import ROUND, SILENCE, Meeting
 from meshwise.workers.nodes import Beginning, Member, Nodes
 from meshwise.workers.rendezvous import is_here, listens_at
 from meshwise.workers.secret import SET_ONE, Secret
-from meshwise.workers.store import Exchanges, Link, Store
+from meshwise.workers.store import ROUND, SILENCE, Link, Meeting, Store
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 REACH_TIMEOUT = 3.0  # seconds to reach another machine's store
@@ -279,7 +278,7 @@ class Machines:
             return
         self._meet_at(self.me.node, self._store)
 
-    def _meet_at(self, node: int, store: Exchanges) -> None:
+    def _meet_at(self, node: int, store: Store | Link) -> None:
         asked = self._meeting.try_get("asked")
         self._store.forget_gone()
         self._leader, self._meeting = node, Meeting(lambda: store, self.me.name)

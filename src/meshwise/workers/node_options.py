@@ -15,11 +15,10 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.options import OfThisStart
 from meshwise.workers.handshake import Unproven
 from meshwise.workers.machines import REACH_TIMEOUT, RENDEZVOUS_TIMEOUT, Machines
-from meshwise.workers.meeting import Meeting
 from meshwise.workers.nodes import Member
 from meshwise.workers.rendezvous import is_here, listens_at, secret_at, taken
 from meshwise.workers.secret import SET_ONE, Secret
-from meshwise.workers.store import Exchanges, Link, Store
+from meshwise.workers.store import Link, Meeting, Store
 
 STRANGERS = 20.0  # seconds to look on, where who listens does not know the secret
 
@@ -82,7 +81,7 @@ def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) ->
         raise UsageError(f"the machines cannot meet at {where} ({error.strerror}). Is the port free here?") from None
     began, limit = time.monotonic(), RENDEZVOUS_TIMEOUT.total_seconds()
 
-    def connect() -> Exchanges:
+    def connect() -> Store | Link:
         while node != 0:
             try:
                 return Link(address, secret.value, REACH_TIMEOUT)

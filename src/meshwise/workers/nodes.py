@@ -20,7 +20,7 @@ from typing import Any
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
 from meshwise.workers.failure import Failure
-from meshwise.workers.meeting import Meeting
+from meshwise.workers.store import Meeting
 
 ELSEWHERE = "on another machine:\n"
 TELL_TIMEOUT = 3.0  # seconds for a failure to be heard by the others, before this machine leaves

@@ -1,10 +1,11 @@
-"""Serve the key-value store in which launchers meet.
+"""Serve the key-value store in which launchers meet, and exchange with it.
 
 Each launcher keeps a store: if the one in use is lost, the next takes over.
 
 An exchange is one message each way: a machine sends its values, and receives what has changed since its last exchange,
-with the seconds for which each machine has been silent. Both ends prove the secret of the run (handshake.py). It does
-without torch, so it starts at once, and a dead link blocks no more than one Python thread.
+with the seconds for which each machine has been silent. A thread of each launcher makes one exchange after another,
+which are also its machine's heartbeat; callers read what has come and never wait for the network, so that Ctrl-C takes
+effect at once. Both ends prove the secret of the run (handshake.py).
 Tested in tests/workers/test_nodes.py.
 """
 
@@ -13,17 +14,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from meshwise.workers.channel import listening
 from meshwise.workers.handshake import Doorkeeper, Line, enter
 
 PURPOSE = "machines"
+ROUND = 0.25  # seconds between two exchanges
+SILENCE = 5.0  # seconds after which a machine that is not heard of is lost
 PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secret: it may be busy
 
 
@@ -41,21 +45,6 @@ class Answer:
     silent: Mapping[str, float]
 
 
-class Exchanges(Protocol):
-    """A key-value store in which launchers meet: the store of this process, or a connection to the store of another
-    machine."""
-
-    def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
-        """Set values in the store, and return the values that have changed since an earlier exchange.
-
-        name: the name of the machine that calls.
-        told: the values to set, by key.
-        since: the `version` in the answer to the earlier exchange, or 0 to get all values.
-
-        Raises OSError or ValueError if the store is lost.
-        """
-
-
 class Store:
     """A key-value store in the memory of this process. Other machines reach it at a port."""
 
@@ -69,6 +58,12 @@ class Store:
         self.port = self.door.port
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
+        """Set values in the store, and return the values that have changed since an earlier exchange.
+
+        name: the name of the machine that calls.
+        told: the values to set, by key.
+        since: the `version` in the answer to the earlier exchange, or 0 to get all values.
+        """
         with self._lock:
             now = self._heard[name] = time.monotonic()
             for key, value in told.items():
@@ -112,6 +107,7 @@ class Link:
         """The address at which the machine that keeps the store can reach this machine."""
 
     def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
+        """Do as `Store.exchange`. Raises OSError or ValueError if the store is lost."""
         asked: dict[str, Any] = {"name": name, "told": dict(told), "since": since}
         self._line.send(json.dumps(asked).encode())
         message = self._line.receive()
@@ -122,3 +118,100 @@ class Link:
     def close(self) -> None:
         """Close the connection, even during an exchange that waits for an answer. Later exchanges fail."""
         self._line.close()
+
+
+class Meeting:
+    """The connection of one machine, which is identified by its name, to the store in which the launchers meet."""
+
+    def __init__(self, connect: Callable[[], Store | Link], name: str) -> None:
+        """connect: a function that returns the store by which the machines of a run exchange values, or raises
+        OSError."""
+        self._connect, self._name = connect, name
+        self._out: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._written = self._asked = 0
+        self._told: dict[str, str] = {}
+        self._known: dict[str, str] = {}
+        self._silent: dict[str, float] = {}
+        self._wake, self._over = threading.Event(), threading.Event()
+        self.store: Store | Link | None = None
+        """The store. None until it is reached."""
+        self.error: Exception | None = None
+        """What went wrong when the store could not be reached, or was lost. None as long as nothing went wrong."""
+        self.heard = 0.0
+        """When the store last answered (monotonic). 0 before the first answer."""
+        threading.Thread(target=self._run, name="meshwise-meeting", daemon=True).start()
+
+    def set(self, key: str, value: str) -> None:
+        """Send a value to the other machines, within ROUND seconds. A value that has not changed is not sent again."""
+        if self._told.get(key) == value:
+            return
+        self._told[key] = value
+        self._asked += 1
+        self._out.put((key, value))
+        self._wake.set()
+
+    def try_get(self, key: str) -> str | None:
+        """Return the value of a key that any machine has set, or None if there is no value."""
+        return self._known.get(key)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything that was set has reached the store, for at most `seconds`."""
+        until, asked = time.monotonic() + seconds, self._asked
+        while self._written < asked and self.error is None and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Stop the exchanges with the store, and close the connection."""
+        self._over.set()
+        self._wake.set()
+        if isinstance(self.store, Link):
+            self.store.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection was closed, or its store is gone."""
+        return self._over.is_set() or self.error is not None
+
+    @property
+    def silence(self) -> float | None:
+        """How many seconds ago the store last answered, if this is too long. None if it has answered within the last
+        SILENCE seconds.
+
+        If the connection is lost, the seconds are returned at once, even if they are fewer than SILENCE. None is
+        returned before the first answer, and after `close`.
+        """
+        now = time.monotonic()
+        if not self.heard or self._over.is_set():
+            return None
+        return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
+
+    def silence_of(self, name: str) -> float | None:
+        """Return the seconds since the store last received something from a machine."""
+        seconds = self._silent.get(name, 0.0)
+        return seconds if seconds > SILENCE else None
+
+    def has_seen(self, name: str) -> bool:
+        """Check whether the machine `name` has ever sent something to the store."""
+        return name in self._silent
+
+    def _run(self) -> None:
+        try:
+            self.store, since = self._connect(), 0
+            while not self._over.is_set():
+                self._wake.clear()
+                told, count = {}, 0
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        key, value = self._out.get_nowait()
+                        told[key], count = value, count + 1
+                answer = self.store.exchange(self._name, told, since)
+                since = answer.version
+                self._known.update(answer.new)
+                self._silent = dict(answer.silent)
+                self._written += count
+                self.heard = time.monotonic()
+                self._wake.wait(ROUND)
+        except (OSError, ValueError, TypeError) as error:  # it closed, or is no store of ours
+            self.error = error
+        if isinstance(self.store, Link):
+            self.store.close()

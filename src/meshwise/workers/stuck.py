@@ -1,5 +1,7 @@
 """Locate a hanging process: its kernel state and its line of Python.
 
+This module also tells whether a process computes, by its CPU time.
+
 On Linux, the state is read from /proc. The stack is asked for by a signal (heartbeat.py), which is sent only to a
 process that handles it, since it would kill any other. Tested in tests/workers/test_hang.py.
 """
@@ -16,6 +18,9 @@ from pathlib import Path
 from meshwise.spec.user_code import is_users, place
 from meshwise.workers.heartbeat import SIGNAL
 
+WINDOW = 5.0  # seconds between two looks at the CPU time of a process
+SHARE = 0.02  # of a core: one that computes has more with thirty others on two cores; one that polls has less
+TICKS = os.sysconf("SC_CLK_TCK")
 ANSWER = 0.5  # seconds for a stack to be written
 SETTLED = 0.03  # seconds in which nothing more was written: it is whole
 LOOKS = 5  # at a process in uninterruptible sleep
@@ -140,3 +145,28 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+class Idleness:
+    """Checks repeatedly, for several processes, whether each one computes."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def computes(self, pid: int | None, now: float) -> bool:
+        """Check whether a process or its children have computed since the last check.
+
+        Returns False if the last check was less than WINDOW seconds ago.
+        """
+        if pid is None:
+            return False
+        used = sum(map(_seconds, (pid, *children_of(pid))))
+        at, before = self._seen.setdefault(pid, (now, used))
+        if now - at < WINDOW:
+            return False
+        self._seen[pid] = now, used
+        return used - before > SHARE * (now - at)
+
+
+def _seconds(pid: int) -> float:
+    return sum(map(int, stat_of(pid)[11:13])) / TICKS  # of the program, and of the kernel for it

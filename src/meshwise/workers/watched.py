@@ -12,10 +12,10 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, BinaryIO
 
-from meshwise.workers import failure, oom_killer
+from meshwise.workers import control_groups, failure
+from meshwise.workers.control_groups import Kills
 from meshwise.workers.failure import Failure, is_gloo_abort
 from meshwise.workers.fork_server import ForkedWorker, kill_group
-from meshwise.workers.oom_killer import Kills
 
 
 class State(Enum):
@@ -45,7 +45,7 @@ class WatchedWorker:
     in_progress: bool = False
     since: float = 0.0
     readers: list[threading.Thread] = field(default_factory=list)
-    kills: Kills = field(default_factory=oom_killer.kills)
+    kills: Kills = field(default_factory=control_groups.kills)
 
     def turn(self, state: State, failure: Failure | None = None) -> None:
         self.state, self.failure, self.since = state, failure, time.monotonic()
@@ -55,7 +55,7 @@ class WatchedWorker:
         server = self.process.server.process if isinstance(self.process, ForkedWorker) else None
         with_server = server is not None and server.poll() is not None
         culprit = server if server is not None and with_server else self.process
-        evidence = partial(oom_killer.evidence, culprit.pid, self.kills)
+        evidence = partial(control_groups.evidence, self.kills)
         died = failure.by_exit_status(self.rank, status, evidence)
         self.turn(State.FAILED, failure.with_server(died, culprit.pid) if with_server else died)
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.util import get_temp_dir
@@ -24,16 +25,18 @@ import cloudpickle
 import torch
 
 from meshwise.compat.driver import lost_by_fork
+from meshwise.compat.flight_recorder import GroupProgress, progress
 from meshwise.spec.devices import threads_in
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.world import World
 from meshwise.terminal import last_words
-from meshwise.workers import failure, heartbeat, join, loader_failure, on_device, stopping, sudden_end, verb_log
+from meshwise.workers import failure, heartbeat, join, leave, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.divergence import trail_path
 from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
 from meshwise.workers.fork_server import CALL, answer_of
+from meshwise.workers.hang import ASKED
 from meshwise.workers.hints import add_hint
 from meshwise.workers.written_files import FileWatch
 
@@ -57,7 +60,7 @@ def main() -> int:
         raise UsageError("meshwise.workers cannot be started by hand. Use `meshwise run` or `mw.launch`.")
     stopping.pass_on(session.channel, session.gate, leads=session.world.rank == 0)
     task, rank = Path(sys.argv[1]), session.world.rank
-    with sudden_end.told(partial(_tell_end, rank, session.channel)):
+    with leave.told(partial(_tell_end, rank, session.channel)):
         code = run_task(task, session.world, session.channel)
     with contextlib.suppress(AttributeError, ValueError):  # closed by the program
         sys.stdout.flush()
@@ -88,7 +91,7 @@ def answer(task: Path) -> int:
         last_words.end_lines()  # what the launcher says next has a line of its own
         answer_of(task).write_text(json.dumps(facts))
 
-    with sudden_end.told(lambda call: told(UsageError(sudden_end.OF_COMMAND.format(call=call)))):
+    with leave.told(lambda call: told(UsageError(leave.OF_COMMAND.format(call=call)))):
         try:
             sys.path[:], pickled = cloudpickle.loads(task.read_bytes())
             function, arguments = cloudpickle.loads(pickled)
@@ -142,7 +145,23 @@ def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
     if world.size > 1:
         watch_files(channel)
     if world.kind != "cpu":
-        on_device.answer(channel, world.rank)
+        tell_collectives(channel, world.rank)
+
+
+def tell_collectives(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
+    """Let this rank answer when the launcher asks, by the message ASKED, what its device waits for: a line for the
+    user, such as which collectives have not ended.
+
+    A thread of the rank answers, since the main thread may wait forever. ask: returns what torch's flight recorder says
+    about each process group. If it returns nothing, no answer is sent.
+    """
+
+    def tell(message: Mapping[str, Any]) -> None:
+        found = [str(each) for each in ask()]
+        if found:
+            channel.send("note", text=f"rank {rank}, by torch's flight recorder: {'; '.join(found)}.")
+
+    channel.listeners[ASKED] = tell
 
 
 def run_task(task: Path, world: World, channel: WorkerChannel) -> int:
@@ -159,7 +178,7 @@ def run_task(task: Path, world: World, channel: WorkerChannel) -> int:
     except BaseException as raised:
         error = raised
         try:
-            loader_failure.await_end(raised)
+            failure.await_loader_end(raised)
         except RuntimeError as told:
             error = told
         by_stop = isinstance(error, KeyboardInterrupt) or failure.is_communication_error(error)
@@ -184,7 +203,7 @@ def _exited(exit: SystemExit, rank: int, channel: WorkerChannel) -> int:
 
 
 def _tell_end(rank: int, channel: WorkerChannel, call: str) -> None:
-    text = sudden_end.OF_RANK.format(call=call)
+    text = leave.OF_RANK.format(call=call)
     channel.send("failed", failure=asdict(Failure(rank, "raised", text, time=time.time())))
     time.sleep(END_TIMEOUT)  # the launcher is to read it before it sees that this process has ended
 
