@@ -15,9 +15,7 @@ from unittest import mock
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from meshwise.spec.world import World
-
-HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+from meshwise.spec.world import VARIABLES, World
 
 
 def be_alone(world: World, make: Callable[[], object]) -> Any:
@@ -26,7 +24,7 @@ def be_alone(world: World, make: Callable[[], object]) -> Any:
     Return accelerate's `PartialState`, which all Accelerators of this process share. Its rank and local rank are this
     process's real ones, so that only rank 0 writes files and logs."""
     states = import_module("accelerate.state")
-    alone = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+    alone = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": world.device}, clear=True):
         states.AcceleratorState._reset_state(reset_partial_state=True)
         states.GradientState._reset_state()

@@ -11,17 +11,6 @@ from typing import Any
 import torch
 
 from meshwise.compat.fake_device import NAME, TOLD
-from meshwise.spec.errors import UsageError
-from meshwise.spec.user_code import frame_in
-
-FILES = ("lightning/pytorch/trainer/trainer.py", "pytorch_lightning/trainer/trainer.py")
-
-
-def refuse_lightning(why: str) -> None:
-    """Raise UsageError if Lightning's Trainer is among the callers. why: the beginning of the error message. The advice
-    to write `trainer = mw.distribute(trainer)` is appended to it."""
-    if any(map(frame_in, FILES)):
-        raise UsageError(f"{why} write trainer = mw.distribute(trainer) before trainer.fit().")
 
 
 def take_place(trainer: Any, device: str, *, signals: bool) -> None:

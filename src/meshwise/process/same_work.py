@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from meshwise import process
-from meshwise.compat.lightning_parts import refuse_lightning
 from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe
 from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import frame_in
 from meshwise.spec.world import World
 from meshwise.workers.join import made_process_group
+
+LIGHTNING = ("lightning/pytorch/trainer/trainer.py", "pytorch_lightning/trainer/trainer.py")
 
 
 def refuse_same_work(script: str, world: World) -> None:
@@ -43,3 +45,10 @@ def refuse_same_work(script: str, world: World) -> None:
         raise UsageError(f"{said} pass its model, optimizer and loaders to mw.distribute.")
 
     hook = subscribe(Order.GUARD, first_step)
+
+
+def refuse_lightning(why: str) -> None:
+    """Raise UsageError if Lightning's Trainer is among the callers. why: the beginning of the error message. The advice
+    to write `trainer = mw.distribute(trainer)` is appended to it."""
+    if any(map(frame_in, LIGHTNING)):
+        raise UsageError(f"{why} write trainer = mw.distribute(trainer) before trainer.fit().")

@@ -25,7 +25,6 @@ from unittest.mock import patch
 import numpy
 from torch.utils.data import DataLoader
 
-from meshwise.compat.accelerate_states import HIDDEN
 from meshwise.compat.dispatch import real_values
 from meshwise.compat.program_calls import around_batches
 from meshwise.rehearsal.fakes.cuda import torch_as_it_was
@@ -33,7 +32,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.user_code import is_users, user_place
-from meshwise.spec.world import World
+from meshwise.spec.world import VARIABLES, World
 from meshwise.tracking.tracking import nowhere
 from meshwise.workers.environment import DEVICE_KIND, EXACT_RANDOM, LOG, PLAN_FILE, RUN_FOLDER
 from meshwise.workers.fork_server import ForkServer
@@ -63,7 +62,7 @@ def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
         stack.enter_context(_as_it_was())
         file = stack.enter_context(scratch_folder("plan")) / "plan.toml"
         file.write_text(plan_to_toml(plan), encoding="utf-8")
-        for name in (*NOT_A_WORKERS, *HIDDEN):  # of a rank: Trainer and accelerate would open a group of their own
+        for name in (*NOT_A_WORKERS, *VARIABLES):  # of a rank: Trainer and accelerate would open a group of their own
             os.environ.pop(name, None)
         os.environ[PLAN_FILE] = str(file)
         stack.enter_context(standing_for(RankContext(world, None, StepGate())))

@@ -40,9 +40,8 @@ from meshwise.process.plan_choice import choose_plan
 from meshwise.process.session import default_engine, engines
 from meshwise.script.distributed_loader import DistributedLoader
 from meshwise.script.in_loss import mean_in_loss, sum_in_loss
-from meshwise.script.lightning import distribute_lightning, is_lightning
 from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
-from meshwise.script.trainer import distribute_trainer, is_trainer, join_as_trainer, model_of
+from meshwise.script.trainers import integrations_of
 from meshwise.slips.in_a_run import says_divided
 from meshwise.spec.errors import PlanError, UsageError, check_known
 from meshwise.spec.plan import Plan
@@ -103,18 +102,17 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     Raises UsageError for objects of any other kind and for two views in one program, and PlanError for a plan that
     cannot be applied."""
     came_to("mw.distribute")
-    trainers = [thing for thing in objects if is_trainer(thing)]
-    lightning = [thing for thing in objects if is_lightning(thing)]
-    if trainers:
-        join_as_trainer()
+    trainers = integrations_of(objects)
+    for each in trainers.values():
+        each.join()
     engine, chosen = default_engine(), None
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
-    models += [model for trainer in trainers for model in model_of(trainer)]
+    models += [model for thing in objects if id(thing) in trainers for model in trainers[id(thing)].models(thing)]
     if engine.program.begins_with(models):
         _program_begins(engine)
-    whole = _sees_whole_batches(engine, view, streams, others=bool(trainers or lightning))
-    if models or trainers or lightning or plan is not None:
-        current().program = "trainer" if trainers else "lightning" if lightning else current().program
+    whole = _sees_whole_batches(engine, view, streams, others=bool(trainers))
+    if models or trainers or plan is not None:
+        current().program = next((each.program for each in trainers.values()), current().program)
         chosen = choose_plan(plan, engine)
         engine.notify.untrue = OF_DRAWS if whole else engine.notify.untrue
         _add_models(engine, chosen, models)
@@ -127,9 +125,8 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     add = partial(_add_models, engine, chosen or Plan())
 
     def given(thing: Any) -> Any:
-        if is_trainer(thing):
-            return distribute_trainer(thing, engine, chosen, share)
-        return distribute_lightning(thing, engine, add, share) if is_lightning(thing) else share(thing)
+        trainer = trainers.get(id(thing))
+        return share(thing) if trainer is None else trainer.distribute(thing, engine, add, share)
 
     result = tuple(map(given, objects))
     return result[0] if len(result) == 1 else result

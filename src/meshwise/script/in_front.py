@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.engine.engine import Engine
+from meshwise.script.trainers import Add, Share
 
 REFUSED = "mw.distribute(trainer) on {ranks} devices does not support {what}: {instead}."
 SAVED = "saved {0}. To resume from this state, call trainer.{1}."
-
-
-def is_made_from(thing: Any, name: str, *modules: str) -> bool:
-    """Return whether an object's class, or one of its base classes, is named `name` and defined in one of these
-    modules. The modules are not imported."""
-    return any(cls.__name__ == name and cls.__module__ in modules for cls in type(thing).__mro__)
 
 
 def in_front(front: type, thing: Any, ranks: Any) -> None:
@@ -34,6 +29,8 @@ class OfTrainer:
 
     engine: Engine
     trainer: Any
+    add: Add
+    share: Share
 
     @property
     def alone(self) -> bool:

@@ -22,18 +22,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from meshwise.compat.lightning_parts import end_epoch, logs_with, take_place
 from meshwise.engine.engine import Engine
-from meshwise.script.in_front import in_front, is_made_from
+from meshwise.script.in_front import in_front
 from meshwise.script.lightning_strategy import PrecisionOnRanks, StrategyOnRanks, refuse
 from meshwise.script.lightning_values import Ranks, ResultsOnRanks
+from meshwise.script.trainers import Add, Integration, Share
 from meshwise.spec.errors import UsageError
 from meshwise.tracking import tracking
 from meshwise.workers.join import rank_context
 
-MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 ALONE = (
     "mw.distribute(trainer) of Lightning does not support {what}. Write L.Trainer(devices=1) without strategy= and "
     "num_nodes=. meshwise run --devices sets the number of devices, and --plan divides the model."
@@ -41,19 +39,7 @@ ALONE = (
 WHOLE = "Lightning: the batch_size of each DataLoader is the batch size of all {ranks} devices together."
 
 
-def is_lightning(thing: Any) -> bool:
-    """Return whether an object is Lightning's Trainer, or an instance of a subclass."""
-    return is_made_from(thing, "Trainer", *MODULES)
-
-
-def distribute_lightning(
-    trainer: Any, engine: Engine, add: Callable[[list[nn.Module]], None], share: Callable[[Any], Any]
-) -> Any:
-    """Make the Trainer work on all ranks, in place. Raise UsageError for features with results that would differ on
-    several devices.
-
-    add: calls `mw.distribute` for models.
-    share: calls `mw.distribute` for any other object."""
+def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     if isinstance(trainer, TrainerOnRanks):
         return trainer
     world, strategy = rank_context().world, trainer.strategy
@@ -158,3 +144,6 @@ class ConnectorOnRanks:
         numbers = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         if numbers:
             tracking.log(numbers, step=self.meshwise.trainer.global_step)
+
+
+INTEGRATION = Integration("lightning", _distribute)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.compat.tree import tensors_in
-from meshwise.script.in_front import in_front, is_made_from
+from meshwise.script.in_front import in_front
 from meshwise.script.lightning_values import Ranks, extreme
 from meshwise.script.over_ranks import joined, reduced, rows_of_all
 from meshwise.spec.errors import UsageError
@@ -31,7 +31,8 @@ SHAPES = (
 def see_all_rows(ranks: Ranks, model: nn.Module) -> None:
     """Make each torchmetrics metric in a model receive the rows of all ranks."""
     for module in model.modules():
-        if is_made_from(module, "Metric", "torchmetrics.metric") and not isinstance(module, MetricOnRanks):
+        names = {(cls.__module__, cls.__name__) for cls in type(module).__mro__}
+        if ("torchmetrics.metric", "Metric") in names and not isinstance(module, MetricOnRanks):
             in_front(MetricOnRanks, module, ranks)
             metric: Any = module
             state = metric.__getstate__()

@@ -75,8 +75,6 @@ class Logged:
 class Ranks(OfTrainer):
     """The state shared by all classes of meshwise that override methods of Lightning's Trainer and its parts.
 
-    add: calls `mw.distribute` for models.
-    share: calls `mw.distribute` for any other object.
     loss: the newest loss that was passed to backward, over all ranks.
     kind: "sum", "mean" (losses are means over samples) or "items" (means over tokens or the like). None before a loss.
     said: the arguments (weight, reduction) with which `mw.backward` is called for the newest loss.
@@ -91,8 +89,6 @@ class Ranks(OfTrainer):
     looks: the `Kinds` that finds out `kinds` while a step runs its first batch. None at any other time.
     looked: the names of the steps that have run a first batch."""
 
-    add: Callable[[list[nn.Module]], None]
-    share: Callable[[Any], Any]
     loss: Tensor | None = None
     kind: str | None = None
     said: tuple[Tensor | None, str | None] = (None, None)

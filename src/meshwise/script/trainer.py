@@ -19,7 +19,6 @@ Read in transformers 5.23 and accelerate 1.15; nothing is imported of them. Test
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,12 +26,12 @@ from torch import nn
 
 from meshwise.compat.accelerate_states import be_alone
 from meshwise.engine.engine import Engine
-from meshwise.script.in_front import REFUSED, in_front, is_made_from
+from meshwise.script.in_front import REFUSED, in_front
 from meshwise.script.trainer_accelerator import AcceleratorOnRanks
-from meshwise.script.trainer_front import TRAINER, OnRanks
+from meshwise.script.trainer_front import OnRanks
 from meshwise.script.trainer_loss import Ranks
+from meshwise.script.trainers import Add, Integration, Share
 from meshwise.spec.errors import UsageError
-from meshwise.spec.plan import Plan
 from meshwise.workers.join import rank_context, rejoin
 
 MASKS = " The data collator masks at random: its masks depend on the number of devices, in evaluation too."
@@ -43,36 +42,27 @@ WHOLE = (
 )
 
 
-def is_trainer(thing: Any) -> bool:
-    """Return whether an object is transformers' Trainer, or an instance of a subclass."""
-    return is_made_from(thing, "Trainer", TRAINER)
-
-
-def join_as_trainer() -> None:
+def _join() -> None:
     """Replace the process group that TrainingArguments has created by a process group of meshwise. The group of
     TrainingArguments may lack a backend for CPU tensors."""
     rank_context()
     rejoin()
 
 
-def model_of(trainer: Any) -> list[nn.Module]:
+def _models_of(trainer: Any) -> list[nn.Module]:
     """Return a list with the Trainer's model, so that the plan can be applied to it now. Return an empty list if the
     Trainer makes its model later, by `model_init`."""
     return [trainer.model] if trainer.model_init is None and isinstance(trainer.model, nn.Module) else []
 
 
-def distribute_trainer(trainer: Any, engine: Engine, plan: Plan | None, share: Callable[[Any], Any]) -> Any:
-    """Make the Trainer work on all ranks, in place. Raise UsageError for features with results that would differ on
-    several devices.
-
-    share: calls `mw.distribute` for one object."""
+def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     if isinstance(trainer, OnRanks):
         return trainer
     world = rank_context().world
     masks = world.size > 1 and any(getattr(trainer.data_collator, name, False) for name in ("mlm", "plm_probability"))
     if world.size > 1:
         _refuse(trainer, world.size, masks and engine.draws is not None)
-    ranks = Ranks(engine, trainer, plan, share)
+    ranks = Ranks(engine, trainer, add, share)
     if trainer.args.use_cpu:  # the run says where, and the model is there
         vars(trainer.args)["_setup_devices"] = torch.device(world.device)
     trainer.args.distributed_state = be_alone(world, trainer.create_accelerator_and_postprocess)
@@ -123,3 +113,6 @@ def _refuse(trainer: Any, ranks: int, masks: bool) -> None:
     for name, (given, instead) in found.items():
         if given:
             raise UsageError(REFUSED.format(ranks=ranks, what=name, instead=instead))
+
+
+INTEGRATION = Integration("trainer", _distribute, _models_of, _join)

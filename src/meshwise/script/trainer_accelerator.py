@@ -31,8 +31,7 @@ class AcceleratorOnRanks:
     meshwise: Ranks
 
     def prepare_model(self: Any, model: Any, *args: Any, **options: Any) -> Any:
-        if self.meshwise.plan is not None:
-            self.meshwise.engine.add_models([model], self.meshwise.plan)
+        self.meshwise.add([model])
         return super().prepare_model(model, *args, **options)  # type: ignore[misc]
 
     def prepare_optimizer(self: Any, optimizer: Any, *args: Any, **options: Any) -> Any:

@@ -19,7 +19,6 @@ from meshwise.compat.dispatch import rehearsing
 from meshwise.engine import steps
 from meshwise.script.in_front import OfTrainer
 from meshwise.spec.errors import UsageError
-from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives
 
 SUM, MEAN, ITEMS = "a sum over num_items_in_batch", "a mean over samples", "a mean over other items"
@@ -31,7 +30,6 @@ class Ranks(OfTrainer):
     """The state shared by the classes of meshwise that override methods of transformers' Trainer and of its
     Accelerator.
 
-    share: calls `mw.distribute` for one object.
     loss: the loss of the newest backward, over all ranks.
     weight: the number of items, such as tokens, over which this rank's newest loss is a mean. None for a sum, and for a
         mean over samples.
@@ -40,8 +38,6 @@ class Ranks(OfTrainer):
     kinds: SUM, MEAN (over samples) or ITEMS (a mean over tokens or the like). `kinds[True]` is for losses computed with
         `num_items_in_batch`, and `kinds[False]` is for all other losses."""
 
-    plan: Plan | None
-    share: Callable[[Any], Any]
     loss: Tensor | None = None
     weight: Tensor | None = None
     computed: bool = False

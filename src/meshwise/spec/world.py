@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""The environment variables that tell a process which of the processes of a run it is."""
+
 
 @dataclass(frozen=True)
 class World:

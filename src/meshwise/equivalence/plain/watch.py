@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from meshwise.autograd.loss_scale import scale_of
 from meshwise.compat import program_calls
-from meshwise.compat.lightning_parts import refuse_lightning
 from meshwise.engine.seeds import seed_all
 from meshwise.equivalence.plain.neutral import NORMS, neutral
 from meshwise.equivalence.plain.on_cpu import on_cpu
@@ -34,6 +33,7 @@ from meshwise.equivalence.short_loops import ScriptEnds
 from meshwise.equivalence.upcast import called_in_float64, plain_attention, upcast
 from meshwise.machine.memory import free_bytes
 from meshwise.parallel.step_hooks import Order, subscribe
+from meshwise.process.same_work import refuse_lightning
 from meshwise.process.session import has_begun
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text

@@ -1,0 +1,56 @@
+"""Find the integration that distributes a Trainer, and load it when one is given.
+
+Nothing of a Trainer's library is imported. Tested in tests/script/test_trainer.py and test_lightning.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from meshwise.engine.engine import Engine
+
+TRAINERS = {
+    "transformers.trainer": "trainer",
+    "lightning.pytorch.trainer.trainer": "lightning",
+    "pytorch_lightning.trainer.trainer": "lightning",
+}
+"""The modules of the Trainers that can be distributed, and the file that distributes each: it has `INTEGRATION`."""
+Add = Callable[[list[nn.Module]], None]
+"""Calls `mw.distribute` for models."""
+Share = Callable[[Any], Any]
+"""Calls `mw.distribute` for any other object."""
+
+
+@dataclass(frozen=True)
+class Integration:
+    """Distributes the Trainers of one library.
+
+    program: the kind of program for which advice is given (see `advice.WORDS`).
+    distribute: makes a Trainer work on all ranks, in place. Raises UsageError for features with results that would
+        differ on several devices.
+    models: returns the models that a Trainer has already.
+    join: called before the process joins its run."""
+
+    program: str
+    distribute: Callable[[Any, Engine, Add, Share], Any]
+    models: Callable[[Any], list[nn.Module]] = lambda trainer: []
+    join: Callable[[], None] = lambda: None
+
+
+def integration_of(thing: Any) -> Integration | None:
+    """Return what distributes an object, if it is a Trainer or an instance of a subclass. Else return None."""
+    for cls in type(thing).__mro__:
+        if cls.__name__ == "Trainer" and cls.__module__ in TRAINERS:
+            found: Integration = import_module(f"{__package__}.{TRAINERS[cls.__module__]}").INTEGRATION
+            return found
+    return None
+
+
+def integrations_of(things: Iterable[Any]) -> dict[int, Integration]:
+    """Return what distributes the Trainers among some objects, by the ids of the Trainers."""
+    return {id(thing): found for thing in things if (found := integration_of(thing)) is not None}
