@@ -2,7 +2,7 @@
 
 Steps are tested in whole programs (engine/steps.py). What listens is tested with what it says: guards/registry.py,
 engine/carried.py, engine/given.py,
-engine/notices.py, guards/loss_looks.py, guards/changeless_steps.py, guards/draws_note.py.
+engine/notices.py, guards/loss_looks.py.
 """
 
 import math
@@ -65,16 +65,27 @@ def test_a_probation_ends_after_so_many_backwards_and_begins_anew() -> None:
     assert anew == [1] and events.due == 8 and len(events.backward_begins) == 1
 
 
-def test_one_listener_begins_anew_alone() -> None:
-    done = [0]
-    events = Events(lambda: done[0])
-    one, other = Ear("one", [], "step_ends"), Ear("other", [], "step_ends")
-    events.listen(one, backwards=1)
-    events.listen(other, backwards=1)
-    done[0] = 1
-    events.tell()
-    events.begins(one)
-    assert events.step_ends == (one.step_ends,)  # type: ignore[attr-defined]
+def test_guards_of_ranks_leave_a_program_that_sees_whole_batches() -> None:
+    heard: list[str] = []
+    for alone in (False, True):
+        events = Events(lambda: 0)
+        events.listen(Ear("of ranks", heard, "loop_ends"), whole=())
+        both = Ear("of both", heard, "loop_ends", "backward_ends")
+        events.listen(both, only=("loop_ends",), whole=("backward_ends",))
+        events.listen(Ear("watcher", heard, "loop_ends"), When.WATCH)
+        events.see_whole(alone=alone)
+        tell(events, "loop_ends")
+        tell(events, "backward_ends")
+    assert heard == ["watcher loop_ends", "of both backward_ends", "watcher loop_ends"]
+
+
+def test_what_happens_outside_of_steps_is_sent_to_who_has_a_method_for_it() -> None:
+    heard: list[str] = []
+    events = Events(lambda: 0)
+    events.listen(Ear("one", heard, "program_ends"))
+    events.listen(Ear("other", heard, "loop_ends"))
+    events.send("program_ends", 1, 2)
+    assert heard == ["one program_ends"]
 
 
 def test_who_looks_at_the_first_batches_of_a_loop_hears_those_of_each_loop() -> None:
@@ -95,6 +106,5 @@ def test_somebody_who_comes_or_leaves_in_the_middle_of_a_loop_is_noticed() -> No
     before = events.of_loop(0)
     events.listen(ear)
     assert before.state is not events.state and events.of_loop(0).given == (ear.batch_given,)
-    assert events.find(Ear) is ear and events.find(dict) is None
     events.leave(ear)
     assert events.of_loop(0).given == ()

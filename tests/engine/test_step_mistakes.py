@@ -1,5 +1,5 @@
 """Steps that a script takes with other gradients than it thinks are refused, or noted, for the right reason
-(guards/changeless_steps.py, engine/program.py)."""
+(engine/program.py)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def train(*mistakes: str) -> list[str]:
     model, optimizer, data = mw.distribute(model, optimizer, data, view="rank")
     optimizer.step()  # before the loop: some programs prepare state so
     for (x,) in data:
-        if "nothing" not in mistakes:
-            mw.backward(model(x).mean(), -1 if "weight" in mistakes else None)
+        mw.backward(model(x).mean(), -1 if "weight" in mistakes else None)
         if "closure" in mistakes:
             optimizer.step(lambda x=x: mw.backward(model(x).mean()))
         else:
@@ -67,11 +66,3 @@ def test_a_weight_that_counts_nothing_is_refused_on_one_device_too() -> None:
 def test_a_weight_that_is_no_number_is_refused_with_what_it_is(weight: Any, said: str) -> None:
     with pytest.raises(mw.UsageError, match=said):
         as_weight(weight, torch.ones(()))
-
-
-def test_a_step_without_any_backward_is_noted_with_its_line() -> None:
-    first = train.__code__.co_firstlineno
-    (note,) = train("nothing")
-    assert note.endswith(f"test_step_mistakes.py:{first + 16}: this step changes nothing: mw.backward(loss) was not "
-                         "called before it.")  # fmt: skip
-    assert train() == [] and train("nothing", "closure") == []

@@ -1,6 +1,6 @@
 """A loss that couples the samples of a batch is said on several devices; ordinary losses, which do not, never are.
 
-Of autograd/coupled_loss.py and guards/coupled.py.
+Of autograd/coupled_loss.py and guards/loss_looks.py.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from meshwise.guards.replicas import BUFFER, PARAMETERS, diverged, sums_of
 from meshwise.process.session import default_engine, end_sessions, program_ends
 from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.plan import Plan
+from tests.pool import CaseFailed
 
 F = nn.functional
 
@@ -181,3 +182,42 @@ def test_what_parts_replicas_after_the_last_look_is_said_at_the_end(pool: Any) -
 @pytest.mark.parametrize("parts", ["never", "behind"])
 def test_what_a_rank_writes_behind_its_last_loop_is_its_own(parts: str, pool: Any) -> None:
     assert pool(2).run(train_late, parts) == [[], []]
+
+
+def train_by_hand() -> list[str]:
+    end_sessions()
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    model, loader = mw.distribute(nn.Linear(4, 2), DataLoader(TensorDataset(x), 4), view="rank")
+    for (rows,) in loader:  # here
+        model(rows).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    program_ends()
+    said = list(default_engine().notes)
+    end_sessions()
+    return said
+
+
+def test_an_update_by_hand_of_a_ranks_own_gradients_is_said_at_the_end(pool: Any) -> None:
+    said = [text for rank in pool(2).run(train_by_hand) for text in rank if "have diverged" in text]
+    assert len(said) == 1 and "test_replicas.py:" in said[0] and "loss.backward() instead of mw.backward" in said[0]
+
+
+class Lazy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.head: nn.Module = getattr(self, "head", None) or nn.Linear(2, 2)
+        return self.head(super().forward(x))
+
+
+def train_lazily() -> None:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    model, loader = mw.distribute(Lazy(4, 2), DataLoader(TensorDataset(x), 4), view="rank")
+    for (rows,) in loader:
+        mw.backward(model(rows).square().mean())
+
+
+def test_a_layer_that_a_forward_makes_on_each_rank_is_refused(pool: Any) -> None:
+    with pytest.raises(CaseFailed, match=r"parameters have diverged: .* or a forward that creates parameters"):
+        pool(2).run(train_lazily)

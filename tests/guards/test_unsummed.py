@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.compat import compiling
+from meshwise.engine.events import Events
 from meshwise.engine.loops import LoopRead
 from meshwise.guards.unsummed import UnsummedLoops
-from meshwise.process.session import default_engine, end_sessions, program_ends
+from meshwise.process.session import default_engine, program_ends
 
 
 class Net(nn.Module):
@@ -207,6 +210,7 @@ def a_test_at_the_end_of_the_program(p: Program) -> None:
 
 @mistake
 def another_loop_is_summed(p: Program) -> None:
+    p.train()
     correct = sum(int((p.model(x).argmax(1) == y).sum()) for x, y in p.held_out)  # here
     for x, y in p.other:
         correct += mw.sum(int((p.model(x).argmax(1) == y).sum()))
@@ -334,16 +338,6 @@ def update_bn(p: Program) -> None:
 
 
 @right
-def update_bn_by_hand_then_save(p: Program) -> None:
-    p.train()
-    with torch.no_grad():
-        for x, _ in p.held_out:
-            _ = p.model(x)
-    mw.save(p.model.state_dict(), "model.pt")
-    p.train()
-
-
-@right
 def mean_and_deviation_of_the_data(p: Program) -> None:
     total, squares = torch.zeros(6), torch.zeros(6)
     for x, _ in p.held_out:
@@ -423,34 +417,8 @@ def said(case: Case, folder: Path, plan: mw.Plan | None = None) -> list[str]:
     with contextlib.chdir(folder):
         case(program)
     program_ends()
-    assert not any(module._forward_hooks for module in program.model.modules()) or plan is not None
+    assert not module._global_forward_hooks
     return [text for text in engine.notify.all if "sums its results" in text or "adds up" in text]
-
-
-def statistics(given: str) -> tuple[list[str], Tensor]:
-    """What is said, and the mean that an average of the weights has after `update_bn`."""
-    made = torch.optim.swa_utils.AveragedModel(Net())
-    p = Program()
-    average = made if given == "before" else torch.optim.swa_utils.AveragedModel(p.model)
-    if given == "given":
-        mw.distribute(average, view="rank")
-    p.train()
-    torch.optim.swa_utils.update_bn(p.held_out, average)
-    mean = next(buffer for name, buffer in average.named_buffers() if name.endswith("running_mean"))
-    said = [text for text in default_engine().notes if "batch norm" in text.lower() or "BatchNorm" in text]
-    end_sessions()
-    return said, mean.clone()
-
-
-def test_a_batch_norm_that_was_not_distributed_is_said_and_its_copies_are_right(pool: Any) -> None:
-    alone = statistics("copied")[1]
-    for given in ("copied", "given"):
-        for said, mean in pool(2).run(statistics, given):
-            torch.testing.assert_close(mean, alone)
-            assert said == []
-    for said, _ in pool(2).run(statistics, "before"):
-        (text,) = said
-        assert "test_unsummed.py:" in text and "a BatchNorm1d runs in training mode" in text
 
 
 def line_of(case: Case) -> int:
@@ -491,15 +459,14 @@ def test_on_one_device_every_figure_is_whole(tmp_path: Path) -> None:
 def test_compiled_models_get_no_hooks(gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook would have them compiled anew: a loop runs a model when gradients are off."""
     monkeypatch.setattr(compiling, "is_used", lambda: True)
-    model, told = Net(), []
-    loops = UnsummedLoops(lambda: [model], told.append)
-    loop = LoopRead()
+    told: list[str] = []
+    program = SimpleNamespace(models=[Net()], backwards=0, began=0)
+    engine: Any = SimpleNamespace(program=program, notify=told.append, events=Events(lambda: 0))
+    loops, loop = UnsummedLoops(engine), LoopRead()
     with torch.set_grad_enabled(gradients):
         loops.batch_asked(loop)
-        assert not any(module._forward_hooks for module in model.modules())
-        loop.given = 1
-        loops.batch_asked(loop)
+        assert not module._global_forward_hooks
         loop.over = True
         loops.loop_ends(loop)
-    loops.finish()
+    loops.evaluations_end()
     assert len(told) == (0 if gradients else 1)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.guards.loss_looks import losses_apart
 from meshwise.job.job import Job
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
@@ -185,7 +184,8 @@ def test_a_job_whose_backward_begins_before_its_last_forward_is_refused(plan: Pl
 
 def left_to_memory() -> bool:
     train(dice)
-    return losses_apart(default_engine())
+    program = default_engine().program
+    return bool(program.apart and program.joined_at is None)
 
 
 def test_a_step_that_runs_out_of_memory_is_not_cut_in_two(pool: Any) -> None:

@@ -27,22 +27,6 @@ def around_batches(around: Around) -> End:
     return _replace([_BaseDataLoaderIter], "__next__", around)
 
 
-def after_batches(given: Callable[[Any, Any], None]) -> End:
-    """Call `given(iterator, batch)` for each batch that a DataLoader yields, before the program gets the batch. Return
-    a function that undoes this."""
-
-    def telling(plain: Any) -> Any:
-        @functools.wraps(plain)
-        def tells(iterator: Any) -> Any:
-            batch = plain(iterator)
-            given(iterator, batch)
-            return batch
-
-        return tells
-
-    return put([_BaseDataLoaderIter], "__next__", telling)
-
-
 def around_backwards(around: Around) -> End:
     """Run each `loss.backward()` inside the context manager that `around()` returns. Return a function that undoes
     this."""

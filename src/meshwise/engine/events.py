@@ -8,6 +8,9 @@
     step_ends(optimizer)
     loop_ends(loop)          it is over, or was left
 
+and, by `send`, what happens outside of steps: models_added(), data_given(data, samples, samplers), joined(value), which
+was reduced over the ranks, saves(path, thing), unsummed(place), program_begins(), evaluations_end(), program_ends().
+
 A listener returns nothing and steers nothing. An event without listeners costs nothing. A listener may leave after its
 probation: a number of backwards, which all ranks count alike, or in each loop a number of batches.
 
@@ -20,7 +23,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 EVENTS = (
     "batch_asked",
@@ -32,7 +35,6 @@ EVENTS = (
     "loop_ends",
 )
 Hear = Callable[..., None]
-Kind = TypeVar("Kind")
 
 
 class When(enum.IntEnum):
@@ -51,7 +53,8 @@ class Probation:
     only: the names of the events at which the listener is called.
     backwards: the number of backwards after which the listener is no longer called. The backwards of all loops count.
     batches: the number of batches in a loop after which the listener is no longer called in this loop.
-    anew: a function that is called when `backwards` is counted from 0 again, see `Events.begins`."""
+    anew: a function that is called when `backwards` is counted from 0 again, see `Events.begins`.
+    whole: the events at which it is called once the program sees whole batches; empty if it is left out then."""
 
     listener: object
     when: When
@@ -59,6 +62,7 @@ class Probation:
     backwards: float
     batches: float
     anew: Callable[[], None] | None
+    whole: tuple[str, ...]
     ends: float = math.inf  # the last backward that it hears
 
 
@@ -103,6 +107,7 @@ class Events:
         backwards: float = math.inf,
         batches: float = math.inf,
         anew: Callable[[], None] | None = None,
+        whole: tuple[str, ...] | None = None,
     ) -> None:
         """Call the methods of `listener` at events. For example, call `listener.step_ends` at the event `step_ends`.
 
@@ -110,10 +115,11 @@ class Events:
         only: the events at which to call the listener.
         backwards: the number of backwards after which the listener is no longer called.
         batches: the number of batches in a loop after which the listener is no longer called in this loop.
-        anew: a function that is called when `backwards` is counted from 0 again, see `begins`."""
+        anew: a function that is called when `backwards` is counted from 0 again, see `begins`.
+        whole: the events at which to call it once the program sees whole batches; by default, these are no others."""
         kept = tuple(name for name in only if hasattr(listener, name))
-        probation = Probation(listener, when, kept, backwards, batches, anew, self._backwards() + backwards)
-        self._all.append(probation)
+        then, ends = kept if whole is None else whole, self._backwards() + backwards
+        self._all.append(Probation(listener, when, kept, backwards, batches, anew, then, ends))
         self._all.sort(key=lambda each: each.when)
         self.tell()
 
@@ -122,25 +128,26 @@ class Events:
         self._all = [each for each in self._all if each.listener is not listener]
         self.tell()
 
-    def without(self, prefix: str) -> None:
-        """Remove the listeners whose class is defined in a module with this prefix."""
-        self._all = [each for each in self._all if not type(each.listener).__module__.startswith(prefix)]
+    def see_whole(self, *, alone: bool) -> None:
+        """Call the listeners as a program needs that sees whole batches. alone: on one device, which needs no guard."""
+        self._all = [each for each in self._all if each.when != When.GUARD or (each.whole != () and not alone)]
+        for each in self._all:
+            each.only = each.whole
         self.tell()
 
-    def find(self, kind: type[Kind]) -> Kind | None:
-        """Return the listener of the class `kind`; None if there is none."""
-        return next((each.listener for each in self._all if isinstance(each.listener, kind)), None)
-
-    def begins(self, listener: object = None) -> None:
-        """Count the `backwards` of each listener from 0 again, and call the listener's function `anew`. Called when a
-        new training program begins, and at the 1st, 2nd, 4th, 8th ... loop at a source line.
-
-        listener: if given, count from 0 for this listener only, without a call of its `anew`."""
+    def send(self, event: str, *facts: Any) -> None:
+        """Call the method `event` of every listener that has it, at an event outside of steps."""
         for each in self._all:
-            if listener is None or each.listener is listener:
-                each.ends = self._backwards() + each.backwards
-                if listener is None and each.anew is not None:
-                    each.anew()
+            if (hear := getattr(each.listener, event, None)) is not None:
+                hear(*facts)
+
+    def begins(self) -> None:
+        """Count the `backwards` of each listener from 0 again, and call the listener's function `anew`. Called when a
+        new training program begins, and at the 1st, 2nd, 4th, 8th ... loop at a source line."""
+        for each in self._all:
+            each.ends = self._backwards() + each.backwards
+            if each.anew is not None:
+                each.anew()
         self.tell()
 
     def tell(self) -> None:

@@ -45,20 +45,6 @@ class LoopRead:
     """The slice of an earlier batch of another size in this loop, if no backward came after it; else None."""
 
 
-@dataclass(eq=False)
-class WholeRead:
-    """What this rank has read in a loop over a loader that is not distributed.
-
-    place: the user's source line.
-    total: a sum of the values in all batches.
-    compared: how often the ranks have compared such sums for this loop."""
-
-    place: str
-    batches: int = 0
-    total: float = 0.0
-    compared: int = 0
-
-
 class Loops:
     """The loops of a script that have begun and not ended. They may be nested, or advance together as by `zip`."""
 
@@ -71,8 +57,6 @@ class Loops:
         self.ended: LoopRead | None = None
         """The loop that ended last; None if a batch came later. If set, a value for `mw.sum` covers the whole loop."""
         self._places = Counter[object]()
-        self.whole: WholeRead | None = None
-        """The loop that yielded the newest batch, if the loader of that loop is not distributed; else None."""
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
         """Return whether listeners should observe this loop as if it were new. Also set `loop.place` to the user's
@@ -97,7 +81,7 @@ class Loops:
         self._open.append(read)
         self.round = [read] if self._weighed or read in self.round else [*self.round, read]
         self._weighed = False
-        self.ended = self.whole = None
+        self.ended = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
         """Record that the loop `read` has ended. Return this rank's slice of the current batch of the enclosing loop,
@@ -142,6 +126,6 @@ class Loops:
 
         weighed: whether the program gave a weight for the loss. If several loops run together, as by `zip`, their
             current batches then stay in `round`, because the next value may belong to any of these batches."""
-        self._weighed, self.whole = weighed and len(self.round) > 1, None
+        self._weighed = weighed and len(self.round) > 1
         self.round = self.round if self._weighed else []
         self.ended = None if self._open else self.ended

@@ -65,9 +65,6 @@ class Watcher(Protocol):
     def step_ends(self, optimizer: Optimizer) -> None:
         """Record that an optimizer's step has ended."""
 
-    def summed(self, value: Tensor | float) -> None:
-        """Record the result of `mw.sum`."""
-
     def shown(self, where: str, text: str) -> None:
         """Record a text that the program prints by `mw.print` or logs by `mw.log`. where: the user's source line."""
 

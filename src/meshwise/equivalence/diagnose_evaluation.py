@@ -7,6 +7,10 @@ import math
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.evidence import Evidence, Rule, near, says
 
+COUNTED = (
+    "{name} is {both}: every rank has the value of all samples. Either the loop reads a DataLoader that was not passed "
+    "to mw.distribute (write loader = mw.distribute(loader) before it), or mw.sum or mw.mean has returned the value."
+)
 UNSUMMED = "without mw.sum"
 """The label of an evaluation loop in a script that computes its metrics from the samples of one rank only."""
 
@@ -45,11 +49,11 @@ def _is_random_under_the_plan(evidence: Evidence) -> bool:
 
 
 def _is_read_by_every_rank(evidence: Evidence) -> str:
-    """Return a sentence about an evaluation loop that reads a whole loader on every rank, so that `mw.sum` counts each
-    sample once per rank. Return an empty string if there is none."""
+    """Return a sentence about a value that every rank has of all samples, so that `mw.sum` counts each sample once per
+    rank. Return an empty string if there is none."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
-    said = evidence.actual.counted_again if near(plan, one * evidence.plan.devices) else []
-    return f"{evidence.first.name} is {evidence.both_numbers()}. {said[0]}" if said else ""
+    again = near(plan, one * evidence.plan.devices) and evidence.first.name.startswith("mw.sum")
+    return COUNTED.format(name=evidence.first.name, both=evidence.both_numbers()) if again else ""
 
 
 EQUAL_BEFORE = "parameters and buffers are equal; {name} is {both}"

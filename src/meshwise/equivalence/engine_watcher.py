@@ -36,8 +36,6 @@ from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
 from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
 from meshwise.equivalence.whole_view import RowDraws, own_rows
-from meshwise.guards.undistributed import UndistributedLoops
-from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.job.job import Job
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.errors import UsageError
@@ -91,9 +89,10 @@ class EngineWatcher:
         self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
         self._has_loaded = False  # since then
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
-        self._in_step = self._split = False
+        self._in_step = False
         self._reduced = 0.0  # a sum of the parameters when gradients were reduced last
         self._meetings = self._sums = 0
+        self._unsummed = dict[str, None]()
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
         """Return the plan to apply instead of `plan`. On several ranks, it is `plan` in the precision that the check
@@ -138,7 +137,6 @@ class EngineWatcher:
             self._start()
         self._see_update_by_hand()
         self.complete_step()
-        self._split = split
         part, batch = own_rows(self._engine, part, batch)
         (samples,), (rows,) = across_ranks.slices_of_ranks([part], self._world)
         self._batch, self._contents = (rows, samples), batch
@@ -195,7 +193,7 @@ class EngineWatcher:
             self._forward = contextlib.ExitStack()
             number = None if self._place is None else self._place[1]
             self._forward.enter_context(
-                self.tracer.forward(self._batch[0], self._contents, self.reading, alike=self._split, number=number)
+                self.tracer.forward(self._batch[0], self._contents, self.reading, number=number)
             )
 
     def _end_forward(self, *, discard: bool) -> None:
@@ -369,10 +367,10 @@ class EngineWatcher:
             setattr(state, kind, {n: before[n] if n in before and torch.equal(t, before[n]) else t for n, t in now})
         self.found.trace.resumed.append(state)
 
-    def summed(self, value: Tensor | float) -> None:
+    def joined(self, value: Tensor | float | None) -> None:
         """Record a result of `mw.sum`, so that the check can compare it with the result on one device. Only the first
         16 elements of a tensor are recorded."""
-        if self.found.trace is None:
+        if self.found.trace is None or value is None:
             return
         self._sums += 1
         numbers = value.detach().double().reshape(-1).tolist() if isinstance(value, Tensor) else [float(value)]
@@ -380,6 +378,10 @@ class EngineWatcher:
             where = f"[{place}]" if len(numbers) > 1 else ""
             name = f"mw.sum {self._sums}{where} at {user_place()}, after step {self._loops.made}"
             self.found.trace.evaluation[name] = number
+
+    def unsummed(self, place: str) -> None:
+        """Record that the results of the loop at this line were never reduced over the ranks."""
+        self._unsummed[place] = None
 
     def shown(self, where: str, text: str) -> None:
         """Record a text that `mw.print` or `mw.log` shows.
@@ -395,9 +397,7 @@ class EngineWatcher:
 
     def end(self) -> ProgramTrace:
         """Complete the trace, and return it. Collective."""
-        unsummed = self._engine.events.find(UnsummedLoops)
-        if unsummed is not None:
-            unsummed.finish()
+        self._engine.events.send("evaluations_end")
         came_to("the end of the script")
         self._wait_for_ranks("the end of the script")
         trace = self.found.trace
@@ -408,9 +408,7 @@ class EngineWatcher:
             if self.hints is not None:
                 by_hand = any(map(_is_by_hand, trace.steps))
                 trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
-            if (undistributed := self._engine.events.find(UndistributedLoops)) is not None:
-                trace.counted_again = undistributed.said
-            for place in unsummed.places if unsummed is not None else ():
+            for place in self._unsummed:
                 trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # on one device it needs none
         return self.found
 

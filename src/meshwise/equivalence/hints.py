@@ -11,10 +11,12 @@ Tested in tests/equivalence/test_hints.py.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise.equivalence.model_state import local_sum
 from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
-from meshwise.guards.unsummed import drops
 from meshwise.slips.per_rank import divided_evaluations, slips_in
 from meshwise.spec.user_code import frame_in, is_users, place, user_lines, user_place
 from meshwise.spec.words import some
@@ -243,3 +244,18 @@ def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = real  # type: ignore[method-assign]
+
+
+@functools.cache
+def drops(code: CodeType, at: int) -> bool:
+    """Return whether the result of the call at instruction `at` is unused: dropped, or assigned to a name that is never
+    read."""
+    instructions = list(dis.get_instructions(code))
+    after = next((i for i in instructions if i.offset > at), None)
+    if after is None or after.opname == "POP_TOP":
+        return after is not None
+    name = after.argval
+    return after.opname.startswith("STORE") and not any(
+        "LOAD" in i.opname and (i.argval == name or (isinstance(i.argval, tuple) and name in i.argval))
+        for i in instructions
+    )

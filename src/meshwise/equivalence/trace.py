@@ -186,10 +186,7 @@ class Trace:
     draws: the random draws of each forward pass.
     evaluated: the indices of the test samples that were evaluated, without padding.
     unkeyed: random operators that draw other numbers on each rank, because data/keyed.py cannot compute the numbers.
-    drawn_alike: random draws that are different on each rank in this check, but equal on all ranks in an ordinary run.
     numpy_draws: whether a forward pass drew from NumPy's global generator.
-    counted_again: warnings about loops in which every rank reads the whole data, so that mw.sum counts the data several
-        times.
     shown: (source line, text) for each text that the script printed or logged.
     rank_divergence: how much ranks differ in values before the first step and in the evaluation.
     random_modules: modules that draw random numbers themselves.
@@ -217,10 +214,8 @@ class Trace:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated: list[int] = field(default_factory=list)
     unkeyed: set[str] = field(default_factory=set)
-    drawn_alike: set[str] = field(default_factory=set)
     numpy_draws: bool = False
     notes: tuple[str, ...] = ()
-    counted_again: list[str] = field(default_factory=list)
     shown: list[tuple[str, str]] = field(default_factory=list)
     rank_divergence: Divergence = field(default_factory=dict)
     random_modules: set[str] = field(default_factory=set)

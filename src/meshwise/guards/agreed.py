@@ -8,7 +8,6 @@ means, so all come to the same conclusion without waiting for each other.
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwise.data.order import BatchSlice
-from meshwise.engine.carried import Batches, Seen
-from meshwise.engine.engine import Engine
+from meshwise.engine.engine import Seen
 from meshwise.engine.program import Program
-from meshwise.guards.batch_shapes import BACKWARDS, BatchShapes
 from meshwise.guards.finite_losses import FiniteLosses
-from meshwise.guards.made_in_forward import Made, made_differ, note_made, sums_of_made
 from meshwise.guards.replicas import BUFFER, NAMES, PARAMETERS, PLATEAU, Settings, diverged, settings_differ, sums_of
 from meshwise.parallel.reduction import CARRIED
 from meshwise.spec.devices import has_streams
@@ -32,14 +27,11 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.timeline.device_clock import is_captured
 from meshwise.transfer import collectives
-from meshwise.transfer.splitmix import mixed_bits
 
 SIGNS = CARRIED - 1
 """The number of signs (1 or -1) in a checksum. Two different values have the same checksum once in 2**32 times."""
-_Held = tuple[list[Any], Settings, Seen | None]
+_Held = tuple[Settings, Seen | None]
 PLAIN = frozenset((int, float))
-STEPS_OF_A_JOB = 8
-"""The number of first steps in which a job compares the shapes of its ranks' batches. Each takes a collective."""
 
 
 class Agreed:
@@ -60,11 +52,7 @@ class Agreed:
     ) -> None:
         self.world, self.settings, self.notify, self._losses = world, settings, notify, losses
         self._alike = 1 - 1 / world.size  # above it a mean of signs is of equal ones, in any precision
-        self.batches: Batches | None = None
         self.rehearses = False
-        self.shapes = BatchShapes()
-        self.made: list[Made] = []
-        """Parameters that a forward has created since the last loss."""
         self._now: Settings = ()
         self._crc = 0
         self._signs: tuple[object, Tensor] | None = None  # of the settings alone, as long as they stay
@@ -77,25 +65,16 @@ class Agreed:
         like: a tensor, usually the loss. The result is on its device, and has its dtype or float32 if that is wider.
         """
         now = self.settings()
-        if self.shapes.given:
-            now += self.shapes.take()
-        if self.made:
-            now += sums_of_made(self.made)
         if now != self._now:
             self._now, self._crc = now, zlib.crc32(repr(now).encode())
         dtype = torch.promote_types(like.dtype, torch.float32)
-        if self.batches is None:
-            key = (self._crc, dtype, like.device)
-            if self._signs is not None and has_streams(like.device) and is_captured():
-                return self._signs[1]  # compared by nobody
-            if self._signs is None or self._signs[0] != key:
-                self._signs = key, self._bits(torch.tensor(self._crc), dtype).to(like.device)
-            return self._signs[1]
-        return self._bits(mixed_bits(self.batches.checksum(like.device) + self._crc), dtype)
-
-    def _bits(self, checksum: Tensor, dtype: torch.dtype) -> Tensor:
-        every: Tensor = (checksum >> torch.arange(SIGNS, device=checksum.device)) & 1
-        return (every * 2 - 1).to(dtype)
+        key = (self._crc, dtype, like.device)
+        if self._signs is not None and has_streams(like.device) and is_captured():
+            return self._signs[1]  # compared by nobody
+        if self._signs is None or self._signs[0] != key:
+            bits = (torch.tensor(self._crc) >> torch.arange(SIGNS)) & 1
+            self._signs = key, (bits * 2 - 1).to(dtype).to(like.device)
+        return self._signs[1]
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
         """Check whether the checksums of all ranks are equal. If they differ, find out which values differ. Different
@@ -109,7 +88,7 @@ class Agreed:
         """
         if self.rehearses:
             return
-        held = ([] if self.batches is None else self.batches.take()), self._now, seen
+        held = self._now, seen
         if not has_streams(means.device):
             now = means.tolist()
             if len(now) > SIGNS + 1 or not math.isfinite(now[0]) or min(map(abs, now[-SIGNS:])) <= self._alike:
@@ -134,38 +113,20 @@ class Agreed:
             earlier[1].synchronize()
             self._check(earlier[0].tolist(), earlier[2])
 
-    def compare_batches(self, parts: Sequence[tuple[Any, BatchSlice]], place: str) -> None:
-        """Check whether the ranks have equal settings and batches of equal shapes, in one of the first steps of a job.
-        A job sends no checksum together with its loss, so this takes a collective of its own. Collective.
-
-        parts: the batch of each microbatch, with this rank's slice of the global batch.
-        place: the name of the job, for messages.
-        """
-        if self.world.size > 1:
-            for number, (batch, part) in enumerate(parts):
-                self.shapes.note(number, batch, part, place)
-            signs = self.signs(torch.zeros((), device=self.world.device))
-            self.compare(collectives.all_reduce_mean(signs.clone(), of="shapes"))
-
     def _check(self, means: list[float], held: _Held) -> None:
-        seen, losses = held[2], self._losses
+        seen, losses = held[1], self._losses
         if seen is not None and losses is not None:
             mean = means[0] if len(means) == SIGNS + 1 else means[0] / (means[1] or math.nan)
             if not math.isfinite(mean):
                 losses.found(seen)
         if min(map(abs, means[-SIGNS:])) <= self._alike:
-            self._explain(held)
+            self._explain(held[0])
 
-    def _explain(self, held: _Held) -> None:
+    def _explain(self, settings: Settings) -> None:
         """Find out which values differ between the ranks, after their checksums differed."""
-        told = None if self.batches is None else self.batches.told(held[0])
-        ranks = collectives.gather_objects((told, held[1]))
-        held_by = [settings for _, settings in ranks]
+        held_by = collectives.gather_objects(settings)
         self.notify(diverged(held_by, BUFFER))
-        self.notify(self.shapes.differ(held_by))
-        text = settings_differ(held_by) or diverged(held_by, PARAMETERS) or made_differ(held_by)
-        if not text and self.batches is not None:
-            text = self.batches.explain([batches for batches, _ in ranks])
+        text = settings_differ(held_by) or diverged(held_by, PARAMETERS)
         if text:
             raise UsageError(text)
 
@@ -208,14 +169,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" else None
     return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
-
-
-def watch(engine: Engine) -> None:
-    """Compare values of the ranks by checksums, which are sent along with the losses of a script. For a job, compare
-    its first batches."""
-    program, losses = engine.program, engine.events.find(FiniteLosses)
-    settings = functools.partial(held_alike, program, engine.given.fed)
-    agreed = engine.carried = Agreed(engine.world, settings, engine.notify, losses)
-    if engine.script and engine.world.size > 1:
-        engine.events.listen(agreed.shapes, backwards=BACKWARDS, anew=agreed.shapes.begins)
-        engine.ends.callback(note_made(program, agreed.made).remove)

@@ -12,6 +12,7 @@ Tested in tests/guards/test_finite_losses.py.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from meshwise.compat.dispatch import rehearsing
 from meshwise.data.order import BatchSlice
-from meshwise.engine.carried import Seen
-from meshwise.engine.engine import Engine
+from meshwise.engine.engine import Engine, Seen
 from meshwise.engine.loops import LoopRead
 from meshwise.recovery.finite_state import not_finite_here, not_finite_in_tree, not_finite_names
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import LossError
+from meshwise.spec.user_code import user_place
 from meshwise.spec.words import ranks_text, some
 from meshwise.transfer import collectives
 
@@ -33,6 +34,10 @@ SHOWN = 4  # samples
 FIRST = (
     "step {step}: the loss{whose} is {what}. The run continues, but its parameters are lost unless the program, or its "
     "GradScaler, skips such a step. Lower the learning rate, clip gradients, or look at these samples."
+)
+SPOILED = (
+    "{place}: mw.save({path}) saves values that are not finite: {what}. Save only while the loss is finite, or write "
+    "each file under a different name."
 )
 
 
@@ -109,13 +114,10 @@ class FiniteLosses:
         if self._program.backwards - self._looked_at >= BACKWARDS:
             self._look_at_parameters()
 
-    def spoiled_in(self, thing: Any) -> str:
-        """Return the name of a parameter that contains NaN or infinity in an object such as a state dict. Return an
-        empty string if there is none. Only parameters of the program's models are looked at.
-
-        thing: the object that the program is about to save.
-        """
-        return not_finite_in_tree(thing, self._program.numbered_models(), self._never)
+    def saves(self, path: Path, thing: Any) -> None:
+        """Warn if the program is about to save a parameter of its models that contains NaN or infinity."""
+        if spoiled := not_finite_in_tree([thing], self._program.numbered_models(), self._never):
+            self._say(SPOILED.format(place=user_place(), path=path, what=spoiled))
 
     def _look_at_parameters(self) -> None:
         if rehearsing():
@@ -161,12 +163,3 @@ def _samples(part: BatchSlice | None) -> str:
     if part is None or not part.samples:
         return ""
     return f" (samples {some(list(map(str, part.indices[: part.samples].tolist())), SHOWN)})"
-
-
-def watch(engine: Engine) -> None:
-    """Add the guard `FiniteLosses` to an engine that runs a script. Do nothing for the engine of a job."""
-    if engine.script:
-        losses = FiniteLosses(engine)
-        alone = engine.world.size == 1
-        engine.events.listen(losses, only=("backward_ends", "loop_ends") if alone else ("loop_ends",))
-        engine.phases.look = losses.look

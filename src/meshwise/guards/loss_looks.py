@@ -1,10 +1,10 @@
-"""Check the first losses of each loop for a wrong reduction.
+"""Check a program's first losses for a wrong reduction, and for terms that couple samples.
 
-The first losses of a program are checked too. A wrong reduction is warned of, or rejected.
+A contrastive loss couples samples: each rank computes it over its own samples, and the mean over ranks is not the loss
+of one device. Not checked for this are losses that the program itself joins over the ranks by collectives, divided
+models, and plans that offload activations. `meshwise check` needs no such warning: it compares the numbers.
 
-`meshwise check` needs no such warning: it compares the numbers.
-
-Tested in tests/slips/test_slips.py and tests/guards/test_coupled_losses.py.
+Tested in tests/guards/test_coupled_losses.py.
 """
 
 from __future__ import annotations
@@ -13,30 +13,41 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwise.autograd.coupled_loss import couples_samples, notice_hooks
 from meshwise.compat.dispatch import rehearsing
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.engine.weighing import check_reduction
-from meshwise.guards.coupled import CoupledLosses
 from meshwise.spec.user_code import user_place
+from meshwise.transfer.foreign import Foreign
 
-BACKWARDS = 9  # a program may have several, and none becomes another one later
+BACKWARDS = 9  # a program may have several losses, and none becomes another one later
+COUPLING = 5  # of them; the first is passed by, since nothing is known of what was called before it
+COUPLED = (
+    "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample, but for "
+    "example of similarities, the hardest samples, or a dice, root or correlation over the batch. Each of the {ranks} "
+    "ranks computes it over its own samples, so training differs from one device; meshwise check shows by how much. "
+    "Build the loss from sums over ranks, mw.sum(x, grad=True), or from one value per sample, and take the mean."
+)
 
 
 class LossLooks:
-    """Checks the losses of a program's first backwards on several ranks for mistakes in how they are reduced."""
+    """Checks the losses of the first backwards of a program, and of each of its loops."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.coupled = engine, CoupledLosses(engine.program)
+        self._engine, self._looks = engine, 0
+        self._foreign: Foreign | None = None
+        notice_hooks()
 
     def begins(self) -> None:
-        """Start again to check the next few losses for mistakes in their reduction. This is called when a new program
-        begins. It is also called when a loop begins for the 1st, 2nd, 4th, 8th ... time at its source line."""
-        self.coupled.begins()
+        """Start again to check the next few losses."""
+        self._looks, self._engine.program.joined_at, self._engine.program.apart = 0, None, None
+        self.close()
 
-    def close(self) -> None:
-        """Stop checking losses. `CoupledLosses` also stops watching whether the program itself calls collectives."""
-        self.coupled.close()
+    def close(self) -> bool:
+        """Stop watching for collectives. Return whether the program itself has called one since the last backward."""
+        foreign, self._foreign = self._foreign, None
+        return foreign is not None and foreign.close()
 
     def backward_begins(
         self, loss: Any, part: BatchSlice | None, weight: Tensor | float | None, reduction: str | None, where: str
@@ -51,19 +62,19 @@ class LossLooks:
         samples, verb = part.samples if weight is None else 0, "Job(…, " if where else "mw.backward(loss, "
         place = where or user_place()
         engine.notify(check_reduction(loss, reduction, engine.world.size, place, verb, samples))
-        engine.notify(self.coupled.look(loss, part, engine.plan, where))
+        if self._looks < COUPLING and engine.program.joined_at is None and self._is_coupled(loss, part):
+            engine.notify(COUPLED.format(place=place, ranks=engine.plan.devices))
 
-
-def watch(engine: Engine) -> None:
-    """Add the guard `LossLooks` to an engine that runs on several ranks. Do nothing on one device."""
-    if engine.world.size > 1:
-        looks = LossLooks(engine)
-        engine.events.listen(looks, backwards=BACKWARDS, anew=looks.begins)
-        engine.ends.callback(looks.close)
-
-
-def losses_apart(engine: Engine) -> bool:
-    """Return True if, in every loss checked so far, each term depends on one sample only. The loss is then a mean or a
-    sum of such terms."""
-    looks = engine.events.find(LossLooks)
-    return looks is not None and looks.coupled.apart
+    def _is_coupled(self, loss: Any, part: BatchSlice) -> bool:
+        """Return whether the loss has terms that depend on several samples at once. Note in `program.apart` whether no
+        loss so far has any."""
+        program, plan = self._engine.program, self._engine.plan
+        self._looks += 1
+        joined = self._foreign is None or self.close()
+        self._foreign = Foreign() if self._looks < COUPLING else None
+        loss = loss[0] if isinstance(loss, tuple) and loss else loss
+        if joined or not isinstance(loss, Tensor) or plan.parameters_divided or plan.offload:
+            return False
+        found = couples_samples(loss, len(part.indices))
+        program.apart = found is False and program.apart is not False
+        return bool(found)

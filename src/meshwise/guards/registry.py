@@ -1,4 +1,4 @@
-"""List the guards, each looking for one mistake.
+"""Attach the guards, each looking for one mistake.
 
 Each guard has a file. The engine imports none of them; only `agreed` sends values along with the loss.
 
@@ -9,41 +9,36 @@ Tested in tests/engine/test_events.py.
 
 from __future__ import annotations
 
+import functools
+
 from meshwise.engine.engine import Engine
 from meshwise.engine.steps import follow_optimizers
-from meshwise.guards import (
-    agreed,
-    behind_loop,
-    by_hand,
-    changeless_steps,
-    draws_note,
-    finite_losses,
-    loss_looks,
-    replicas,
-    same_data,
-    undistributed,
-    unsummed,
-)
-
-WATCH = (
-    finite_losses.watch,
-    agreed.watch,  # what it compares is told to the losses
-    by_hand.watch,
-    loss_looks.watch,
-    unsummed.watch,
-    undistributed.watch,
-    behind_loop.watch,
-    changeless_steps.watch,
-    same_data.watch,
-    draws_note.watch,
-    replicas.watch,
-)
+from meshwise.guards.agreed import Agreed, held_alike
+from meshwise.guards.finite_losses import FiniteLosses
+from meshwise.guards.loss_looks import BACKWARDS, LossLooks
+from meshwise.guards.replicas import LastLook
+from meshwise.guards.same_data import SameData
+from meshwise.guards.unsummed import UnsummedLoops
 
 
 def attach(engine: Engine) -> Engine:
     """Add all guards to a new engine, and return the engine. A guard, such as `FiniteLosses`, looks for one kind of
     mistake in the program. The engine also gets hooks by which it notices each optimizer step."""
     follow_optimizers(engine)
-    for watch in WATCH:
-        watch(engine)
+    listen, several, losses = engine.events.listen, engine.world.size > 1, None
+    listen(SameData(engine))
+    if several:
+        looks = LossLooks(engine)
+        listen(looks, backwards=BACKWARDS, anew=looks.begins, whole=())
+        engine.ends.callback(looks.close)
+    if several and engine.script:
+        listen(UnsummedLoops(engine), batches=2, whole=())
+        listen(LastLook(engine), batches=1)
+    if engine.script:
+        losses = FiniteLosses(engine)
+        engine.phases.look = losses.look
+        ends = ("backward_ends", "loop_ends")
+        listen(losses, only=ends[1:] if several else ends, whole=ends)  # of several, Agreed tells the mean losses
+    settings = functools.partial(held_alike, engine.program, engine.given.fed)
+    engine.carried = Agreed(engine.world, settings, engine.notify, losses)
     return engine

@@ -87,7 +87,8 @@ def sums_of(program: Program) -> Settings:
     buffers = tuple((BUFFER, name, _sum([buffer])) for name, buffer in named)
     if program.plan.parameters_divided:  # each rank has its own part of them
         return buffers
-    return (PARAMETERS, "", _sum(program.named_parameters().values())), *buffers
+    made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also those of a forward
+    return (PARAMETERS, "", _sum(made)), *buffers
 
 
 def _sum(tensors: Iterable[Tensor]) -> float:
@@ -99,20 +100,23 @@ def _alike(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
 
 
-def diverged(ranks: Sequence[Settings], kind: str) -> str:
-    """Return a sentence that says how the ranks' parameters, or one of their buffers, differ."""
+def diverged(ranks: Sequence[Settings], kind: str, place: str = "") -> str:
+    """Return a sentence that says how the ranks' parameters, or one of their buffers, differ. place: by default, the
+    line that the user's code is running."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):
                 sums = f"the sum of their absolute values is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
-                return f"{user_place()}: {(_DIVERGED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)}"
+                text = (_DIVERGED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)
+                return f"{place or user_place()}: {text}"
     return ""
 
 
 _DIVERGED = (
     "the ranks' parameters have diverged: {sums}. Between mw.backward and the next batch something changes parameters "
     "or gradients differently on each rank: random numbers, which each rank draws for itself in the loop over a "
-    "loader, or values of this rank's samples. Draw the same noise for parameters on every rank: "
+    "loader, values of this rank's samples, loss.backward() instead of mw.backward(loss), or a forward that creates "
+    "parameters. Create them before mw.distribute, and draw the same noise on every rank: "
     "torch.randn(p.shape, generator=g), where g is a torch.Generator with the same seed on every rank."
 )
 _BUFFER = (
@@ -128,37 +132,33 @@ class LastLook:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._key = engine, f"meshwise/replicas/{next(_made)}"
-        self._backwards, self._versions = 0, list[int]()
+        self._before, self._after, self._place = list[int](), list[int](), ""
+
+    def _written(self) -> list[int]:
+        return versions(self._engine.program.named_parameters().values())
+
+    def batch_asked(self, loop: LoopRead) -> None:
+        """Record the version counters of the parameters, as a loop begins."""
+        self._before = self._written() if loop.given == 0 else self._before
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """After a loop that has trained, record the version counters of the parameters. If the counters are higher at
-        the end of the program, something has changed the parameters after its last training loop."""
-        program = self._engine.program
-        if program.backwards != self._backwards:
-            self._backwards, self._versions = program.backwards, versions(program.named_parameters().values())
+        """Record them after a loop that has trained: one that has changed parameters."""
+        if (after := self._written()) != self._before:
+            self._after, self._place = after, loop.place
 
     def program_ends(self) -> None:
         """Compare the parameters of all ranks at the end of the program. Rank 0, which hosts the store, waits for the
         other ranks, and prints a notice if they differ. The other ranks do not wait."""
-        program, world = self._engine.program, self._engine.world
-        trained, self._backwards = self._backwards, 0
-        if not (trained and program.plan and dist.is_initialized()) or program.plan.parameters_divided:
+        program, world, (after, self._after) = self._engine.program, self._engine.world, (self._after, [])
+        if not (after and program.plan and dist.is_initialized()) or program.plan.parameters_divided:
             return
-        written = versions(program.named_parameters().values()) != self._versions
         with contextlib.suppress(RuntimeError):  # rank 0 has left
-            store, sums = default_store(), () if written else sums_of(program)[:1]
+            store, sums = default_store(), sums_of(program)[:1] if self._written() == after else ()
             store.set(f"{self._key}/{world.rank}", json.dumps(sums))
             store.add(self._key, 1)
             if world.rank == 0 and wait_for_all(self._key, world.size, GRACE):
                 ranks = [json.loads(store.get(f"{self._key}/{rank}")) for rank in range(world.size)]
-                self._engine.notify(diverged(ranks, PARAMETERS).removeprefix(": ") if all(ranks) else "")
+                self._engine.notify(diverged(ranks, PARAMETERS, self._place) if all(ranks) else "")
 
 
 _made = itertools.count()  # every rank makes its engines in the same order
-
-
-def watch(engine: Engine) -> None:
-    """Add the guard `LastLook` to an engine that runs a script on several ranks. Do nothing for the engine of a job, or
-    on one device."""
-    if engine.script and engine.world.size > 1:
-        engine.events.listen(LastLook(engine), only=("loop_ends",))

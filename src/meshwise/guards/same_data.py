@@ -16,7 +16,7 @@ import stat
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,16 +78,15 @@ class Held:
 class SameData:
     """Compares the data sets and samplers that the ranks were given."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._say = engine.notify
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def check(self, data: Any, samples: int | None, say: Callable[[str], object], samplers: Sequence[Any] = ()) -> None:
-        """Raise DataError if the ranks have different data sets or samplers. Collective.
+    def data_given(self, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
+        """Raise DataError if the ranks have different data sets or samplers. Only print a note if what differs does not
+        have one row for each sample. Collective.
 
         samples: the number of samples in the data set. None if it has no length.
-        say: a function that prints a note. Some attributes of a data set do not have one row for each sample. If only
-            such an attribute differs, a note is printed instead of an error.
-        samplers: the samplers to compare too.
         """
         everyone = collectives.everyone()  # those too that work on the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
@@ -113,7 +112,7 @@ class SameData:
             text = OTHER.format(rank=rank, name=f"{whose} ({first.size:,} rows)")
             if first.row or name.startswith("sampler"):
                 raise DataError(text)
-            say(text)
+            self._say(text)
 
 
 def samplers_of(loader: Any) -> list[Any]:
@@ -313,14 +312,3 @@ def _close(one: _Array, other: _Array) -> bool:
     finite = numpy.abs(one[numpy.isfinite(one)])
     atol = ROUNDING * float(finite.max()) if finite.size else 0.0
     return numpy.allclose(one, other, rtol=0, atol=atol, equal_nan=True)
-
-
-def watch(engine: Engine) -> None:
-    """Add the guard `SameData` to an engine. `check_data` calls it whenever the program gets a data set."""
-    engine.events.listen(SameData())  # no event: `check_data` is called where data is given
-
-
-def check_data(engine: Engine, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
-    """Run `SameData.check` on a data set and samplers that were given to the engine's program."""
-    if (known := engine.events.find(SameData)) is not None:
-        known.check(data, samples, engine.notify, samplers)

@@ -18,7 +18,6 @@ from meshwise.data.order import batch_bounds, epoch_order, epoch_slices, sequent
 from meshwise.engine.engine import Engine, Microbatch
 from meshwise.engine.loops import LoopRead
 from meshwise.engine.steps import batches as read_batches
-from meshwise.guards.loss_looks import losses_apart
 from meshwise.job.best import BestEpoch
 from meshwise.job.evaluate import evaluate
 from meshwise.job.job import EpochEnd, Job
@@ -75,7 +74,7 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         _finish(run)
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
-        given, apart = (job.batch_size, engine.world), losses_apart(engine)
+        given, apart = (job.batch_size, engine.world), bool(engine.program.apart and engine.program.joined_at is None)
         less = partial(smaller_plan, plan, run.state.model, *given, apart=apart) if run else lambda: None
         explain(error, session.world, None if run is None else run.state.step, recording.recorder, less)
         raise

@@ -23,7 +23,6 @@ from meshwise.data.source import LoaderSettings, Reader, count_samples, read_sli
 from meshwise.engine.engine import Engine, Microbatch
 from meshwise.engine.seeds import seed_all
 from meshwise.guards.registry import attach
-from meshwise.guards.same_data import check_data
 from meshwise.job.best import BestEpoch
 from meshwise.job.job import Job
 from meshwise.job.not_finite import NotFinite
@@ -102,7 +101,7 @@ def open_data(job: Job, data: Any, what: str, engine: Engine | None = None) -> D
     settings = LoaderSettings(job.collate, job.loader_workers, job.seed, several=True)
     samples = count_samples(data, f"the {what} of job '{job.name}'")
     if engine is not None:
-        check_data(engine, data, samples)
+        engine.events.send("data_given", data, samples)
     return Data(samples, reader(data, settings))
 
 

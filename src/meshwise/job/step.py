@@ -24,7 +24,6 @@ from meshwise.data.keyed import KeyedDraws
 from meshwise.engine.engine import IN_LOSS, Engine, Microbatch
 from meshwise.engine.seeds import seed_draws
 from meshwise.engine.weighing import Losses, StepWeights, split_weight, stacked, total_of
-from meshwise.guards.agreed import STEPS_OF_A_JOB
 from meshwise.job.job import Job
 from meshwise.job.not_finite import NotFinite
 from meshwise.parallel.passing import Pass
@@ -218,8 +217,6 @@ def train_step(
     """
     recorder = current()
     recorder.samples += parts[0][1].total
-    if job.collate is not None and engine.program.backwards < STEPS_OF_A_JOB:
-        engine.carried.compare_batches(parts, f"job '{job.name}'")
     if needs_closure(state.optimizer):
         return _step_with_closure(engine, job, state, parts)
     if not_finite is not None:

@@ -14,10 +14,7 @@ from collections.abc import Iterator
 from meshwise import parallel, process, recording
 from meshwise.data.keyed import ExactDraws
 from meshwise.engine.engine import Engine
-from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.registry import attach
-from meshwise.guards.replicas import LastLook
-from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.process.plan_choice import plan_of_run
 from meshwise.spec.errors import LossError
 from meshwise.spec.user_code import user_place
@@ -118,15 +115,12 @@ def _explain(error: BaseException) -> None:
 def program_ends() -> None:
     """Run the checks that are only possible at the end of the program. Raises LossError if one of them fails."""
     for engine in engines:
-        if (loops := engine.events.find(UnsummedLoops)) is not None:
-            loops.finish()
+        engine.events.send("evaluations_end")
         engine.given.close()
         if engine.watcher is None and not _failed() and not engine.gate.halted:
+            engine.notify("" if engine.draws is None else engine.draws.note())
             engine.carried.finish()
-            if (replicas := engine.events.find(LastLook)) is not None:
-                replicas.program_ends()
-            if (losses := engine.events.find(FiniteLosses)) is not None:
-                losses.program_ends()
+            engine.events.send("program_ends")
 
 
 def _process_ends() -> None:

@@ -19,34 +19,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast, get_args, overload
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from meshwise.compat.dispatch import rehearsing
-from meshwise.data.order import BatchSlice
 from meshwise.data.split_loader import split_loader
 from meshwise.data.wrapped_loader import loader_inside, read_through
 from meshwise.engine import steps
 from meshwise.engine.engine import IN_LOSS, Engine
 from meshwise.engine.seeds import draw_alike
-from meshwise.guards.finite_losses import FiniteLosses
-from meshwise.guards.same_data import check_data, samplers_of
-from meshwise.guards.unsummed import UnsummedLoops
+from meshwise.guards.same_data import samplers_of
 from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.process.plan_choice import choose_plan
 from meshwise.process.session import default_engine, engines
 from meshwise.script.distributed_loader import DistributedLoader
 from meshwise.script.in_loss import mean_in_loss, sum_in_loss
 from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
+from meshwise.script.split_batch import split_batch
 from meshwise.script.trainers import integrations_of
 from meshwise.slips.in_a_run import says_divided
 from meshwise.spec.errors import PlanError, UsageError, check_known
 from meshwise.spec.plan import Plan
 from meshwise.timeline.recorder import current
-from meshwise.whole.batches import rows_in
 from meshwise.whole.view import OneDevice, WholeView
 from meshwise.workers.verb_log import came_to
 
@@ -169,8 +165,7 @@ def _add_models(engine: Engine, plan: Plan, models: list[nn.Module]) -> None:
     if engine.program.begins_with(models):
         _program_begins(engine)
     engine.add_models(models, plan)
-    if (losses := engine.events.find(FiniteLosses)) is not None:
-        losses.models_added()
+    engine.events.send("models_added")
 
 
 def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
@@ -185,7 +180,7 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
     if isinstance(thing, DataLoader):
         own_seed = seed if thing.generator is None else thing.generator.initial_seed() % 2**31
         samples = len(thing.dataset) if isinstance(thing.dataset, Sized) else None
-        check_data(engine, thing.dataset, samples, samplers_of(thing))
+        engine.events.send("data_given", thing.dataset, samples, samplers_of(thing))
         world, whole = (engine.world, None) if engine.whole is None else engine.whole.loader(thing)
         spec = split_loader(thing, own_seed, world, streams)
         if spec.note:
@@ -234,25 +229,17 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     """Divide a batch that every rank holds by rows over the ranks, for programs without a loader: `x = mw.split(x)`.
 
     The program sees the whole batch, as in a loop over a loader. Without the call, such a batch is whole on every rank:
-    exact, but not divided. A single argument is returned by itself, not in a tuple.
+    exact, but not divided. With `view="rank"`, the program gets this rank's rows, and every rank must pass the same
+    batch. A single argument is returned by itself, not in a tuple.
 
     batch: tensors, NumPy arrays, or trees of them, with equally many rows.
     whole: if True, nothing is divided. This is for a batch that has no rows, such as a graph or an episode.
     dim: the dimension of the samples.
 
-    Every rank must give the same batch. Random numbers are the same on every rank, also without a seed.
-
-    Raises UsageError if the batch has no rows, or if the program sees its rank's rows (`view="rank"`)."""
+    Raises UsageError if the batch has no rows, or for whole=True with `view="rank"`."""
     came_to("mw.split")
     engine = default_engine()
-    if engine.whole is None and engine.world.size > 1:
-        raise UsageError(
-            "mw.split divides batches of a program that sees whole batches, but this one has view='rank' or has not "
-            "called mw.distribute yet. Call mw.distribute(model, optimizer) before, without view=."
-        )
-    rows = rows_in(batch, dim, whole)
-    _begin_split(engine, BatchSlice(torch.arange(rows), rows, rows, 0, rows, whole=True))
-    divided = batch if whole or engine.whole is None else tuple(engine.whole.divided_rows(x, dim) for x in batch)
+    divided = split_batch(engine, batch, whole=whole, dim=dim)
     return divided[0] if len(divided) == 1 else divided
 
 
@@ -263,28 +250,8 @@ def _program_begins(engine: Engine) -> None:
     engine.view = None if engine.whole is None else "whole"
     engine.notify.program_begins()
     given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
-    if (loops := engine.events.find(UnsummedLoops)) is not None:
-        loops.program_begins()
-    if (losses := engine.events.find(FiniteLosses)) is not None:
-        losses.program_begins()
+    engine.events.send("program_begins")
     engine.events.begins()
-
-
-def _begin_split(engine: Engine, part: BatchSlice) -> None:
-    """Record that the program has split a batch by `mw.split`. This begins a step, except in a loop over batches, which
-    begins its steps itself."""
-    engine.part = part
-    if engine.generator.in_loop:
-        return
-    engine.phases.batch_asked(None)
-    if not engine.gate.begin():
-        for state in engine.given.loop_states:
-            state.stops()
-        raise engine.gate.stop(engine.phases.step)
-    engine.phases.batch_given(None, None)
-    if engine.watcher is not None:
-        engine.watcher.batch_asked()
-        engine.watcher.batch_given(part, None, split=True)
 
 
 def sum(value: Number, *, grad: bool = False) -> Number:

@@ -19,7 +19,6 @@ from torch import nn
 from meshwise.compat.modules import without_hooks
 from meshwise.compat.reducer import default_store
 from meshwise.compat.tree import leaves_of
-from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.parallel.batch_norm import unjoined
 from meshwise.process import once
 from meshwise.process.session import default_engine, process_engine
@@ -27,17 +26,12 @@ from meshwise.records.files import write_with
 from meshwise.recovery.collect import collected
 from meshwise.spec.errors import CheckpointError, UsageError
 from meshwise.spec.units import plural
-from meshwise.spec.user_code import user_place
 from meshwise.spec.words import error_text
 from meshwise.spec.world import World
 from meshwise.transfer.agreement import wait_for_all
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
-SPOILED = (
-    "{place}: mw.save({path}) saves values that are not finite: {what}. Save only while the loss is finite, or write "
-    "each file under a different name."
-)
 _FOREIGN = re.compile(r"(?:Unsupported (?:global: GLOBAL|class|operand)|Trying to load unsupported GLOBAL) ([\w.]+)")
 GRACE = 60.0  # seconds in which all ranks must come to a file
 
@@ -62,9 +56,7 @@ def save(thing: Any, path: str | Path) -> None:
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)
     if world.rank == 0:
-        losses = engine.events.find(FiniteLosses)
-        if losses is not None and (spoiled := losses.spoiled_in([thing])):
-            engine.notify(SPOILED.format(place=user_place(), path=path, what=spoiled))
+        engine.events.send("saves", path, thing)
         with contextlib.ExitStack() as stack:
             for model in leaves_of(nn.Module, thing):
                 stack.enter_context(unjoined(model))

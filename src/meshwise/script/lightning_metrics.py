@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwise.compat.tree import tensors_in
 from meshwise.script.in_front import in_front
 from meshwise.script.lightning_values import Ranks, extreme
-from meshwise.script.over_ranks import joined, reduced, rows_of_all
+from meshwise.script.over_ranks import joined, rows_of_all
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 
@@ -129,5 +129,5 @@ def _rows(ranks: Ranks, tensor: Tensor, what: str) -> Tensor:
     if any(other != shape for _, other in told):
         raise UsageError(SHAPES.format(what=what, shape=tuple(mine.shape[1:])))
     counts = torch.tensor([[count] for count, _ in told])
-    reduced(ranks.engine)
+    ranks.engine.events.send("joined", None)
     return rows_of_all(mine, counts, ranks.engine.world.rank, of=what)

@@ -6,7 +6,6 @@ without samples of a batch gets one as padding, and its value does not count.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -18,8 +17,6 @@ from torch import Tensor
 from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.engine.engine import Engine
 from meshwise.engine.weighing import as_weight
-from meshwise.guards.undistributed import UndistributedLoops
-from meshwise.guards.unsummed import UnsummedLoops
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 
@@ -37,8 +34,7 @@ def _sum(engine: Engine, value: Number) -> Number:
     counts = 0 if _samples_of(engine, "mw.sum", weighed=True) == 0 else 1
     dtype = torch.int64 if isinstance(value, int) else torch.float64
     mine = _here(engine, value) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
-    with _adding(engine, "mw.sum", mine):
-        total = collectives.all_reduce(mine * counts, of="mw.sum")
+    total = collectives.all_reduce(mine * counts, of="mw.sum")
     return total.to(value.device) if isinstance(value, Tensor) else type(value)(total.item())
 
 
@@ -46,13 +42,6 @@ def _here(engine: Engine, value: Tensor) -> Tensor:
     """Move `value` to this rank's device for a collective. A rank that read no samples may still have the total it
     started with, such as `torch.zeros(())` on the CPU, while the other ranks' totals are on their devices."""
     return value.detach().to(engine.world.device)
-
-
-def _adding(engine: Engine, verb: str, value: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager for a collective that sums `value` over the ranks, or that gathers its rows. It warns if
-    `value` comes from a loader that is not distributed."""
-    loops = engine.events.find(UndistributedLoops)
-    return contextlib.nullcontext() if loops is None else loops.adding(verb, value)
 
 
 def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
@@ -90,7 +79,7 @@ def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
         raise UsageError(
             f"{verb} was called after a loop in which a batch had fewer samples than the {engine.world.size} ranks, "
             f"so the value of some rank includes a padding sample. Call {verb} inside the loop, on each batch's "
-            f"value.{_of_another_loop(engine)}"
+            "value."
         )
     return sum(ended.samples)
 
@@ -107,14 +96,13 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
     counts = _counts_of(engine, tensors)
     mine = (counts, [(tuple(t.shape), t.dtype) for t in tensors])
     ranks = collectives.gather_objects(mine) if engine.world.size > 1 else [mine]
-    _check_rows(ranks, _of_another_loop(engine))
+    _check_rows(ranks)
     table = torch.tensor([counts for counts, _ in ranks])  # samples of each rank in each batch
     if engine.world.size == 1:
         result = map_tensors(Tensor.detach, values)
     else:
-        with _adding(engine, "mw.gather_samples", values):
-            gather = partial(rows_of_all, table=table, rank=engine.world.rank, of="mw.gather_samples")
-            result = map_tensors(lambda tensor: gather(tensor.detach()), values)
+        gather = partial(rows_of_all, table=table, rank=engine.world.rank, of="mw.gather_samples")
+        result = map_tensors(lambda tensor: gather(tensor.detach()), values)
     for tensor in all_leaves(result):
         joined(engine, tensor)
     return result
@@ -136,22 +124,12 @@ def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
     return None
 
 
-def _of_another_loop(engine: Engine) -> str:
-    """Return a sentence to add to an error message if the program has looped over a loader that is not distributed. The
-    sentence advises to pass that loader to `mw.distribute`. Return an empty string if there was no such loop."""
-    whole = engine.reads.whole
-    return "" if whole is None else f" For values of the loop at {whole.place}, pass its loader to mw.distribute."
-
-
-def _check_rows(
-    ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]], advice: str
-) -> None:
+def _check_rows(ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]]) -> None:
     """Raise UsageError, on every rank, if the tensors of the ranks cannot be gathered. On each rank, a tensor must have
     one row for each sample. All ranks must have the same number of batches, the same dtypes, and the same sizes of all
     other dimensions.
 
-    ranks: for each rank, its samples in each batch (see `_counts_of`), and the shape and dtype of its tensors.
-    advice: a sentence to add to the error message."""
+    ranks: for each rank, its samples in each batch (see `_counts_of`), and the shape and dtype of its tensors."""
     kinds = [[(shape[1:], dtype) for shape, dtype in tensors] for _, tensors in ranks]
     batches = {None if counts is None else len(counts) for counts, _ in ranks}
     if None not in batches and len(batches) == 1 and all(kind == kinds[0] for kind in kinds):
@@ -162,8 +140,8 @@ def _check_rows(
     what = "the ranks' tensors do not fit together" if None not in batches else "a rank's rows are not its samples"
     raise UsageError(
         f"mw.gather_samples: {what} (shapes {shown}). Pass one row for each sample of this rank's batch, inside the "
-        "loop or after it (torch.cat of all batches). All ranks need the same further dimensions and the same dtype."
-        f"{advice}"
+        "loop or after it (torch.cat of all batches). All ranks need the same further dimensions and dtype. For values "
+        "of another loop, pass its loader to mw.distribute."
     )
 
 
@@ -186,14 +164,5 @@ def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
 def joined(engine: Engine, value: Number) -> Number:
     """Record that `value` was reduced over the ranks, and return it. The record prevents the warning that a loop's
     results were never reduced, and `meshwise check` compares the value."""
-    reduced(engine)
-    if engine.watcher is not None:
-        engine.watcher.summed(value)
+    engine.events.send("joined", value)
     return value
-
-
-def reduced(engine: Engine) -> None:
-    """Tell the guard `UnsummedLoops` that the program has now reduced a value over the ranks. The guard warns of
-    evaluation loops with results that are never reduced. Loops that began before this call count as reduced."""
-    if (loops := engine.events.find(UnsummedLoops)) is not None:
-        loops.reduced()

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from meshwise.compat.accelerate_states import seed_order
 from meshwise.compat.tree import all_leaves, map_tensors
-from meshwise.script.over_ranks import reduced
 from meshwise.script.trainer_loader import TrainerLoader
 from meshwise.script.trainer_loss import Ranks
 from meshwise.script.verbs import accumulate
@@ -92,7 +91,7 @@ def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
 
     most: how many rows of each rank to take at most; None takes all of them."""
     mine = tensor.detach()[:most] if tensor.ndim else tensor.detach()
-    reduced(ranks.engine)
+    ranks.engine.events.send("joined", None)
     if ranks.alone:
         return mine
     mine = mine if mine.ndim else mine.reshape(1)[: ranks.samples]

@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from meshwise.compat.tree import map_tensors
-from meshwise.data.order import BatchSlice
+from meshwise.data.order import BatchSlice, world_part
 from meshwise.engine.engine import Engine
-from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.own_collectives import OwnCollectives
-from meshwise.guards.replicas import LastLook
-from meshwise.guards.same_data import SameData
 from meshwise.guards.same_program import SameProgram
 from meshwise.process import once
 from meshwise.process.session import sized
@@ -49,7 +46,7 @@ class OneDevice:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        _begin(engine, Backwards(engine, None), ())
+        _begin(engine, Backwards(engine, None), alone=True)
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Do nothing: no call is divided."""
@@ -57,21 +54,24 @@ class OneDevice:
     backward = staticmethod(_mean_backward)
 
     def divided_rows(self, tree: Any, dim: int = 0) -> Any:
-        """Return the batch as it is."""
-        return tree
+        """Return the batch as it is. In a rehearsal of several ranks, return this rank's rows."""
+        world = self.engine.world
+
+        def own(each: Tensor) -> Tensor:
+            begin, end = world_part(0, each.shape[dim], world) if each.dim() > dim else (0, 0)
+            return each.narrow(dim, begin, end - begin) if end > begin else each
+
+        return tree if world.size == 1 else map_tensors(own, tree)
 
     def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
         """Return as which rank this process reads a loader, and a function that leaves its batches as they are."""
         return self.engine.world, lambda batch, part: batch
 
 
-def _begin(engine: Engine, backwards: Backwards, guards: Iterable[type[Any]]) -> None:
-    """Begin what the view has on any number of devices. Of the guards, only these classes stay."""
+def _begin(engine: Engine, backwards: Backwards, *, alone: bool) -> None:
+    """Begin what the view has on any number of devices. alone: on one device."""
     engine.ends.callback(backwards.begin())
-    kept = [each for kind in guards if (each := engine.events.find(kind)) is not None]
-    engine.events.without("meshwise.guards.")
-    for each in kept:
-        engine.events.listen(each, only=("backward_ends", "loop_ends"))
+    engine.events.see_whole(alone=alone)
     engine.generator.seeded = engine.watcher is not None  # a check keys the draws of a loop
     engine.program.by_construction = True
 
@@ -91,7 +91,7 @@ class WholeView:
         watch_constructors()
         every = collectives.everyone()  # the ranks of one model too
         engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
-        _begin(engine, self.backwards, (SameData, FiniteLosses, LastLook))
+        _begin(engine, self.backwards, alone=False)
         engine.events.listen(OwnCollectives(engine, sized), only=("backward_begins",))
         if engine.watcher is None:  # a check compares what the ranks compute, and names the module
             engine.events.listen(SameProgram(engine), only=("backward_begins",))
