@@ -26,13 +26,13 @@ class Doubled(nn.Module):
 
 
 def split() -> Any:
-    """(what dropout leaves of a batch, of the next, of a whole one; what the program itself has drawn around them)"""
+    """(what dropout leaves of a batch, of the next; what the program itself has drawn around them)"""
     torch.manual_seed(1)
     model = mw.distribute(Doubled().cuda(), view="rank")
     kept, own = [], []
-    for whole in (False, False, True):
+    for _ in range(2):
         own.append(torch.rand(3, device="cuda").tolist())
-        kept.append(model(mw.split(torch.ones(8, 64, device="cuda"), whole=whole)).tolist())
+        kept.append(model(mw.split(torch.ones(8, 64, device="cuda"))).tolist())
     return kept, [*own, torch.rand(3, device="cuda").tolist()]
 
 
@@ -40,9 +40,9 @@ def split() -> Any:
 def test_a_batch_in_pieces_has_its_draws_on_the_gpu(gpus: Any) -> None:
     (alone, on_one), *_ = gpus(1).run(split)
     (first, on_first), (second, on_second) = gpus(2).run(split)
-    assert on_one == on_first == on_second and len({str(each) for each in on_one}) == 4
+    assert on_one == on_first == on_second and len({str(each) for each in on_one}) == 3
     assert first[0] == alone[0][:4] and first[0] != second[0]
-    assert first[0] != first[1] and first[2] == second[2] == alone[2]
+    assert first[0] != first[1]
 
 
 class Noisy(torch.optim.SGD):

@@ -67,8 +67,8 @@ def test_without_it_ranks_draw_their_own(pool: Any) -> None:
     assert max(abs(a - b) for a, b in zip(got, losses(Plan(), False), strict=True)) > 1e-3
 
 
-def script(loader: bool, recompute: bool) -> Any:
-    """The losses of a script with dropout, attention and noise of its own, over a loader or over batches it splits."""
+def script(recompute: bool) -> Any:
+    """The losses of a script with dropout, attention and noise of its own."""
     end_sessions()
     os.environ[EXACT_RANDOM] = "1"
     try:
@@ -78,15 +78,11 @@ def script(loader: bool, recompute: bool) -> Any:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         batches = DataLoader(TensorDataset(x, x.sum(2)), batch_size=8, shuffle=True)
         plan = Plan(data=mw.world_size(), recompute="full") if recompute else None
-        model, optimizer = mw.distribute(model, optimizer, plan=plan, view="rank")
-        if loader:
-            batches = mw.distribute(batches, view="rank")
+        model, optimizer, batches = mw.distribute(model, optimizer, batches, plan=plan, view="rank")
         losses = []
         for _ in range(2):
-            for batch in batches:
-                inputs, targets = batch if loader else mw.split(*batch)
-                if loader:
-                    inputs = inputs + 0.1 * torch.randn_like(inputs) * torch.randint(2, (len(inputs), 1, 1))
+            for inputs, targets in batches:
+                inputs = inputs + 0.1 * torch.randn_like(inputs) * torch.randint(2, (len(inputs), 1, 1))
                 loss = nn.functional.mse_loss(model(inputs), targets)
                 losses.append(float(mw.backward(loss)))
                 optimizer.step()
@@ -99,11 +95,10 @@ def script(loader: bool, recompute: bool) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("loader", [True, False])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_script_draws_what_one_device_draws(loader: bool, recompute: bool, size: int, pool: Any) -> None:
-    want = script(loader, recompute)
-    for got in pool(size).run(script, loader, recompute):
+def test_a_script_draws_what_one_device_draws(recompute: bool, size: int, pool: Any) -> None:
+    want = script(recompute)
+    for got in pool(size).run(script, recompute):
         assert got == pytest.approx(want, abs=1e-9)
 
 

@@ -14,13 +14,18 @@ from tests.equivalence.script_sides import as_it_was, proof  # noqa: F401
 
 LOOPS = Path(__file__).parents[2] / "examples" / "loops"
 QUICK = ("regression", "reinforce")
+WHOLE = {
+    "graph": ("        model.train()\n", "        model.train()\n        x = mw.split(x, whole=True)\n"),
+    "reinforce": (" = play(policy)", " = mw.split(*play(policy), whole=True)"),
+}
+"""What begins a step in programs whose batches have no rows."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(p.stem, marks=[pytest.mark.slow] * (p.stem not in QUICK)) for p in sorted(LOOPS.glob("*.py"))]
 )
 def test_each_program_of_the_docs_is_equal_and_nothing_false_is_said(name: str, pool: Any) -> None:
-    found = proof((LOOPS / f"{name}.py").read_text(), pool)
+    found = proof((LOOPS / f"{name}.py").read_text().replace(*WHOLE.get(name, ("", ""))), pool)
     assert found.equal, (found.comparison.first, found.cause)
     assert len(found.batches) == 3, "an update by hand is a step too"
     own = "from a generator of the program's own: it is not keyed, so each rank draws from its own."
@@ -34,10 +39,9 @@ def test_a_batch_that_is_read_ahead_leaves_the_draws_of_the_one_before(pool: Any
     assert found.equal, (found.comparison.first, found.cause)
 
 
-def test_noise_for_the_rows_of_a_rank_is_said_to_be_alike_on_all(pool: Any) -> None:
+def test_noise_drawn_after_the_split_is_that_of_the_whole_batch(pool: Any) -> None:
     text = (LOOPS / "vae.py").read_text()
     right = "x, noise = mw.split(data[rows], torch.randn(len(rows), 3))"
     assert text.count(right) == 1
     found = proof(text.replace(right, "x = mw.split(data[rows]); noise = torch.randn(len(x), 3)"), pool)
-    said = [said for said in found.comparison.left_out if "draws of randn of shape (4, 3) after mw.split" in said]
-    assert said and "pass them to mw.split together with the batch" in said[0]
+    assert found.equal, (found.comparison.first, found.cause)

@@ -2,7 +2,7 @@
 
 On one device they draw as in plain torch. On several devices, all ranks draw from the states of rank 0's generators.
 
-Draws inside a training loop come from a torch generator that is seeded for each step (`model_stream.seed_draws`). While
+Draws inside a training loop come from a torch generator that is seeded for each step (`engine/seeds.py`). While
 a loop is open, the state of the program's own torch generator is therefore kept aside. A loader draws from the
 program's generator (an iterator's base seed, the seed of a shuffled epoch), at the time when torch's DataLoader would
 draw. So an order depends on what was drawn before, but not on the draws inside a loop.

@@ -26,7 +26,6 @@ from meshwise.compat.loss_scale import note_scaling
 from meshwise.data.generators import ProgramGenerator
 from meshwise.data.keyed import ExactDraws
 from meshwise.data.order import BatchSlice
-from meshwise.engine.carried import Carried
 from meshwise.engine.events import EVENTS, Events, When
 from meshwise.engine.given import Given
 from meshwise.engine.held_bytes import held_bytes
@@ -45,6 +44,8 @@ from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
 """The data of a microbatch on this rank, and the `BatchSlice` that says which samples of the global batch they are."""
+Seen = tuple[int, int, BatchSlice | None, Tensor]
+"""Facts about one backward: its number, its step's number, this rank's part of the batch, and this rank's loss."""
 NOTHING = contextlib.nullcontext()
 
 
@@ -52,9 +53,8 @@ class Engine:
     """Trains a program's models by a plan, until `close`. It holds models, optimizers and loaders by weak
     references."""
 
-    carried: Carried
-    around: Callable[[Tensor | float | None], contextlib.AbstractContextManager[None]] | None = None
-    """Returns a context manager for the backward of a loss, given its weight. None before the first `mw.split`."""
+    carried: Any
+    """Sends a checksum of what must be equal on all ranks along with each loss: an `Agreed` (guards/agreed.py)."""
     watcher: Watcher | None = None
     calls: CallWatcher | None = None
     view: str | None = None

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from meshwise.engine.split_batch import Splits
+from meshwise.engine.model_stream import ModelStream
 
 
 class CheckpointedLoop(Protocol):
@@ -46,7 +46,7 @@ class CheckpointedLoop(Protocol):
 class Given:
     """The objects that the program gave to `mw.distribute`, except its models and optimizers.
 
-    splits: the batches passed to `mw.split`; None until its first call.
+    stream: the random numbers of models, in a program by rank that has called `mw.split`; else None.
     schedulers: the learning rate schedulers.
     fed: weak references to the schedulers with a `step` that takes a metric, e.g. ReduceLROnPlateau.
     loaders: the distributed loaders.
@@ -57,7 +57,7 @@ class Given:
     saves: how often each file was saved. The counts are equal on all ranks, so they name the same save on every rank.
     loads: how often a file was loaded. The count is equal on all ranks."""
 
-    splits: Splits | None = None
+    stream: ModelStream | None = None
     schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
     fed: list[weakref.ref[Any]] = field(default_factory=list)
     loaders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)

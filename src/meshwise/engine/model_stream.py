@@ -1,27 +1,20 @@
-"""Keep random numbers of a program and of its models apart.
+"""Keep random numbers of a program and of its models apart, by rank.
 
-There are two streams; the program's is the same on every rank.
-
-Draws outside the models' forward (which samples a batch has, noise, an action) are the same on all ranks. Draws in a
-model's forward (dropout) are for this rank's samples, whose number differs between ranks: they must not move the
-program's stream, and are keyed by (state of the program's stream, batches since it moved, rank). Rank 0 draws what one
-device draws.
+Of the view by rank: a program draws the batches that it passes to `mw.split` alike on all ranks. Draws in a model's
+forward (dropout) are for this rank's samples, whose number differs between ranks: they must not move the program's
+stream, and are keyed by (state of the program's stream, batches since it moved, rank).
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwise.data.keyed import ExactDraws, KeyedDraws
-from meshwise.data.order import BatchSlice
 from meshwise.engine.seeds import seed_generators, set_states, states
 from meshwise.spec.world import World
 from meshwise.transfer.splitmix import mixed
@@ -30,25 +23,20 @@ from meshwise.transfer.splitmix import mixed
 class ModelStream:
     """Gives models the random numbers of their forward, once the program has called `mw.split`.
 
-    draws: makes the random draws that one device would make; None if the user did not request that.
     paused: returns True while models must draw from torch's generator instead. This is so in a loop over a distributed
         loader and in `meshwise check`, which seed that generator for each batch."""
 
-    def __init__(self, world: World, draws: ExactDraws | None, paused: Callable[[], bool]) -> None:
-        self._world, self._exact, self._paused = world, draws, paused
+    def __init__(self, world: World, paused: Callable[[], bool]) -> None:
+        self._world, self._paused = world, paused
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
-        self._depth, self._open = 0, ExitStack()
+        self._depth = self._key = self._batches = 0  # batches since the program's stream moved
         self._before: Tensor | None = None  # the program's state when the last batch began
-        self._batches = 0  # since that state
-        self._key = 0
+        self._program: list[Tensor] = []  # the program's states, while a model runs
         self._states: list[Tensor] | None = None  # of this stream, between two forwards of a batch
-        self._draws: KeyedDraws | None = None
-        self._ran: KeyedDraws | None = None  # of the forward that ran last: a batch may be read before its backward
 
-    def begin(self, part: BatchSlice, models: Iterable[nn.Module]) -> int:
-        """Begin a batch for these models. Return the key for random draws of the batch, which is the same on every
-        rank."""
+    def begin(self, models: Iterable[nn.Module]) -> None:
+        """Begin a batch for these models."""
         for model in models:
             if model not in self._known:
                 self._known.add(model)
@@ -57,16 +45,8 @@ class ModelStream:
         state = torch.get_rng_state()
         moved = self._before is None or not torch.equal(state, self._before)
         self._before, self._batches = state, 0 if moved else self._batches + 1
-        key = (zlib.crc32(state.numpy().tobytes()), self._batches, 0)
-        apart = self._exact is None and not part.whole
-        self._key, self._states = mixed(*key[:2], self._world.rank if apart else 0), None
-        self._draws = None if self._exact is None or part.whole else self._exact.of_microbatch(key, part)
-        return mixed(*key)
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Return a context manager for the backward of the last forward. Blocks that are recomputed in it draw the same
-        random numbers again."""
-        return contextlib.nullcontext() if self._ran is None else self._ran.backward()
+        self._key = mixed(zlib.crc32(state.numpy().tobytes()), self._batches, self._world.rank)
+        self._states = None
 
     def close(self) -> None:
         """Remove the hooks from the models. From then on, models draw from torch's generator like the rest of the
@@ -78,24 +58,18 @@ class ModelStream:
         self._depth += 1
         if self._depth > 1 or self._paused():
             return
-        device = self._world.device
-        self._open.callback(set_states, device, states(device))
+        self._program = states(self._world.device)
         if self._states is None:
-            seed_generators(device, self._key)
+            seed_generators(self._world.device, self._key)
         else:
-            set_states(device, self._states)
-        self._open.callback(self._keep)
-        self._ran = self._draws
-        if self._draws is not None:
-            self._open.enter_context(self._draws.backward())
+            set_states(self._world.device, self._states)
 
     def _leave(self) -> None:
         self._depth -= 1
-        if self._depth == 0:
-            self._open.close()
-
-    def _keep(self) -> None:
-        self._states = states(self._world.device)
+        if self._depth == 0 and self._program:
+            self._states = states(self._world.device)
+            set_states(self._world.device, self._program)
+            self._program = []
 
 
 class _Hook:

@@ -1,7 +1,6 @@
 """Seed a rank's random numbers, alike or keyed by step and rank.
 
-A loop over a distributed loader keys all draws in its body, which come from one stream; a program that calls `mw.split`
-has two streams (model_stream.py).
+A loop over a distributed loader keys all draws in its body, which come from one stream.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from meshwise.compat.compiling import pass_by
 from meshwise.compat.gradient_reads import WATCHING
 from meshwise.compat.loss_scale import SCALED, unscaled
 from meshwise.data.order import BatchSlice
-from meshwise.engine.engine import NOTHING, Engine
+from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
 from meshwise.engine.waiting_gradients import keeping
 from meshwise.engine.watcher import Watcher
@@ -129,10 +129,10 @@ def backward(
     engine.program.begin_backward()
     mean, summed = None, reduction == "sum"
     try:
-        if engine.watcher is None and engine.around is None and engine.reduce and not WATCHING:
+        if engine.watcher is None and engine.reduce and not WATCHING:
             mean = _run_backward(engine, loss, before, weight, part, summed)
         else:
-            with _watched(engine), _around(engine, 1 if summed else weight):
+            with _watched(engine):
                 mean = _run_backward(engine, loss, before, weight, part, summed)
     finally:
         for hear in events.backward_ends:
@@ -208,10 +208,6 @@ def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float 
 def _watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
     watched = engine.watched_backward(engine.reduce)
     return watched if engine.reduce and not WATCHING else keeping(engine.program, engine.reduce, watched)
-
-
-def _around(engine: Engine, weight: Tensor | float | None) -> contextlib.AbstractContextManager[None]:
-    return NOTHING if engine.around is None else engine.around(weight)
 
 
 def follow_optimizers(engine: Engine) -> None:

@@ -266,7 +266,6 @@ def collect_run(trace: Trace) -> None:
     much their evaluation metrics differ. In a pipeline, also gather the initial parameters and buffers of all stages.
     Collective."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
-    trace.drawn_alike = set().union(*gather_objects(trace.drawn_alike))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))
     trace.evaluation_draws = max(gather_objects(trace.evaluation_draws))
     trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation, _alike())

@@ -65,11 +65,6 @@ def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: N
     for name in sorted(reference.unkeyed | actual.unkeyed):
         differ = "each rank draws from its own" if name.endswith(GENERATOR) else "ranks draw different numbers"
         yield f"draws of {name}: it is not keyed, so {differ}."
-    for name in sorted(actual.drawn_alike):
-        yield (
-            f"draws of {name} after mw.split, for the rows of a rank: in a run every rank draws the same numbers. Draw "
-            "the numbers for the whole batch, and pass them to mw.split together with the batch."
-        )
 
 
 def _of_norms(reference: Trace, names: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from meshwise.compat.dispatch import without_interception
 from meshwise.compat.sharding import groups_of, local_of, sharded_modules
 from meshwise.compat.tree import tensors_in
 from meshwise.data.generators import NUMPY
-from meshwise.data.keyed import DrawLayout, KeyedDraws, Rows, by_reference, by_rows, on_one_device
+from meshwise.data.keyed import KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.equivalence.contents import Reading, contents_of
 from meshwise.equivalence.exchanges import noting_exchanges
 from meshwise.equivalence.loss_numbers import NotedNumbers
@@ -113,15 +113,12 @@ class ModelTracer:
         return self.step
 
     @contextlib.contextmanager
-    def forward(
-        self, rows: Rows, batch: Any, reading: Reading, *, alike: bool = False, number: int | None = None
-    ) -> Iterator[None]:
+    def forward(self, rows: Rows, batch: Any, reading: Reading, *, number: int | None = None) -> Iterator[None]:
         """Trace the forward pass of the step's next microbatch inside the with block.
 
         rows: which rows of the microbatch this rank has.
         batch: this rank's part of the microbatch.
         reading: where the batch comes from.
-        alike: whether `mw.split` made the batch. If True, draws outside of modules are recorded in `trace.drawn_alike`.
         number: the number of the microbatch in the step, if a pipeline schedule chooses the order.
         """
         step, newest = self._at
@@ -130,7 +127,7 @@ class ModelTracer:
             self.step.contents.append(contents_of(self._at[1], batch, rows.count, reading))
         count = self._forwards if number is None else self._begun + number
         layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
-        self.draws = RowDraws((self._seed, count, 0), rows, self._noting(layout) if alike else layout)
+        self.draws = RowDraws((self._seed, count, 0), rows, layout)
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
         self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
@@ -188,18 +185,6 @@ class ModelTracer:
             self._calls, self._running, self._open_calls = calls, running, open_calls
 
         return forget
-
-    def _noting(self, layout: DrawLayout) -> DrawLayout:
-        """Wrap `layout` so that it records in `trace.drawn_alike` the draws outside of modules, if each rank draws only
-        for its own rows. In a run without a check, all ranks draw equal numbers there."""
-
-        def noted(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None] | None:
-            found = layout(call, operator, shape)
-            if found is not None and found[1] is not None and not self._open_calls:
-                self.trace.drawn_alike.add(f"{operator} of shape {shape}")
-            return found
-
-        return noted
 
     @contextlib.contextmanager
     def backward(self, number: int | None = None) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""`mw.split`: a program without a loader is that of one device, and ranks that pass different batches stop.
+"""`mw.split` in the view by rank: a program without a loader is that of one device.
 
-engine/model_stream.py is tested here too.
+engine/model_stream.py is tested here too. Of the whole view: tests/equivalence/test_scripts_that_split.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.process.session import default_engine, end_sessions
+from meshwise.process.session import end_sessions
 
 
 def net() -> nn.Sequential:
@@ -89,10 +90,10 @@ def test_outside_the_model_every_rank_draws_what_one_device_draws(pool: Any) -> 
 
 
 def masks() -> Any:
-    """What dropout leaves of ones: of a batch, of it again, of the next; of a full batch that nothing is drawn for."""
+    """What dropout leaves of ones, of a batch and of the next."""
     torch.manual_seed(1)
     model = mw.distribute(Doubled(), view="rank")
-    return [model(mw.split(torch.ones(8, 64))) for _ in range(2)] + [model(mw.split(torch.ones(8, 64), whole=True))]
+    return [model(mw.split(torch.ones(8, 64))) for _ in range(2)]
 
 
 class Doubled(nn.Module):
@@ -104,95 +105,29 @@ class Doubled(nn.Module):
         return nn.functional.dropout(x * self.weight, 0.5).detach()
 
 
-def test_dropout_is_keyed_by_batch_and_rank_and_by_batch_alone_where_all_run_the_whole(pool: Any) -> None:
+def test_dropout_is_keyed_by_batch_and_rank(pool: Any) -> None:
     want, (first, second) = both(masks, 2, pool)
     assert torch.equal(first[0], want[0][:4]) and not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], first[1])
-    assert torch.equal(first[2], second[2]) and torch.equal(first[2], want[2])
 
 
-def test_a_whole_batch_has_the_gradients_and_sums_of_one_device_and_says_that_nothing_is_faster(pool: Any) -> None:
-    def case() -> Any:
-        torch.manual_seed(1)
-        x, model = torch.randn(7, 6, dtype=torch.float64), net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mw.distribute(model, optimizer, view="rank")
-        losses = []
-        for _ in range(2):
-            graph = mw.split({"x": x, "edges": [(0, 1)], "name": "a"}, whole=True)
-            losses.append(mw.backward(nn.functional.cross_entropy(model(graph["x"]), torch.arange(7) % 2)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses, mw.sum(7), model.state_dict(), len(default_engine().notes)
+def test_a_batch_without_rows_is_refused_by_rank(pool: Any) -> None:
+    def case() -> str:
+        mw.distribute(nn.Linear(2, 1), view="rank")
+        with pytest.raises(mw.UsageError) as refused:
+            mw.split(torch.ones(4, 2), whole=True)
+        return str(refused.value)
 
-    want, results = both(case, 2, pool)
-    for got in results:
-        same(got[:3], want[:3])
-        assert got[3] == want[3] + 1
+    assert all("without view=" in text for text in pool(2).run(case))
 
 
-def refused(case: Any, *given: Any) -> str:
-    """What every rank is told that runs `case`, where all are stopped alike."""
-    try:
-        case(*given)
-    except mw.UsageError as error:
-        return str(error)
-    raise AssertionError("was not stopped")
+def test_a_sum_after_a_loop_and_a_split_is_of_the_split_batch(pool: Any) -> None:
+    def case() -> int:
+        for _ in mw.distribute(DataLoader(TensorDataset(torch.ones(6, 2)), 1), view="rank"):
+            pass
+        return mw.sum(len(mw.split(torch.ones(5, 2))))
 
-
-def different(verb: str) -> None:
-    """One element of the third batch differs."""
-    model = mw.distribute(nn.Linear(6, 1), view="rank")
-    for number in range(3):
-        x = torch.ones(8, 6)
-        x[5, 3] += 0.001 * mw.rank() * (number == 2)
-        part = mw.split(x)
-        if verb == "sum":
-            mw.sum(len(part))
-        else:
-            mw.backward(model(part).mean(), weight=None if verb == "backward" else len(part))
-
-
-def other_shapes() -> None:
-    model = mw.distribute(nn.Linear(6, 1), view="rank")
-    mw.backward(model(mw.split(torch.ones(8 - mw.rank(), 6))).mean())
-
-
-def two_batches() -> None:
-    model = mw.distribute(nn.Linear(2, 1), view="rank")
-    x, z = mw.split(torch.ones(7, 2)), mw.split(torch.ones(5, 2))
-    mw.backward(model(x).mean(), weight=len(x))
-    x, z = mw.split(torch.ones(8, 2)), mw.split(torch.ones(4, 2))
-    mw.backward(model(x).mean() + model(z).mean())
-    x, z = mw.split(torch.ones(7, 2)), mw.split(torch.ones(5, 2))
-    mw.backward(model(x).mean() + model(z).mean())
-
-
-def sums_of_several() -> None:
-    mw.distribute(nn.Linear(2, 1), view="rank")
-    total = 0
-    for size in (4, 1):
-        total += len(mw.split(torch.ones(size, 2)))
-    mw.sum(total)
-
-
-@pytest.mark.parametrize("verb", ["backward", "weighed", "sum"])
-def test_ranks_that_hold_different_batches_stop_with_the_line(verb: str, pool: Any) -> None:
-    first, second = pool(2).run(refused, different, verb)
-    assert first == second
-    assert "test_split_batch.py:" in first and "pass different batches" in first
-
-
-def test_batches_of_other_shapes_are_told(pool: Any) -> None:
-    assert "rank 0: float32 (8, 6); rank 1: float32 (7, 6)" in pool(2).run(refused, other_shapes)[0]
-
-
-def test_a_loss_of_two_batches_with_other_shares_is_refused_unless_it_says_its_weight(pool: Any) -> None:
-    assert all("batches of 7 and 5 samples" in text for text in pool(2).run(refused, two_batches))
-
-
-def test_a_sum_of_several_batches_of_which_one_was_padding_is_refused(pool: Any) -> None:
-    assert all("after each mw.split" in text for text in pool(2).run(refused, sums_of_several))
+    assert pool(2).run(case) == [5, 5]
 
 
 def test_numbers_that_nobody_seeded_are_those_of_rank_0(pool: Any) -> None:
