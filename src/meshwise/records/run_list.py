@@ -179,7 +179,7 @@ def array_of(folder: Path) -> tuple[Path, str]:
     number of the task, "3". A job array is one submission that starts several runs. For any other run, return `folder`
     and ""."""
     name, _, task = folder.name.rpartition("-")
-    sent = folder.with_name(name)
+    sent = folder.with_name(name or task)
     return (sent, task) if task.isdigit() and name and (sent / SCRIPT).is_file() else (folder, "")
 
 
