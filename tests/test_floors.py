@@ -64,7 +64,7 @@ FLOORS = {
 WITHOUT_TORCH = {"spec", "records", "schedulers", "terminal"}
 # What starts without torch: its imports at the top of a file, and what those import in turn. A command waits for torch,
 # which takes a second or more, where it is used: torch is imported in a function, or a file of `api` on its first use.
-STARTS_WITHOUT_TORCH = ("cli.py", "commands/", "api/report.py", "api/runs.py", "api/script.py", "timeline/views/")
+STARTS_WITHOUT_TORCH = ("cli.py", "commands/", "api/report.py", "api/script.py", "timeline/views/")
 WITH_PRIVATE_TORCH = ("compat/", "autograd/", "rehearsal/fakes/")
 PRIVATE_OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_current_frames", "_fields", "_asdict", "_replace"}
 ASKED_FOR_BY_NOTEBOOKS = {"_repr_html_"}

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshwise import cli
-from meshwise.commands.completion import BUILT_IN as COMPLETED
+from meshwise.commands import completion
 from meshwise.jobs.registry import BUILT_IN
+from meshwise.tracking.trackers import TRACKERS
 
 Complete = Callable[[str], list[str]]
 
@@ -67,12 +68,13 @@ def test_runs(complete: Complete, tmp_path: Path) -> None:
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "run.json").touch()
     (tmp_path / "runs" / "20261123-of-somebody-else").mkdir()
-    assert complete("meshwise runs open 2026") == ["20261122-1-gpt", "20261121-1-gpt"]
+    assert complete("meshwise runs remove 2026") == ["20261122-1-gpt", "20261121-1-gpt"]
     assert complete("meshwise run --resume ru") == ["runs/20261122-1-gpt", "runs/20261121-1-gpt"]
 
 
-def test_the_jobs_that_are_completed_are_those_that_there_are() -> None:
-    assert set(COMPLETED) == set(BUILT_IN)
+def test_what_is_completed_is_what_there_is() -> None:
+    assert set(completion.BUILT_IN) == set(BUILT_IN)
+    assert set(completion.TRACKERS) == set(TRACKERS)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

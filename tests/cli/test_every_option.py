@@ -27,7 +27,6 @@ STARTS = {
     "bench_hosts": ("bench_hosts",),
     "machines": ("find_machine",),
     "submit": ("prepare", "send_again"),
-    "stop": ("stop",),
 }
 VALUES = (
     *("", " ", "0", "-1", "1", "2", "1e309", "nan", "-inf", "1_0", "0x10", "9" * 40, "9" * 5000, "3.5", "true", "None"),
@@ -136,5 +135,5 @@ def test_every_option_takes_or_refuses_a_value(
     count: int, here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     every = list(lines(count, seed=count))
-    assert count == 1 or len(every) >= 2000
+    assert count == 1 or len(every) >= 1800
     assert [found for words in every if (found := fault(words, monkeypatch, capsys))] == []

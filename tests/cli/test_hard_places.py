@@ -90,7 +90,7 @@ def test_a_plan_or_a_report_ends_well(
         (f"meshwise {SMALL} > /dev/full", 1, "MeshwiseError: the output cannot be written: No space left on device."),
         ("meshwise plan mlp --machine 2xcpu > /dev/full", 1, "the output cannot be written: No space left on device."),
         (f"meshwise {CHECK} > /dev/full", 1, "MeshwiseError: the output cannot be written: No space left on device."),
-        ("meshwise report nothing >&-", 2, "nothing is not a run folder"),
+        ("meshwise report nothing >&-", 2, "there is no run nothing in runs/"),
         (
             f"ulimit -f 8; meshwise {SMALL}",
             1,

@@ -157,7 +157,7 @@ SAID = {
     ("check loud.py:job --set shard=7 --devices 2xcpu", ""): "7",
     ("check loud.py:job", "optimizer"): "refused",
     ("run loud.py:job --set shard=7 --devices 2xcpu", ""): "7",
-    ("report nothing", ""): "nothing is not a run folder",
+    ("report nothing", ""): "there is no run nothing in runs/",
     (OF_JOB, "import"): "loud.py cannot be imported. Line 22: ValueError: a fault",
     (OF_JOB, "exit"): "loud.py exits while it is imported (exit code 3)",
     (OF_JOB, "os._exit"): "os._exit(3) ended the command too early",

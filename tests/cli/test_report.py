@@ -94,8 +94,8 @@ def test_without_a_name_the_newest_run_is_meant(run: Path, report: Report, monke
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere"], "nowhere is not a run folder"),
-        (["RUN", "nowhere"], "nowhere is not a run folder"),
+        (["nowhere"], "there is no run nowhere in runs/"),
+        (["RUN", "nowhere"], "there is no run nowhere in runs/"),
         (["RUN", "--steps", "b"], "--steps must be the first and the last step, such as 100:110, but it is b"),
         (["RUN", "--steps", "9:3"], "--steps must be the first and the last step, such as 100:110, but it is 9:3"),
         (["RUN", "--steps", "900"], "the run has no steps in this range. It has 1 to 60"),

@@ -1,4 +1,4 @@
-"""`meshwise runs`: listed, filtered, removed, opened."""
+"""`meshwise runs`: listed, filtered, removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise import api, cli
+from meshwise import cli
 
 OLD = Path(__file__).parents[1] / "old" / "runs"
 Typed = Callable[..., tuple[object, str, str]]
@@ -23,7 +23,6 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     (tmp_path / "runs" / "damaged").mkdir()
     (tmp_path / "runs" / "damaged" / "run.json").write_text("{")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(api.runs.webbrowser, "open", lambda address: False)
 
     def command(*words: str) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["meshwise", "runs", *words])
@@ -63,13 +62,11 @@ def test_json_has_plain_values(typed: Typed) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--status finish", "--status finish must be one of"),
+        ("--status finish", "--status='finish' is not known."),
         ("--status finish", "Did you mean 'finished'?"),
-        ("open nothing", "there is no run nothing in runs/."),
         ("remove shard", "meshwise runs remove --yes NAME"),
         ("remove --yes nothing shard", "there is no run nothing in"),
         ("--status failed remove --yes shard", "takes only names"),
-        ("open damaged", "run.json cannot be read"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_removes_nothing(typed: Typed, words: str, said: str) -> None:
@@ -90,12 +87,6 @@ def test_a_running_run_is_kept_unless_forced(typed: Typed) -> None:
     code, _, err = typed("remove", "--yes", "shard")
     assert code == 2 and "or --force" in err and Path("runs/shard").exists()
     assert not typed("remove", "--yes", "--force", "shard")[0] and not Path("runs/shard").exists()
-
-
-def test_open_writes_the_page(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert typed("open", "finished") == (None, "written     runs/finished/report.html\n", "")
-    monkeypatch.setattr(api.runs.webbrowser, "open", lambda address: address.startswith("file:///"))
-    assert typed("open", "finished") == (None, "opened      runs/finished/report.html\n", "")
 
 
 def test_no_runs(typed: Typed, tmp_path: Path) -> None:

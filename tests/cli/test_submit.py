@@ -1,5 +1,5 @@
 """`meshwise submit`, and what `runs`, `stop` and `logs` show of what was sent. Its commands are stand-ins here; the
-real ones are in tests/schedulers. Of api/logs.py, launcher/own_folder.py, api/stop.py,
+real ones are in tests/schedulers. Of launcher/own_folder.py,
 commands/logs.py, commands/stop.py, records/rank_logs.py and schedulers/slurm.py."""
 
 from __future__ import annotations
@@ -440,6 +440,6 @@ def test_logs_that_are_followed_say_how_far_the_run_is(
     names.write_run(run, {"job": "small", "status": "running", "sessions": [{"began": 1.0, "status": "running"}]})
     (run / names.METRICS).write_text('{"step": 1, "loss": 0.75}\n{"step": 2, "loss": 0.5}\n')
     monkeypatch.setattr("meshwise.commands.logs.EVERY", 0.0)
-    monkeypatch.setattr("meshwise.api.logs.time.sleep", lambda seconds: names.end_session(run, "finished"))
+    monkeypatch.setattr("meshwise.commands.logs.time.sleep", lambda seconds: names.end_session(run, "finished"))
     code, out, _ = command("logs", "one", "-f")
     assert code == 0 and out == "step 2  loss 0.5000\n"

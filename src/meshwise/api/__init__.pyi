@@ -3,16 +3,12 @@ from meshwise.api import bench as bench
 from meshwise.api import bench_hosts as bench_hosts
 from meshwise.api import check as check
 from meshwise.api import check_options as check_options
-from meshwise.api import checkpoints as checkpoints
-from meshwise.api import logs as logs
 from meshwise.api import machines as machines
 from meshwise.api import plan as plan
 from meshwise.api import plan_options as plan_options
 from meshwise.api import report as report
 from meshwise.api import run as run
-from meshwise.api import runs as runs
 from meshwise.api import script as script
-from meshwise.api import stop as stop
 from meshwise.api import submit as submit
 from meshwise.api import training as training
 from meshwise.api import weights as weights

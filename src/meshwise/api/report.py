@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshwise.records import folder as names
 from meshwise.records.files import atomic_file
+from meshwise.records.run_list import find_run
 from meshwise.spec.errors import UsageError
 from meshwise.terminal.notebook import Page, shown_by
 from meshwise.timeline.analyse import report_of
@@ -39,7 +40,7 @@ setattr(Report, "figure", figure)  # noqa: B010  # a report does not know its vi
 def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int] | None = None) -> Report:
     """Report what a run did: where its time and memory went, which rank is a straggler, and what limited the run.
 
-    run: the folder of a run, or what `mw.run` returned. None is the newest run in `runs`.
+    run: the folder or the name of a run, or what `mw.run` returned. None is the newest run in `runs`.
     steps: the first and the last step to show span by span.
 
     Raises UsageError if there is no such run.
@@ -93,8 +94,12 @@ def report_views(
 
 
 def run_folder(run: str | Path | None) -> Path:
-    """Return the folder of a run. None is the newest run in `runs`. Raises UsageError if the folder is not a run's."""
+    """Return the folder of a run. None is the newest run in `runs`. Raises UsageError if the folder is not a run's.
+
+    run: a folder, or the name of a run in `runs`, or a part of the name.
+    """
     folder = names.newest_run(RUNS) if run is None else Path(run)
+    folder = folder if folder.exists() else find_run(RUNS, str(run))
     names.read_run(folder)
     return folder
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwise.api.checkpoints import run_folder
 from meshwise.records.checkpoints import CHECKPOINTS
 from meshwise.recovery.loading import open_newest
 from meshwise.recovery.weights import Written, export_weights
@@ -17,17 +16,16 @@ from meshwise.spec.errors import UsageError
 FOLDER = "weights"
 
 
-def weights(word: str | None, out: Path | None, only: str | None, say: Callable[[str], None]) -> tuple[Path, Written]:
+def weights(folder: Path, out: Path | None, only: str | None, say: Callable[[str], None]) -> tuple[Path, Written]:
     """Write the model's weights from a run's newest complete checkpoint to a folder.
 
-    word: the run, as its folder or its name. None is the newest run.
+    folder: the folder of the run.
     out: the folder to write to. None is `weights` in the run's folder.
     only: the name of the checkpoint to read instead of the newest.
     say: called with lines about damaged or skipped files.
 
     Raises UsageError if the folder is not empty.
     """
-    folder = run_folder(word)
     out = out or folder / FOLDER
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already. Remove it, or name another folder with --out.")

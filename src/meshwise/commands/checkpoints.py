@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -16,15 +16,39 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from meshwise import api
-from meshwise.api.checkpoints import CheckpointEntry
 from meshwise.commands.completion import runs_here
+from meshwise.records import checkpoints as files
+from meshwise.records.folder import newest_run
+from meshwise.records.run_list import find_run
+from meshwise.spec.errors import CheckpointError
 from meshwise.spec.units import bytes_text, plural
 from meshwise.terminal.screen import Drawn, Screen
 from meshwise.terminal.table import table_lines
 
+RUNS = Path("runs")
 RUN = typer.Argument(metavar="RUN", help="a run: its name, a part of it or its folder", autocompletion=runs_here)
 app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One checkpoint in the list of a run's checkpoints.
+
+    saved: when it was saved, in seconds since 1970.
+    verified: whether every byte was read and compared with its checksum.
+    wrong: the damage that was found. Empty if there is none.
+    """
+
+    name: str
+    step: int
+    epoch: int
+    attempt: int
+    devices: int
+    plan: str
+    saved: float
+    size: int
+    verified: bool
+    wrong: str
 
 
 @app.command()
@@ -42,14 +66,47 @@ def checkpoints(
     meshwise checkpoints runs/20261121-140502-gpt --json  print JSON
     meshwise run --resume RUN/checkpoint/step-00000040.1  train on from a state
     """
-    folder = api.checkpoints.run_folder(run)
-    found = api.checkpoints.checkpoints(folder, verify=verify)
+    folder = run_folder(run)
+    saved = files.checkpoints_in(folder / files.CHECKPOINTS) or files.checkpoints_in(folder)
+    found = [_entry(each, verify) for each in saved]
     if as_json:
         print(json.dumps([asdict(entry) for entry in found], indent=2))
     else:
         Console().print(Drawn(lambda screen: _lines(found, folder, screen)), soft_wrap=True)
     if any(entry.wrong for entry in found):
         raise typer.Exit(1)
+
+
+def run_folder(word: str | None) -> Path:
+    """Find the folder of a run.
+
+    word: the folder, the run's name in runs/, or a part of the name. It may also be a folder to which a training loop
+        saved checkpoints itself. None is the newest run.
+    """
+    if word is not None and files.checkpoints_in(Path(word)):
+        return Path(word)
+    return newest_run(RUNS) if word is None else find_run(RUNS, word)
+
+
+def _entry(saved: files.Checkpoint, verify: bool) -> CheckpointEntry:
+    try:
+        facts, wrong = files.read_manifest(saved).facts, ""
+    except CheckpointError as error:
+        facts, wrong = {}, str(error).rstrip(".")
+    if verify and not wrong:
+        wrong = files.verified(saved)
+    return CheckpointEntry(
+        saved.path.name,
+        saved.step,
+        epoch=facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs it is the one that is over
+        attempt=saved.attempt,
+        devices=facts.get("world", 0),
+        plan=str(facts.get("plan", "")).removeprefix("Plan(").removesuffix(")"),
+        saved=facts.get("time", 0.0),
+        size=files.size_of(saved.path),
+        verified=verify,
+        wrong=wrong,
+    )
 
 
 def _lines(entries: Sequence[CheckpointEntry], folder: Path, screen: Screen) -> list[Text]:

@@ -30,7 +30,7 @@ ViewOptions = dataclasses.make_dataclass(
 @from_dataclass
 def report(
     folder: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="the folder of a run; default: the newest in runs")
+        str | None, typer.Argument(metavar="RUN", help="a run: its folder, or its name in runs; default: the newest")
     ] = None,
     other: Annotated[str | None, typer.Argument(metavar="RUN2", help="a run to compare it with")] = None,
     views: ViewOptions = ViewOptions(),  # type: ignore[valid-type]  # noqa: B008

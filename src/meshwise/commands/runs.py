@@ -1,4 +1,4 @@
-"""List the runs that there are: `meshwise runs`.
+"""List the runs that there are, and remove some: `meshwise runs`.
 
 Tested in tests/cli/test_runs.py.
 """
@@ -6,18 +6,23 @@ Tested in tests/cli/test_runs.py.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from meshwise import api, timeline
+from meshwise import timeline
 from meshwise.commands.completion import runs_here
-from meshwise.spec.errors import UsageError
+from meshwise.records.run_list import RunEntry, find_run, run_entry, run_list
+from meshwise.schedulers import slurm
+from meshwise.spec.errors import UsageError, check_known
 
+STATUSES = ("queued", "running", "finished", "stopped", "failed", "unreadable")
 FOLDER = typer.Option("--in", metavar="DIR", help="the folder in which the runs lie")
 NAME = typer.Argument(metavar="NAME", help="a run's name, a part of it, or its folder", autocompletion=runs_here)
 app = typer.Typer(name="runs", add_completion=False)
@@ -32,20 +37,25 @@ def runs(
     job: Annotated[str | None, typer.Option(help="only those with this in their job or script")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
 ) -> None:
-    """List the runs of a folder: job, plan, status, metric, time, size. Remove a run, or open its page.
+    """List the runs of a folder: job, plan, status, metric, time, size. Or remove runs.
 
     \b
     meshwise runs                              list all runs in runs/
     meshwise runs --status failed --job mnist  list failed runs of a job
     meshwise runs remove 20261121-105309       remove the run of this name
-    meshwise runs open mnist-cnn               show the page of a run
     """
     context.obj = Path(folder)
     if context.invoked_subcommand is not None:
         if status or name or job or as_json:
             raise UsageError(f"meshwise runs {context.invoked_subcommand} takes only names. Remove the other options.")
         return
-    found = api.runs.runs(Path(folder), status=status, name=name, job=job)
+    if status is not None:
+        check_known("--status", status, STATUSES)
+    found = [
+        entry
+        for entry in _with_queue(run_list(Path(folder)))
+        if status in (None, entry.status) and (name or "") in entry.name and (job or "") in entry.job
+    ]
     if as_json:
         print(json.dumps([asdict(entry) | {"folder": str(entry.folder)} for entry in found], indent=2))
     else:
@@ -60,25 +70,58 @@ def remove(
     force: Annotated[bool, typer.Option("--force", help="also a run that is marked as running")] = False,
 ) -> None:
     """Remove runs with all that is in their folders."""
-    found = api.runs.to_remove(context.obj, words, running=force)
+    found = _to_remove(context.obj, words, running=force)
     for entry in found:
         print(f"{entry.folder}  {entry.job}  {entry.status}")
     if not yes and not _agreed(len(found)):
         raise typer.Exit(1)
     for entry in found:
-        api.runs.remove(entry)
+        try:
+            shutil.rmtree(entry.folder)
+        except OSError as error:
+            raise UsageError(
+                f"{entry.folder} cannot be removed completely ({error.strerror}). Remove what is left of it by hand."
+            ) from None
         print(f"removed     {entry.folder}")
 
 
-@app.command("open")
-def open_page(
-    context: typer.Context,
-    word: Annotated[str, NAME],
-    browser: Annotated[bool, typer.Option(help="show it in a browser")] = True,
-) -> None:
-    """Write a run's page (report.html), and show it in a browser."""
-    page, shown = api.runs.open_page(context.obj, word, browser=browser)
-    print(f"{'opened' if shown else 'written':<10}  {page}")
+def _with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
+    """Return all entries, with the state that the cluster's queue tells of the runs that were submitted to it."""
+    jobs = [entry.scheduler_job for entry in entries if entry.scheduler_job]
+    known = slurm.queue(jobs)
+    return [_in_queue(entry, known) for entry in entries]
+
+
+def _in_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:
+    job = known.get(entry.scheduler_job)
+    if job is None:
+        if not (entry.scheduler_job and entry.status == "queued" and slurm.answers()):
+            return entry
+        output = f"slurm-{entry.scheduler_job}.out"
+        why = f"see its {output}" if (entry.folder / output).exists() else "left the queue before its start"
+        return replace(entry, status="failed", queue=why)
+    entry = replace(entry, partition=job.partition)
+    if job.state == slurm.RUNNING:
+        return entry if entry.status == "running" else replace(entry, queue="starting")
+    why = f" ({job.reason})" if job.reason not in ("", "None") else ""
+    return replace(entry, status="queued", queue=f"{job.state.lower()}{why}")
+
+
+def _to_remove(parent: Path, words: Sequence[str], *, running: bool) -> list[RunEntry]:
+    """Return the runs that `words` name. Raises UsageError for a run in the queue, and for a symbolic link to a run
+    folder. A run that is running also raises UsageError, unless `running` is set."""
+    found = _with_queue([run_entry(find_run(parent, word)) for word in words])
+    entries = {entry.folder: entry for entry in found}
+    for entry in entries.values():
+        if entry.status == "queued" and entry.queue:
+            raise UsageError(f"{entry.name} is in the queue, {entry.queue}. Stop it first: meshwise stop {entry.name}")
+        if entry.status == "running" and not running:
+            raise UsageError(
+                f"run {entry.name} is still running. Use meshwise stop, or --force if its launcher was killed."
+            )
+        if entry.folder.is_symlink():
+            raise UsageError(f"{entry.folder} is a symbolic link. Remove it by hand, and name the folder behind it.")
+    return list(entries.values())
 
 
 def _agreed(count: int) -> bool:

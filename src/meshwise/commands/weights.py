@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from meshwise import api
-from meshwise.commands.checkpoints import RUN
+from meshwise.commands.checkpoints import RUN, run_folder
 from meshwise.spec.units import bytes_text, plural
 
 app = typer.Typer(add_completion=False)
@@ -36,7 +36,7 @@ def weights(
     meshwise weights mnist-cnn --out weights       write to the folder weights
     meshwise weights gpt --checkpoint step-00000040.1   write an older state
     """
-    folder, written = api.weights.weights(run, Path(out) if out else None, checkpoint, _say)
+    folder, written = api.weights.weights(run_folder(run), Path(out) if out else None, checkpoint, _say)
     files = plural(len(written.files), "file")
     print(f"step {written.step}: {plural(written.tensors, 'tensor')}, {bytes_text(written.size)} in {files}: {folder}")
 
