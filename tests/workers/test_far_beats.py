@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from meshwise.workers import far_beats, hang
-from meshwise.workers.far_beats import FarBeats
+from meshwise.workers import hang, nodes
 from meshwise.workers.hang import HangWatch
 from meshwise.workers.heartbeat import Heartbeat, beat_path
+from meshwise.workers.nodes import FarBeats
 
 ALL = "0,1,2/"
 
@@ -55,7 +55,7 @@ class Cluster:
     def __init__(self, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter_ns=lambda: round(self.now * 1e9))
-        for module in (hang, far_beats):
+        for module in (hang, nodes):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr("meshwise.workers.heartbeat.time", clock)
         kept: dict[str, str] = {}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwise.launcher.supervise import PRELOAD
+from meshwise.job.options import PRELOAD
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import PlanError, UsageError, WorkerFailed
 from meshwise.workers.fork_server import LISTENS, Forks

@@ -197,8 +197,8 @@ def test_where_steps_are_few_a_rank_that_computes_is_not_silent(
     two = Ranks(tmp_path, monkeypatch, 60.0)
     two.watch = HangWatch(tmp_path, 60.0, idle=True)
     busy = True
-    monkeypatch.setattr("meshwise.workers.idle._seconds", lambda pid: 0.1 * two.now if busy else 0.0)
-    monkeypatch.setattr("meshwise.workers.idle.children_of", lambda pid: [])
+    monkeypatch.setattr("meshwise.workers.stuck._seconds", lambda pid: 0.1 * two.now if busy else 0.0)
+    monkeypatch.setattr("meshwise.workers.stuck.children_of", lambda pid: [])
 
     def told(seconds: float) -> list[hang.Hang]:
         found = []

@@ -161,7 +161,7 @@ def test_different_programs_are_refused_on_all_machines(cluster: Cluster) -> Non
 
 def test_a_launcher_that_was_started_again_is_not_the_one_that_was_there(cluster: Cluster) -> None:
     nodes = met(cluster, [1, 1])
-    Meeting(lambda: cluster.stores[0], "1.again").set("machine/1", '{"name": "1.again"}')
+    Meeting(lambda: cluster.stores[0], "1.again").set("machine/1", {"name": "1.again"})
     until(nodes[0].lost)
     lost = nodes[0].lost()
     assert lost is not None and "machine 1 of 2 (rank 1) is lost: its launcher was started again" in lost.message

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 
+from meshwise.job.options import PRELOAD
 from meshwise.launcher.alone import Alone
 from meshwise.launcher.devices_left import DevicesLeft
 from meshwise.launcher.restarts import Restarts
@@ -46,7 +47,7 @@ WITHOUT_RECORDS = (
     "The run {ended}, but its folder {folder} was removed or moved meanwhile. The records and states that "
     "the run would have written there are lost."
 )
-STOPS = (signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []), *WARNINGS)
+STOPS = (signal.SIGINT, signal.SIGHUP, *WARNINGS)
 """Signals to the launcher that end the run. All ranks stop after the same step."""
 
 
@@ -160,10 +161,6 @@ def metrics_line(message: Mapping[str, Any]) -> str:
     parts = [metric_text(name, value) for name, value in message["metrics"].items()]
     parts += ["best so far"] if message["best"] else []
     return f"epoch {message['epoch']}/{message['epochs']}{step}  test {'  '.join(parts)}"
-
-
-PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
-"""Modules that a fork server imports for training workers. (The first optimizer imports `torch._dynamo`.)"""
 
 
 def supervise(

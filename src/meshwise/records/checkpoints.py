@@ -146,12 +146,11 @@ def run_and_checkpoint(path: Path) -> tuple[Path, str | None]:
 
 def sync_folder(folder: Path) -> None:
     """Sync the directory entries of a folder to the disk."""
-    if os.name != "nt":
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def write_file(path: Path, *contents: bytes | memoryview) -> StoredFile:

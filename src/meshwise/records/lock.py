@@ -8,10 +8,10 @@ was killed with all its processes, and a run that is still going on cannot be re
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -21,9 +21,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwise.spec.errors import UsageError
-
-if sys.platform != "win32":  # there nobody holds anything
-    import fcntl
 
 LOCK, STATE_LOCK, PREDICTIONS_LOCK, TRIES = "run.lock", "state.lock", "predict.lock", 5
 REFUSALS = {
@@ -48,8 +45,8 @@ class Work:
 
 
 class FolderLock:
-    """A lock on a folder, held until `close` or the end of the process. On Windows, and on a file system without locks,
-    nothing is locked.
+    """A lock on a folder, held until `close` or the end of the process. On a file system without locks, nothing is
+    locked.
 
     The constructor raises UsageError if another process holds the lock, and names that process. There are two
     exceptions, in which the lock is taken from the other process.
@@ -62,8 +59,6 @@ class FolderLock:
 
     def __init__(self, folder: Path, name: str = LOCK, *, work: Work | None = None, claimed: bool = False) -> None:
         self._file: IO[str] | None = None
-        if sys.platform == "win32":
-            return
         work = work or Work()
         if claimed:
             (folder / name).unlink(missing_ok=True)
@@ -96,8 +91,7 @@ def _let_go_in_child() -> None:
         lock.close()
 
 
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
@@ -129,8 +123,6 @@ def _take(file: IO[str]) -> None:
 
 def is_abandoned(folder: Path) -> bool:
     """Return whether a launcher held the folder before and no launcher holds it now. False if this cannot be known."""
-    if sys.platform == "win32":
-        return False
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
         return not _is_held(file)
     return False
@@ -138,8 +130,6 @@ def is_abandoned(folder: Path) -> bool:
 
 def refuse_held(folder: Path) -> None:
     """Raise UsageError if a run's launcher holds the folder. The folder is not locked by this call."""
-    if sys.platform == "win32":
-        return
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
         if _is_held(file):
             raise UsageError(f"{folder}: {REFUSALS[LOCK].format(by=_told(file.read()))}")

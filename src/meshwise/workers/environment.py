@@ -10,7 +10,7 @@ Tested in tests/workers/test_join.py.
 from __future__ import annotations
 
 import os
-import sys
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,9 +19,6 @@ from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.workers.launchers.find import place_in
-
-if sys.platform != "win32":
-    import resource
 
 FILES, FILES_OF_WORKER = 44, 2
 """How many open files a small job was measured to need, and how many more per worker. User libraries open more."""
@@ -57,7 +54,7 @@ def result_path(task: Path, rank: int) -> Path:
 def refuse_few_files(workers: int) -> None:
     """Raise WorkerFailed if this process, and therefore each worker, may open too few files."""
     least = FILES + FILES_OF_WORKER * workers
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else least
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < least:
         opens = f"{plural(workers, 'worker')} and their launcher open at least {least} files"
         text = f"{opens}, but the limit is {limit}. Raise the limit with ulimit -n 4096."

@@ -8,8 +8,7 @@
 
 The server forks before any code has used a device or started a thread of torch, as CUDA and OpenMP require
 (tests/every_import.py); a worker that cannot use its device after the fork is started anew, without a fork.
-When the launcher dies, the server dies, and with it (PR_SET_PDEATHSIG) every worker. Linux only: on other systems,
-libraries that torch loads do not survive a fork.
+When the launcher dies, the server dies, and with it (PR_SET_PDEATHSIG) every worker.
 Tested in tests/workers/test_fork_server.py.
 """
 
@@ -149,21 +148,21 @@ class Forks:
         self._preload, self._stays = preload, stays
         self._server: ForkServer | None = None
 
-    def server(self, variables: Mapping[str, str]) -> ForkServer | None:
-        """Return the fork server, after starting it if there is none yet. None on systems other than Linux."""
-        if self._server is None and sys.platform == "linux":
+    def server(self, variables: Mapping[str, str]) -> ForkServer:
+        """Return the fork server, after starting it if there is none yet."""
+        if self._server is None:
             self._server = ForkServer(self._preload, variables)
         return self._server
 
-    def end_launch(self, workers: Sequence[subprocess.Popen[bytes] | ForkedWorker]) -> None:
+    def end_launch(self, workers: Sequence[ForkedWorker]) -> None:
         """Clean up after a launch whose workers were killed. Close the server unless it can serve another launch."""
         until = time.monotonic() + KILL_TIMEOUT
-        alive = [w for w in workers if not _is_over(w)] if self._stays else list(workers)
+        alive = [w for w in workers if w.told() is None] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
             for worker in alive:  # again: one that was only just forked did not lead its group then
                 kill_group(worker.pid or 0)
             time.sleep(0.01)
-            alive = [w for w in alive if not _is_over(w)]
+            alive = [w for w in alive if w.told() is None]
         if alive or (self.process is not None and self.process.poll() is not None):
             self.close()
 
@@ -177,28 +176,6 @@ class Forks:
         if self._server is not None:
             self._server.close()
             self._server = None
-
-
-def start_worker(
-    server: ForkServer | None,
-    task: str,
-    variables: dict[str, str],
-    output: tuple[int, int],
-    listener: socket.socket | None = None,
-) -> subprocess.Popen[bytes] | ForkedWorker:
-    """Start a worker process in a session of its own."""
-    kept = [] if listener is None else [listener.fileno()]
-    if server is not None:
-        return server.start([task], variables, [*output, *kept])
-    return subprocess.Popen(
-        [sys.executable, "-m", "meshwise.workers", task],
-        env=variables | ({LISTENER: str(kept[0])} if kept else {}),
-        stdin=subprocess.DEVNULL,
-        stdout=output[0],
-        stderr=output[1],
-        pass_fds=kept,
-        start_new_session=True,
-    )
 
 
 class ForkedWorker:
@@ -288,10 +265,6 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(KILL_TIMEOUT)
     return None
-
-
-def _is_over(worker: subprocess.Popen[bytes] | ForkedWorker) -> bool:
-    return (worker.told() if isinstance(worker, ForkedWorker) else worker.poll()) is not None
 
 
 def _status_of_ended(pid: int) -> int | None:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.spec.words import ranks_text
-from meshwise.workers.far_beats import Far
 from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
+from meshwise.workers.nodes import Far
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between two looks

@@ -37,7 +37,7 @@ PEERS = ">"
 """The suffix of the group name of a send or a receive. For a message to or from rank 3, the group name is `3/>`."""
 PLAIN = "plain"
 """Suffix of the name of the group of all ranks, in a program that does not call meshwise (it reports few phases)."""
-SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
+SIGNAL = signal.SIGRTMIN + 9
 """The signal that asks a process to write its Python stack to a file."""
 
 
@@ -229,9 +229,8 @@ def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
     """
     global beat
     beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
-    if SIGNAL is not None:
-        # Written in the signal's handler, in C: also while other code holds Python's lock.
-        faulthandler.register(SIGNAL, stack_path(folder, rank).open("ab"), all_threads=False)
+    # Written in the signal's handler, in C: also while other code holds Python's lock.
+    faulthandler.register(SIGNAL, stack_path(folder, rank).open("ab"), all_threads=False)
 
 
 @contextlib.contextmanager

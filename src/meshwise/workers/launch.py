@@ -32,13 +32,12 @@ from meshwise.workers import environment, failure
 from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, listening
 from meshwise.workers.divergence import DivergenceWatch, divergence, last_verbs
 from meshwise.workers.failure import Failure
-from meshwise.workers.far_beats import FarBeats
-from meshwise.workers.fork_server import Forks, start_worker
+from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import Halt
 from meshwise.workers.hang import ASKED, HangWatch
 from meshwise.workers.heartbeat import steps_of
 from meshwise.workers.listeners import Listeners
-from meshwise.workers.nodes import Nodes
+from meshwise.workers.nodes import FarBeats, Nodes
 from meshwise.workers.scratch import scratch_folder
 from meshwise.workers.store import SILENCE
 from meshwise.workers.watched import State, WatchedWorker, shown
@@ -127,8 +126,8 @@ class _Launcher:
             log = self.listeners.log(self.folder, rank)
             pipes = [os.pipe(), os.pipe()] if rank == 0 else []
             stdout, stderr = [write for _, write in pipes] or [log.fileno()] * 2
-            server, kept = self._forks.server(variables), listener if rank == 0 else None
-            process = start_worker(server, str(task), variables, (stdout, stderr), kept)
+            kept = [listener.fileno()] if rank == 0 and listener else []
+            process = self._forks.server(variables).start([str(task)], variables, [stdout, stderr, *kept])
             entry = WatchedWorker(rank, process, log)
             self.workers.append(entry)
             for name, (read, write) in zip(("stdout", "stderr"), pipes, strict=False):

@@ -64,14 +64,14 @@ class Machines:
         return self._leader == self.me.node
 
     def _present(self) -> None:
-        self._meeting.set(f"machine/{self.me.node}", json.dumps(asdict(self.me)))
+        self._meeting.set(f"machine/{self.me.node}", asdict(self.me))
 
     def _link(self, address: tuple[str, int]) -> Link:
         return Link(address, self._secret.value, REACH_TIMEOUT)
 
     def _machine(self, node: int) -> Member | None:
         told = self._meeting.try_get(f"machine/{node}")
-        return None if told is None else Member(**json.loads(told))
+        return None if told is None else Member(**told)
 
     def meet(self, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print) -> Nodes:
         """Wait for all machines, and begin the first attempt of the run. If the run has already begun, make the other
@@ -88,15 +88,14 @@ class Machines:
         else:
             self._present()
             if self.leads:
-                self._meeting.set("asked", json.dumps(asked or {}))
+                self._meeting.set("asked", asked or {})
         until = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
 
         def look() -> None:
             if ends := self._meeting.try_get("ends"):
-                told = json.loads(ends)
-                raise WorkerFailed("the run has ended without this machine.", exit_code=told["code"])
+                raise WorkerFailed("the run has ended without this machine.", exit_code=ends["code"])
             if self._meeting.try_get("begins") is None and (told := self._meeting.try_get("moved")):
-                self._follow(dict(json.loads(told)), dict(asked or {}), say)
+                self._follow(told, dict(asked or {}), say)
             waits, stranger = self._meeting.try_get("begins") is None, self._store.door.stranger
             if self._meeting.error is not None or (waits and time.monotonic() > until):
                 raise WorkerFailed(
@@ -134,8 +133,7 @@ class Machines:
 
     def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
         """Register this machine for the next attempt of a run that is under way."""
-        theirs = json.loads(self._meeting.try_get("asked") or "{}")
-        for name, value in theirs.items():
+        for name, value in (self._meeting.try_get("asked") or {}).items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
                 raise UsageError(
                     f"the run uses {name} {value}, but this machine was started with {own}. Use the same command on "
@@ -163,7 +161,7 @@ class Machines:
                 contextlib.suppress(OSError, ValueError),
                 contextlib.closing(self._link(self._rdzv)) as link,
             ):
-                link.exchange(self.me.name, {"moved": json.dumps(moved)}, 0)
+                link.exchange(self.me.name, {"moved": moved}, 0)
             time.sleep(CALL_EVERY)
 
     # Between two attempts.
@@ -208,7 +206,7 @@ class Machines:
         own = next(m for m in members if m.node == self.me.node)
         listener = listening(listens_at(alone=self._rdzv is not None and is_here(self._rdzv[0])))
         begins = Beginning(number, (own, *others), int(listener.getsockname()[1]), facts)
-        self._meeting.set("begins", json.dumps(asdict(begins)))
+        self._meeting.set("begins", asdict(begins))
         self.nodes = Nodes(self._meeting, self.me.node, self.nnodes, begins, listener)
         return self.nodes
 
@@ -224,7 +222,7 @@ class Machines:
         """Announce that the run ends, and how. Only the leader calls this method."""
         if not self._ended:
             self._ended = True
-            self._meeting.set("ends", json.dumps(facts))
+            self._meeting.set("ends", facts)
 
     def leave(self, code: int) -> None:
         """Leave the run. Machines that wait to join learn that the run has ended. code: the exit code of the run."""
@@ -249,7 +247,7 @@ class Machines:
             if begins := self.announced(self.nodes.begins.number):
                 return self._begin(begins)
             if told := self._meeting.try_get("ends"):
-                return dict(json.loads(told))
+                return dict(told)
             if self._meeting.silence is not None or self._meeting.error is not None or time.monotonic() > until:
                 self._move()
                 until = time.monotonic() + LEAD_TIMEOUT
@@ -283,7 +281,7 @@ class Machines:
         self._store.forget_gone()
         self._leader, self._meeting = node, Meeting(lambda: store, self.me.name)
         if self.leads:
-            self._meeting.set("asked", asked or "{}")
+            self._meeting.set("asked", asked or {})
             threading.Thread(target=self._call_back, name="meshwise-call", daemon=True).start()
         begins = self.nodes.begins
         members = sorted(begins.members, key=lambda m: (m.node != node, m.node))

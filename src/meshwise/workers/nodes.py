@@ -4,26 +4,27 @@ The machines number the ranks, compare their settings, and send each other news 
 
 Each machine tells when a worker failed or a halt was asked for, so that no machine goes on alone. Each is heard from
 several times a second; all others take a silent one for lost. machines.py decides who takes part in the next attempt.
-Tested in tests/workers/test_nodes.py.
+Tested in tests/workers/test_nodes.py, tests/workers/test_far_beats.py and tests/faults/test_far_hangs.py.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
 from meshwise.workers.failure import Failure
+from meshwise.workers.heartbeat import Beat, CollectiveCall
 from meshwise.workers.store import Meeting
 
 ELSEWHERE = "on another machine:\n"
 TELL_TIMEOUT = 3.0  # seconds for a failure to be heard by the others, before this machine leaves
+EVERY = 1.0  # seconds between two words on the ranks of a machine
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,8 @@ class Beginning:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, text: str) -> Beginning:
-        """Parse an announcement from the text that `json.dumps(asdict(…))` made of it."""
-        told = json.loads(text)
+    def of(cls, told: Mapping[str, Any]) -> Beginning:
+        """Return the announcement from the values that `asdict` made of it."""
         return cls(**{**told, "members": tuple(Member(**member) for member in told["members"])})
 
 
@@ -90,12 +90,11 @@ class Nodes:
 
     def set(self, key: str, value: object) -> None:
         """Send a value to the other machines of this attempt."""
-        self._meeting.set(f"{self.begins.number}/{key}", json.dumps(value))
+        self._meeting.set(f"{self.begins.number}/{key}", value)
 
     def try_get(self, key: str) -> Any:
         """Return the value that some machine has set under `key`."""
-        told = self._meeting.try_get(f"{self.begins.number}/{key}")
-        return None if told is None else json.loads(told)
+        return self._meeting.try_get(f"{self.begins.number}/{key}")
 
     def get(self, key: str) -> Any:
         """Wait for the value that some machine sets under `key`, and return it. Raises WorkerFailed if a machine is
@@ -141,7 +140,7 @@ class Nodes:
             gone = seconds == math.inf or (leader and self._meeting.error is not None)
             return "its launcher is gone" if gone else f"it has not answered for {seconds:.1f} s"
         told = self._meeting.try_get(f"machine/{member.node}")
-        again = told is not None and json.loads(told)["name"] != member.name
+        again = told is not None and told["name"] != member.name
         return "its launcher was started again" if again else ""
 
     def fail(self, text: str, failure: Failure | None, exit_code: int) -> None:
@@ -191,3 +190,87 @@ class Nodes:
 
     def _said(self, what: Sequence[str], member: Member) -> bool:
         return any(self.try_get(f"{each}/{member.node}") for each in what)
+
+
+@dataclass(frozen=True)
+class Far:
+    """The state of a rank on another machine, as that machine last reported it.
+
+    beat: what the rank last reported.
+    silence: for how many seconds the rank has reported no progress. If the rank makes progress, this is 0, and the
+        machine does not report `beat` and `stopped`. They have their default values then.
+    stopped: whether the rank's process is stopped.
+    """
+
+    beat: Beat = field(default_factory=Beat)
+    silence: float = 0.0
+    stopped: bool = False
+
+
+class FarBeats:
+    """Exchanges the states of ranks with the other machines of an attempt, to find the ranks that cause a hang."""
+
+    def __init__(self, nodes: Nodes | None) -> None:
+        """nodes: the machines of the attempt. None on one machine, where nothing needs to be exchanged."""
+        self._nodes, self._told = nodes, 0.0
+        self._heard: dict[int, tuple[Any, float]] = {}
+        self._said: dict[int, Any] = {}
+
+    def tell(self, here: Callable[[], Mapping[int, Far]]) -> None:
+        """Tell the other machines about the ranks of this machine, at most once per EVERY seconds. here: returns their
+        states."""
+        now = time.monotonic()
+        if self._nodes is not None and now - self._told >= EVERY:
+            self._told = now
+            self._nodes.set(f"beats/{self._nodes.node_rank}", {rank: _plain(far) for rank, far in here().items()})
+
+    def heard(self) -> dict[int, Far]:
+        """Return the state of each rank on the other machines, as far as these machines have reported it."""
+        found, now = dict[int, Far](), time.monotonic()
+        for node in self._others():
+            told, at = self._heard.get(node, (None, now))
+            if self._nodes is not None and (news := self._nodes.try_get(f"beats/{node}")) != told:
+                told, at = self._heard[node] = news, now
+            for rank, one in (told or {}).items():
+                found[int(rank)] = _read(one, now - at)
+        return found
+
+    def say(self, text: str) -> None:
+        """Make the launchers of the other machines show this text."""
+        if self._nodes is not None:
+            self._nodes.set(f"hang/{self._nodes.node_rank}", text)
+
+    def news(self) -> Iterator[str]:
+        """Yield the texts that other machines have sent with `say` since the last call."""
+        for node in self._others():
+            assert self._nodes is not None
+            text = self._nodes.try_get(f"hang/{node}")
+            if text is not None and text != self._said.get(node):
+                self._said[node] = text
+                yield f"machine {node}: {text}"
+
+    def _others(self) -> list[int]:
+        return [] if self._nodes is None else [member.node for member in self._nodes.others]
+
+
+def _plain(far: Far) -> dict[str, Any]:
+    """Convert the state of a rank to values for JSON."""
+    last = replace(far.beat, steps=(), recent=far.beat.recent[-1:])
+    return asdict(replace(far, beat=_turned(last), silence=round(far.silence, 2))) if far.silence else {}
+
+
+def _read(told: Mapping[str, Any], since: float) -> Far:
+    if not told:
+        return Far()
+    values, ago = dict(told["beat"]), round(since * 1e9)
+    rows = [one and one | {"at": one["at"] + ago} for one in (*values["recent"], values["waits_in"])]
+    calls = [one and CollectiveCall(**one) for one in rows]
+    beat = Beat(**{**values, "recent": calls[:-1], "waits_in": calls[-1]})
+    return Far(_turned(beat), told["silence"] + since, told["stopped"])
+
+
+def _turned(beat: Beat) -> Beat:
+    """Return a beat with how long ago its calls were, in place of their times, or the other way round."""
+    now = time.perf_counter_ns()
+    calls = [one and replace(one, at=now - one.at) for one in (*beat.recent, beat.waits_in)]
+    return replace(beat, recent=[one for one in calls[:-1] if one], waits_in=calls[-1])

@@ -10,20 +10,17 @@ Tested in tests/workers/test_scratch.py.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from meshwise.spec.errors import UsageError
-
-if sys.platform != "win32":  # there nobody sees who lives, and nothing is swept
-    import fcntl
 
 PREFIX, OWNED = "meshwise-", "owned.lock"
 
@@ -64,9 +61,8 @@ def own(folder: Path) -> IO[bytes]:
     """Protect a temporary folder of meshwise from `sweep`, which removes the folders of commands that have ended. The
     folder is protected as long as the returned file, its lock file, is open in some process."""
     file = (folder / OWNED).open("ab")
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):  # a file system without locks: it is not swept either
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError):  # a file system without locks: it is not swept either
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return file
 
 
@@ -79,8 +75,6 @@ def sweep_once() -> None:
 
 def sweep(parent: Path) -> None:
     """Remove from `parent` the folders that commands of this user have made and that have no living owner."""
-    if sys.platform == "win32":
-        return
     with os.scandir(parent) as entries:
         found = [Path(entry) for entry in entries if entry.name.startswith(PREFIX)]
     for folder in found:

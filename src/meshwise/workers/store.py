@@ -41,23 +41,23 @@ class Answer:
     """
 
     version: int
-    new: Mapping[str, str]
+    new: Mapping[str, Any]
     silent: Mapping[str, float]
 
 
 class Store:
-    """A key-value store in the memory of this process. Other machines reach it at a port."""
+    """A key-value store in the memory of this process. Other machines reach it at a port. Values are values of JSON."""
 
     def __init__(self, secret: bytes, port: int = 0, listens: int | None = None, host: str = "") -> None:
         """Begin to serve the store."""
-        self._kept: dict[str, tuple[int, str]] = {}
+        self._kept: dict[str, tuple[int, Any]] = {}
         self._heard: dict[str, float] = {}
         self._version, self._lock = 0, threading.Lock()
         server = listening(host, port) if listens is None else socket.socket(fileno=listens)
         self.door = Doorkeeper(server, secret, PURPOSE, self._serve)
         self.port = self.door.port
 
-    def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
+    def exchange(self, name: str, told: Mapping[str, Any], since: int) -> Answer:
         """Set values in the store, and return the values that have changed since an earlier exchange.
 
         name: the name of the machine that calls.
@@ -87,9 +87,8 @@ class Store:
         with contextlib.suppress(*wrong):
             while message := line.receive():
                 asked = json.loads(message)
-                told = {str(key): str(value) for key, value in asked["told"].items()}
                 name = str(asked["name"])
-                answer = self.exchange(name, told, int(asked["since"]))
+                answer = self.exchange(name, asked["told"], int(asked["since"]))
                 line.send(json.dumps(vars(answer)).encode())
         with self._lock:
             if name in self._heard:  # its process is gone, or has hung up: nobody waits for it
@@ -106,7 +105,7 @@ class Link:
         self.host = str(connection.getsockname()[0])
         """The address at which the machine that keeps the store can reach this machine."""
 
-    def exchange(self, name: str, told: Mapping[str, str], since: int) -> Answer:
+    def exchange(self, name: str, told: Mapping[str, Any], since: int) -> Answer:
         """Do as `Store.exchange`. Raises OSError or ValueError if the store is lost."""
         asked: dict[str, Any] = {"name": name, "told": dict(told), "since": since}
         self._line.send(json.dumps(asked).encode())
@@ -127,10 +126,10 @@ class Meeting:
         """connect: a function that returns the store by which the machines of a run exchange values, or raises
         OSError."""
         self._connect, self._name = connect, name
-        self._out: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._written = self._asked = 0
-        self._told: dict[str, str] = {}
-        self._known: dict[str, str] = {}
+        self._told: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
         self._silent: dict[str, float] = {}
         self._wake, self._over = threading.Event(), threading.Event()
         self.store: Store | Link | None = None
@@ -141,8 +140,9 @@ class Meeting:
         """When the store last answered (monotonic). 0 before the first answer."""
         threading.Thread(target=self._run, name="meshwise-meeting", daemon=True).start()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: object) -> None:
         """Send a value to the other machines, within ROUND seconds. A value that has not changed is not sent again."""
+        value = json.loads(json.dumps(value))  # here as the others get it
         if self._told.get(key) == value:
             return
         self._told[key] = value
@@ -150,7 +150,7 @@ class Meeting:
         self._out.put((key, value))
         self._wake.set()
 
-    def try_get(self, key: str) -> str | None:
+    def try_get(self, key: str) -> Any:
         """Return the value of a key that any machine has set, or None if there is no value."""
         return self._known.get(key)
 

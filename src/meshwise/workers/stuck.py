@@ -2,7 +2,7 @@
 
 This module also tells whether a process computes, by its CPU time.
 
-On Linux, the state is read from /proc. The stack is asked for by a signal (heartbeat.py), which is sent only to a
+The state is read from /proc. The stack is asked for by a signal (heartbeat.py), which is sent only to a
 process that handles it, since it would kill any other. Tested in tests/workers/test_hang.py.
 """
 
@@ -114,7 +114,7 @@ def children_of(pid: int) -> list[int]:
 
 def _asked(pid: int, stack: Path) -> str:
     """Ask a process by SIGNAL for its Python stack. Return what it writes to `stack`, or "" without an answer."""
-    if SIGNAL is None or not _handles(pid, SIGNAL):
+    if not _handles(pid, SIGNAL):
         return ""
     before = _size(stack)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +37,7 @@ class WatchedWorker:
     """
 
     rank: int
-    process: subprocess.Popen[bytes] | ForkedWorker
+    process: ForkedWorker
     log: BinaryIO
     state: State = State.RUNNING
     failure: Failure | None = None
@@ -52,7 +51,7 @@ class WatchedWorker:
 
     def died(self, status: int) -> None:
         """Record that the worker ended without a report. status: its exit status."""
-        server = self.process.server.process if isinstance(self.process, ForkedWorker) else None
+        server = self.process.server.process
         with_server = server is not None and server.poll() is not None
         culprit = server if server is not None and with_server else self.process
         evidence = partial(control_groups.evidence, self.kills)

@@ -110,15 +110,13 @@ def watch_files(channel: WorkerChannel) -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux, let the kernel kill this process when its parent dies, even while this process holds the GIL."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Let the kernel kill this process when its parent dies, even while this process holds the GIL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def bind_to_cores(cores: str) -> None:
     """Bind this process to the CPU cores in a comma-separated text."""
-    if cores and hasattr(os, "sched_setaffinity"):
+    if cores:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
