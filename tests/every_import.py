@@ -68,7 +68,7 @@ def stand_in() -> None:
 
 def serve_nobody() -> None:
     """The life of a fork server whose launcher is gone at once."""
-    from meshwise.launcher.supervise import PRELOAD
+    from meshwise.job.options import PRELOAD
     from meshwise.workers.__main__ import _serve
 
     assert PRELOAD == FIRST

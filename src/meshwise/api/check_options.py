@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from meshwise.job.job import Job
-from meshwise.job.options import ARGUMENT, JOB, settle
-from meshwise.launcher.supervise import PRELOAD
+from meshwise.job.options import ARGUMENT, JOB, PRELOAD, settle
 from meshwise.spec.arguments import Plain
 from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError

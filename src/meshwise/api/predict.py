@@ -14,10 +14,10 @@ from rich.console import Console
 from torch import nn
 
 from meshwise.job.job import Job
+from meshwise.job.options import PRELOAD
 from meshwise.jobs.registry import find_in_file, find_job
 from meshwise.launcher.placing import ask_for_kind, check_kind, refuse_devices
 from meshwise.launcher.start import worker_slots
-from meshwise.launcher.supervise import PRELOAD
 from meshwise.machine.find import describe
 from meshwise.parallel.fits import check_fits
 from meshwise.prediction.options import PredictOptions

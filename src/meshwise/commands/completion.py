@@ -11,9 +11,9 @@ from pathlib import Path
 
 from meshwise.spec.devices import DEVICE_KINDS
 from meshwise.spec.plan import Plan
-from meshwise.tracking.trackers import TRACKERS
 
 BUILT_IN = ("gpt", "mlp", "mnist-cnn", "mnist-mlp")
+TRACKERS = ("mlflow", "tensorboard", "wandb")
 
 
 def _those(words: Iterable[str], begun: str) -> list[str]:

@@ -30,6 +30,8 @@ from meshwise.workers.node_options import NodeOptions
 LOG_EVERY, CHECK_EVERY = 100, 500
 STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
+PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
+"""Modules that a fork server imports for training workers. (The first optimizer imports `torch._dynamo`.)"""
 AUTO = "auto"
 AUTO_OF_A_SCRIPT = "--plan auto works only for jobs, not for scripts. Save a plan with meshwise plan --save FILE."
 """The error message for `--plan auto` with a script. For a script, the plan must be a saved one."""
