@@ -5,12 +5,17 @@ whole/reads.py, splits/term.py and whole/view.py."""
 
 from __future__ import annotations
 
+import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from meshwise.spec import errors
 from meshwise.whole import call
@@ -96,3 +101,36 @@ def test_ranks_with_dropout_end_alike(pool: Any) -> None:
     first, *others = pool(3).run(whole, with_dropout)
     for other in others:
         assert apart(other, first)[0] == 0
+
+
+def by_hand(distribute: Distribute, *, twice: bool = False) -> list[float]:
+    """Steps whose gradients `torch.autograd.grad` returns. twice: of a loss with a penalty on them."""
+    data = TensorDataset(torch.randn(20, 6), torch.randint(3, (20,)))
+    model = mlp(3, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = distribute(model, optimizer, DataLoader(data, 8, shuffle=True))
+    losses, parameters = [], list(model.parameters())
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, parameters, create_graph=twice)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient.detach()
+        losses += [loss.item(), nn.utils.clip_grad_norm_(parameters, 0.1).item()]
+        optimizer.step()
+    return losses
+
+
+def planned(file: Path, twice: bool = False) -> Any:
+    """What a rank leaves under the plan of a file."""
+    with patch.dict(os.environ, MESHWISE_PLAN=str(file)):
+        return whole(partial(by_hand, twice=twice))
+
+
+@pytest.mark.parametrize("plan", ["shard = 2", "tensor = 2"])
+def test_gradients_of_divided_parameters_are_returned_once(plan: str, pool: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(plan)
+    for got in pool(2).run(planned, file):
+        assert_equal(got, run(by_hand))
+    with pytest.raises(CaseFailed, match="takes parameters alone, and no create_graph"):
+        pool(2).run(planned, file, True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.program_calls import put
@@ -159,6 +160,9 @@ class Backwards:
         if inside or batched or self._axis is None:
             return _grad(outputs, inputs, grad_outputs, *args, **kwargs)
         asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        tensor = self._engine.plan.tensor > 1 and kwargs.get("create_graph") and any(map(self._axis.averages, asked))
+        if tensor or any(isinstance(x, DTensor) for x in asked):
+            return self._grad_of_shards(_one(outputs, grad_outputs), asked, *args, **kwargs)
         local = _local(_one(outputs, grad_outputs))
         self._in_grad = True  # under a default device, torch calls its function anew
         try:
@@ -168,6 +172,36 @@ class Backwards:
             self._in_grad = False
         pairs, axis = zip(found, asked, strict=True), self._axis
         return tuple(None if gradient is None else _of_whole(gradient, x, axis) for gradient, x in pairs)
+
+    def _grad_of_shards(
+        self,
+        loss: Tensor,
+        asked: tuple[Tensor, ...],
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        **_: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients of sharded parameters, which `fully_shard` gathers for the graph: those of a backward."""
+        held = [p for ref in self._parameters if (p := ref()) is not None]
+        if create_graph or any(all(x is not p for p in held) for x in asked):
+            raise UsageError(
+                "torch.autograd.grad of divided parameters takes parameters alone, and no create_graph: a rank holds "
+                "its part of them. Run this script without shard and tensor."
+            )
+        kept = [(p, p.grad) for p in held]
+        for p in held:
+            p.grad = None
+        try:
+            self.backward(loss, retain_graph=retain_graph)
+            found = tuple(x.grad for x in asked)
+        finally:
+            for p, gradient in kept:
+                p.grad = gradient
+        if not allow_unused and any(gradient is None for gradient in found):
+            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+        return found
 
 
 def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
