@@ -37,10 +37,11 @@ def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
             "what it returns."
         )
     if found.backwards == 0:
-        raise UsageError(
+        text = (
             f"{script}: not judged. loss.backward() was never called (with view='rank': mw.backward(loss)). After "
             "torch.autograd.grad, let an optimizer make the step."
         )
+        raise UsageError("\n".join([text, *found.trace.hints]))  # what the source shows is known all the same
     if not found.trace.steps:
         raise UsageError(
             f"{script}: no optimizer of the model made a step after {found.backwards} backwards. Give the "
