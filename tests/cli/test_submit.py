@@ -1,5 +1,5 @@
 """`meshwise submit`, and what `runs`, `stop` and `logs` show of what was sent. Its commands are stand-ins here; the
-real ones are in tests/schedulers. Of launcher/own_folder.py,
+real ones are in tests/schedulers. Of launcher/placing.py,
 commands/logs.py, commands/stop.py, records/rank_logs.py and schedulers/slurm.py."""
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ def test_a_task_of_an_array_is_stopped_and_sent_again_alone(command: Command, sl
         session = {"began": 1.0, "status": "running", "launcher": "Slurm", "scheduler_job": f"7_{number}", "start": 1}
         names.write_run(task, {"job": "small", "status": "running", "sessions": [session]})
     (slurm / "queue").write_text(
-        "7_[4-9%2]|PENDING|JobArrayTaskLimit|main\n7_2|RUNNING|None|main\n7_3|RUNNING|None|main\n"
+        "7_4|PENDING|JobArrayTaskLimit|main\n7_2|RUNNING|None|main\n7_3|RUNNING|None|main\n"
     )
     assert "queued, pending (JobArrayTaskLimit)" not in command("runs")[1]
     code, out, _ = command("stop", tasks[3].name)
@@ -416,7 +416,7 @@ def test_a_task_of_an_array_is_stopped_and_sent_again_alone(command: Command, sl
     assert code == 0 and "Slurm job 8" in out, err
     assert f"--array=3 runs/{run.name}/submit.sh" in (slurm / "asked").read_text()
     assert names.read_run(tasks[3])["submission"]["jobs"].keys() == {"8_3"} and not (tasks[3] / "stop").exists()
-    (slurm / "queue").write_text("8_[3]|PENDING|Priority|main\n")
+    (slurm / "queue").write_text("8_3|PENDING|Priority|main\n")
     assert command("submit", tasks[3].name)[0] == 2  # it is in the queue
 
 
@@ -426,7 +426,7 @@ def test_an_array_is_stopped_whole(command: Command, slurm: Path, tmp_path: Path
     task = run.with_name(f"{run.name}-0")
     task.mkdir()
     names.write_run(task, {"job": "small", "status": "running", "sessions": [{"began": 1.0, "status": "running"}]})
-    (slurm / "queue").write_text("7_[1]|PENDING|Priority|main\n7_0|RUNNING|None|main\n")
+    (slurm / "queue").write_text("7_1|PENDING|Priority|main\n7_0|RUNNING|None|main\n")
     command("stop", run.name)
     asked = (slurm / "asked").read_text()
     assert "scancel --state=PENDING 7\n" in asked and (task / "stop").exists() and (run / "stop").exists()

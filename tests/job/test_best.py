@@ -1,5 +1,5 @@
 """The best epoch of a job, early stopping, evaluations now and then, callbacks: the same on one device and on several.
-Of records/best.py too."""
+Of records/metrics.py too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 import meshwise as mw
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
-from meshwise.records.best import Best, read_best
+from meshwise.records.metrics import Best, read_best
 from meshwise.records.run_list import best_of, run_entry
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import CheckpointError, UsageError

@@ -1,6 +1,6 @@
 """A checked program writes, renames and removes what it likes, reads what it wrote, and the files stay as they were.
 
-Of process/scratch_files.py, process/file_view.py and process/locked_files.py.
+Of process/scratch_files.py and process/file_view.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from meshwise.process.locked_files import can_lock, lock_files
+from meshwise.process.file_view import can_lock, lock_files
 from meshwise.process.scratch_files import scratch_files
 from meshwise.spec.errors import UsageError
 from tests.equivalence.script_sides import as_it_was, proof  # noqa: F401

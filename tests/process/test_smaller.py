@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.process.explain import explain_in_script
-from meshwise.process.smaller import may_draw, smaller_plan
+from meshwise.process.explain import explain_in_script, may_draw, smaller_plan
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 

@@ -39,8 +39,7 @@ from meshwise.jobs.script import is_plain, run_script_file
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits, check_for_scripts
-from meshwise.process.file_view import free_folders
-from meshwise.process.locked_files import can_lock, lock_files
+from meshwise.process.file_view import can_lock, free_folders, lock_files
 from meshwise.process.scratch_files import scratch_files
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
@@ -289,7 +288,7 @@ def _in_this_process(program: CheckedProgram, spec: CheckSpec, passes: Passes) -
 
 def _job(options: CheckOptions, slots: Sequence[WorkerSlot], folder: Path) -> CheckedProgram:
     name = _find_job(options).name  # here too: what is wrong is reported before any worker starts
-    plain = replace(options, notify=CheckOptions.notify, progress=CheckOptions.progress, tell=None)
+    plain = replace(options, notify=CheckOptions.notify, progress=CheckOptions.progress)
     return CheckedProgram(name, partial(_trace_job, plain, slots[0].device == "cpu", folder), alone=False)
 
 

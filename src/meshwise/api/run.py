@@ -21,9 +21,8 @@ from rich.console import Console
 from meshwise import api, launcher, process
 from meshwise.job.job import Job
 from meshwise.job.options import AUTO, PRELOAD, PlanText, RunOptions
-from meshwise.launcher.alone import Alone
-from meshwise.launcher.own_folder import continued
-from meshwise.launcher.placing import placed
+from meshwise.launcher.placing import continued, placed
+from meshwise.launcher.several import Alone
 from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, start, supervised, worker_slots
 from meshwise.launcher.supervise import Viewer, summarise
 from meshwise.machine.find import find_devices

@@ -65,7 +65,7 @@ def start_script(
     check_script(str(script), options)
     options, joined = placed(options)
     if options.folder is not None:
-        launcher.own_folder.run_in(Path(options.folder), script)
+        launcher.placing.run_in(Path(options.folder), script)
     program, began = partial(_script_program, script, arguments, options), began or time.time()
     if joined:
         if options.gives_plan:

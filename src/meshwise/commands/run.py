@@ -15,7 +15,6 @@ from rich.console import Console
 from meshwise import api, launcher
 from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.job.options import RunOptions
-from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.exit_codes import MEANINGS
 from meshwise.spec.json_values import json_value
@@ -53,7 +52,7 @@ def run(
         raise UsageError(f"--json works only for jobs, and {options.job} is a script. Use meshwise report --json.")
     console = Console(stderr=as_json)
     began = typed()
-    launcher.own_folder.refuse_running(options)
+    launcher.placing.refuse_running(options)
     if is_script(options.job):
         raise typer.Exit(api.script.start_script(context.args, options, console, began, _say_starting))
     summary, code = api.run.start_job(options, console, began, _say_starting)
@@ -83,15 +82,4 @@ def _say_starting(options: RunOptions) -> None:
         return
     if str(options.job).startswith("mnist-") and "data=" not in str(options.args) and SAMPLE.exists():
         print(f"Note: {SAMPLE.read_text(encoding='utf-8')}", end="", file=sys.stderr)
-    print(f"starting    {_workers(options.devices)}", file=sys.stderr, flush=True)
-
-
-def _workers(devices: str | None) -> str:
-    """Return text such as `2 workers` if `--devices` gives the number, else `the workers`. This does not ask torch
-    which devices exist."""
-    try:
-        request = parse_devices(devices or "all")
-    except UsageError:
-        return "the workers"  # wrong words are refused where they are used
-    count = len(request.indices) if request.indices else request.count
-    return f"{count} worker{'s' * (count > 1)}" if count else "the workers"
+    print(f"starting    {options.devices or 'the workers'}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwise.job.job import Job
 from meshwise.records import folder as names
-from meshwise.records.best import Best, read_best
+from meshwise.records.metrics import Best, read_best
 from meshwise.recovery.state import RunState
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import UsageError, nearest

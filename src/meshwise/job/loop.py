@@ -28,8 +28,7 @@ from meshwise.job.run import JobRun, Pace, begun, make_engine, open_data, read_p
 from meshwise.job.step import train_step
 from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.fits import check_fits
-from meshwise.process.explain import explain
-from meshwise.process.smaller import smaller_plan
+from meshwise.process.explain import explain, smaller_plan
 from meshwise.recording.recording import Recording
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint

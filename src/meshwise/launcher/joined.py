@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.job.options import RunOptions
-from meshwise.launcher.alone import Alone
 from meshwise.launcher.placing import check_kind
 from meshwise.launcher.restarts import Restarts
+from meshwise.launcher.several import Alone
 from meshwise.launcher.start import LaunchedProgram, Started, opened, refuse_restarts
 from meshwise.recording.joined_run import begin
 from meshwise.spec.devices import WorkerSlot

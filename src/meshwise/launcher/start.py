@@ -19,10 +19,9 @@ from rich.console import Console
 
 from meshwise import recording
 from meshwise.job.options import RESTARTS, RunOptions
-from meshwise.launcher.alone import Alone
-from meshwise.launcher.own_folder import ASKED
+from meshwise.launcher.placing import ASKED
 from meshwise.launcher.restarts import Restarts
-from meshwise.launcher.several import Several
+from meshwise.launcher.several import Alone, Several
 from meshwise.launcher.supervise import supervise
 from meshwise.machine.find import describe, find_devices
 from meshwise.records import folder as names

@@ -19,10 +19,9 @@ from typing import Any, BinaryIO
 from rich.console import Console
 
 from meshwise.job.options import PRELOAD
-from meshwise.launcher.alone import Alone
 from meshwise.launcher.devices_left import DevicesLeft
 from meshwise.launcher.restarts import Restarts
-from meshwise.launcher.several import JOINED, Several
+from meshwise.launcher.several import JOINED, Alone, Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts
 from meshwise.records.claims import is_over

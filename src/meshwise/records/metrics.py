@@ -1,17 +1,22 @@
-"""Read a run's metrics from metrics.jsonl, also while it grows.
+"""Read a run's metrics, also while they grow, and its best evaluation.
 
-Tested in tests/records/test_run_list.py.
+`best.safetensors` has the parameters of the best epoch and, in its header, the evaluation. No torch is imported.
+Tested in tests/records/test_run_list.py and tests/job/test_best.py.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwise.records import folder as names
+from meshwise.spec.errors import CheckpointError
 from meshwise.spec.words import printable
+
+KEY = "meshwise_best"
 
 
 class Metrics:
@@ -96,3 +101,47 @@ def _place(name: str) -> int:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation of a run.
+
+    metric: the name of the metric.
+    direction: "min" or "max", which says whether the least or the greatest value is best.
+    epoch: the epoch of the evaluation, counted from 1.
+    """
+
+    metric: str
+    direction: str
+    value: float
+    epoch: int
+    step: int
+
+    def is_beaten_by(self, value: float) -> bool:
+        """Return whether another value of the metric is better. NaN is never better."""
+        return value < self.value if self.direction == "min" else value > self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.6g} in epoch {self.epoch}"
+
+    def header(self) -> dict[str, str]:
+        """Return the description of this evaluation as metadata for the header of `best.safetensors`."""
+        return {KEY: json.dumps(asdict(self))}
+
+
+def read_best(folder: Path) -> Best | None:
+    """Read the best evaluation of the run in `folder`. Returns None if there is none.
+
+    Raises CheckpointError if the file is damaged.
+    """
+    path = folder / names.BEST
+    if not path.is_file():  # a pipe would be read for ever
+        return None
+    from safetensors import safe_open  # here: listing runs does not wait for it
+
+    try:
+        with safe_open(path, "np") as file:
+            return Best(**json.loads(file.metadata()[KEY]))
+    except Exception as error:  # of safetensors, the system, or a file of another program's
+        raise CheckpointError(f"{path} cannot be read ({error}). Remove it to start without a best value.") from None

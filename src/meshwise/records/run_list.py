@@ -20,8 +20,7 @@ from typing import Any
 
 from meshwise.records import folder as names
 from meshwise.records.attempts import Attempt, attempts_of
-from meshwise.records.best import Best, read_best
-from meshwise.records.metrics import metrics_of
+from meshwise.records.metrics import Best, metrics_of, read_best
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.plan_file import plan_from_toml
 

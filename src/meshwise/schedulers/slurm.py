@@ -5,8 +5,8 @@ Tested in tests/cli/test_submit.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,40 +56,15 @@ def send(script: Path, options: Sequence[str] = ()) -> str:
 
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
     """Return the queue entries of these jobs by job number. Only jobs that wait or run have an entry. For a job array,
-    this is the entry of a running task if there is one, else the entry of the waiting tasks. If squeue fails, the dict
-    is empty."""
+    this is the entry of a running task if there is one, else of a waiting task. If squeue fails, the dict is empty."""
     wanted = set(jobs)
     rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []
-    there = [Queued(*row) for row in rows if row[1] not in OVER]
-    found = {job: sorted((one for one in there if _is_of(one.job, job)), key=_waits) for job in wanted}
-    return {job: mine[0] for job, mine in found.items() if mine}
-
-
-def _waits(one: Queued) -> bool:
-    return one.state != RUNNING
-
-
-def _is_of(row: str, job: str) -> bool:
-    """Return whether a row of squeue belongs to `job`, the number of a job or of a task of a job array."""
-    array, _, tasks = row.partition("_")
-    if job in (row, array):
-        return True
-    wanted, _, task = job.partition("_")
-    if wanted != array or not tasks.startswith("[") or not task.isdigit():
-        return False
-    for part in tasks.strip("[]").partition("%")[0].split(","):
-        if found := re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part):
-            low, high, by = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
-            if int(task) in range(low, high + 1, by):
-                return True
-    return False
+    there = sorted((Queued(*row) for row in rows if row[1] not in OVER), key=lambda one: one.state == RUNNING)
+    return {job: one for one in there for job in (one.job, one.job.partition("_")[0]) if job in wanted}
 
 
 def queued(job: str) -> Queued | None:
-    """Return the queue entry of a job. Return None if the job is not in the queue.
-
-    A job array may have several entries. The entry of a running task is returned, or else an entry of waiting tasks.
-    """
+    """Return the queue entry of a job as `queue` does. Return None if the job is not in the queue."""
     return queue([job]).get(job)
 
 
@@ -99,13 +74,11 @@ def answers() -> bool:
 
 
 def _queue() -> str:
-    """Return what squeue prints, with a header line first. An empty string if squeue is missing or fails."""
-    if shutil.which("squeue") is None:
-        return ""
-    try:
-        return _asked(["squeue", "--all", "--format", "%i|%T|%r|%P"], patience=5.0)
-    except SchedulerError:
-        return ""
+    """Return what squeue prints, a line for each task of an array, with a header line first. An empty string if squeue
+    is missing or fails."""
+    with contextlib.suppress(MeshwiseError):
+        return _asked(["squeue", "--all", "--array", "--format", "%i|%T|%r|%P"], patience=5.0)
+    return ""
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:

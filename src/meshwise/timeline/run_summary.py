@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwise.records.best import Best
+from meshwise.records.metrics import Best
 
 
 @dataclass(frozen=True)
