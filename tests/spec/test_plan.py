@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from meshwise.spec.dtypes import PRECISIONS, Dtypes
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import OFFLOADS, RECOMPUTES, Plan, at_precision
+from meshwise.spec.plan import OFFLOADS, RECOMPUTES, Plan
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml, read_plan
-from meshwise.spec.plan_settings import plan_from_settings, setting_texts, settings_values
+from meshwise.spec.plan_settings import at_precision, plan_from_settings, setting_texts, settings_values
 
 counts = st.integers(1, 2**40)
 block_names = st.lists(st.text('abc.01_"\\', min_size=1), min_size=1, unique=True).map(tuple)

@@ -37,7 +37,7 @@ STEPPED_TWICE = (
     "optimizer.step() was called twice after one mw.backward. Its gradients were used already, or loss.backward() made "
     "gradients on each rank alone. Call mw.backward(loss) before each step."
 )
-WHOLE_STATE = "zero1: an optimizer that was not given to mw.distribute keeps its whole state on every rank."
+WHOLE_STATE = "An optimizer that was not given to mw.distribute keeps its whole state on every rank."
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from meshwise.equivalence.exchanges import Exchanges
 from meshwise.equivalence.loss_numbers import Numbers
 from meshwise.equivalence.pairs import Pairs
 from meshwise.spec.dtypes import Dtypes
-from meshwise.spec.plan import Plan, at_precision
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_settings import at_precision
 
 Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]

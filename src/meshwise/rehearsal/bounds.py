@@ -45,7 +45,7 @@ class Bounds:
         """
         plan, work = found.estimate.plan, found.traces[0].step
         simple = plan.devices == plan.data * plan.shard and not plan.shares
-        if self._flops or plan.zero1 or plan.offload or not simple:
+        if self._flops or plan.state_parts > 1 or plan.offload or not simple:
             return
         self._state = work.holds("optimizer") / max(work.holds("parameters"), 1)
         once = 1.0 if plan.recompute == "none" else 3 / 4  # the forward is at most a fourth, and runs twice
@@ -57,7 +57,7 @@ class Bounds:
             return ""
         ways = plan.shard * plan.tensor * plan.pipeline * plan.expert
         model = self._model
-        state = model.parameters * self._state / (plan.data if plan.zero1 else 1)
+        state = model.parameters * self._state / plan.state_parts
         if (model.parameters + model.trained + state) / ways <= self.room:
             return ""
         return f"parameters, gradients and the optimizer's state alone take more than {bytes_text(self.room)}"

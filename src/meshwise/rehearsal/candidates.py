@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import RECOMPUTES, Plan
+from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import plan_from_settings
 
 MICROBATCHES = 4
@@ -76,10 +76,10 @@ def candidates(space: Space) -> list[Plan]:
         for mesh in _meshes(count, space.per_host):
             if mesh["pipeline"] > 1 and not space.cut:
                 continue
-            for edit, accumulate in itertools.product(_edits(mesh), _microbatches(mesh, space)):
+            microbatches = _microbatches(mesh, space)
+            possible = [edit for edit in _edits() if _made((), mesh | edit | {"accumulate": microbatches[-1]}, Plan())]
+            for edit, accumulate in itertools.product(possible, microbatches):
                 values = mesh | edit | {"accumulate": accumulate}
-                if "reduce_each" in edit and accumulate == 1:
-                    continue
                 values = {name: value for name, value in values.items() if name not in space.fixed}
                 plan = _made(space.settings, values, Plan())
                 if plan is not None and plan.devices in space.devices and _divides(plan, space.batch):
@@ -87,18 +87,12 @@ def candidates(space: Space) -> list[Plan]:
     return sorted(found, key=_order)
 
 
-def _edits(mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield the plan options to try with a mesh: each kind of recompute, with and without the memory savers that this
-    mesh allows: `sequence`, `zero1` and `reduce_each`."""
-    more: list[dict[str, Any]] = [{}]
-    if mesh["tensor"] > 1:
-        more.append({"sequence": True})
-    elif mesh["data"] > 1 and mesh["shard"] == 1:
-        more.append({"zero1": True})
-    if mesh["shard"] > 1 and mesh["pipeline"] == 1:
-        more += [edit | {"reduce_each": True} for edit in more]
-    for recompute, edit in itertools.product(RECOMPUTES, more):
-        yield {"recompute": recompute, **edit}
+def _edits() -> list[dict[str, Any]]:
+    """Return the plan options to try with a mesh: with and without each that a technique names (see `_technique`)."""
+    edits: list[dict[str, Any]] = [{}]
+    for field in fields(Plan):
+        edits += [edit | {field.name: value} for edit in edits for value in field.metadata.get("tries", ())]
+    return edits
 
 
 def savers(plan: Plan, space: Space) -> list[Plan]:
@@ -106,7 +100,7 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
     time."""
     local = space.batch // plan.replicas
     more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
-    edits: list[dict[str, Any]] = [{"zero1": True}, {"recompute": "full"}]
+    edits: list[dict[str, Any]] = [{f.name: f.metadata["saves"]} for f in fields(Plan) if f.metadata.get("saves")]
     edits += [{"accumulate": power} for power in more] if space.microbatches else []
     edits += [{"precision": "bf16"}] if "precision" in space.allow and plan.precision == "fp32" else []
     edits += [edit | {"recompute": "full"} for edit in edits if "recompute" not in edit]

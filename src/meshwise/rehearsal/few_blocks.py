@@ -43,7 +43,7 @@ def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
         isinstance(plan.recompute, tuple)
-        or plan.zero1
+        or plan.state_parts > 1  # whole parameters have owners: no two blocks are alike
         or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
     ):
         return None

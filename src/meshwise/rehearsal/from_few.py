@@ -190,7 +190,7 @@ class Tracer:
 
     def _few_stages(self, plan: Plan, speeds: Sequence[Hashable]) -> Stages | None:
         """Return the stages of a plan of which few are traced. None if all must be traced."""
-        stretch, alike = self.stretch, not (speeds or plan.zero1 or isinstance(plan.recompute, tuple))
+        stretch, alike = self.stretch, not (speeds or plan.state_parts > 1 or isinstance(plan.recompute, tuple))
         if stretch is None or plan.pipeline <= FEW_STAGES or not alike:
             return None
         even = stretch.is_whole and stretch.group == 1 and stretch.count % plan.pipeline == 0

@@ -112,9 +112,9 @@ class Likely:
         return turns * (forward + back + send) + reduce + alone
 
     def _step(self, plan: Plan, part: float) -> float:
-        """Return the seconds of the optimizer step, including the broadcast of parameters under ZeRO-1."""
-        divided = part / (plan.shard * (plan.data if plan.zero1 else 1))
-        sent = self._one("broadcast", part, plan.data, plan.within_samples * plan.shard) if plan.zero1 else 0.0
+        """Return the seconds of the optimizer step, including the broadcast where replicas divide the state."""
+        divided = part / (plan.shard * plan.state_parts)
+        sent = self._one("broadcast", part, plan.state_parts, plan.within_samples * plan.shard)
         return (self._model.stepped or STEPPED) * divided / self._memory_rate + sent
 
     def _gather(self, plan: Plan, part: float, blocks: float) -> float:
@@ -217,7 +217,7 @@ class Likely:
         forward, trained, model = self._forward, self._model.trained, self._model
         split = plan.tensor * plan.pipeline * plan.expert
         ways = split * plan.shard
-        state = STATE * trained / (ways * (plan.data if plan.zero1 else 1)) * ("optimizer" not in plan.offload)
+        state = STATE * trained / (ways * plan.state_parts) * ("optimizer" not in plan.offload)
         waiting = plan.shard > 1 and (plan.pipeline > 1 or plan.accumulate > 1) and not plan.reduce_each
         buckets = trained / ways * (plan.data > 1 and plan.shard == plan.tensor == 1)
         held = model.parameters / ways + trained / (split if waiting else ways) + buckets + state

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshwise.spec.dtypes import PRECISIONS as PRECISIONS
@@ -62,12 +62,15 @@ def _not_yet(own: str, other: str) -> Conflict:
     return Conflict(lambda plan: bool(getattr(plan, other) != getattr(Plan, other)), message)
 
 
-def _technique(default: Any, *conflicts: Conflict, divides: str = "") -> Any:
+def _technique(default: Any, *conflicts: Conflict, divides: str = "", tries: Any = (), saves: Any = None) -> Any:
     """Declare a field of `Plan` for a technique, such as `zero1`.
 
     conflicts: combinations that a plan must not have, if the field differs from its default.
-    divides: "state" if it shards the optimizer state, "parameters" if it shards parameters and gradients as well."""
-    return field(default=default, metadata={"conflicts": conflicts, "divides": divides})
+    divides: "state" if it shards the optimizer state over the replicas, "parameters" if it shards parameters and
+        gradients as well.
+    tries: values that a search tries on every mesh where they cause no conflict, besides the default.
+    saves: the value that needs less memory but more time. None if there is none."""
+    return field(default=default, metadata=locals())
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,6 +136,7 @@ class Plan:
     sequence: bool = _technique(
         False,
         Conflict(lambda plan: plan.tensor == 1, "sequence=True has no effect with tensor=1. Remove it."),
+        tries=(True,),
     )
     schedule: str = _technique(
         "1f1b",
@@ -154,8 +158,10 @@ class Plan:
             "remove zero1.",
         ),
         divides="state",
+        tries=(True,),
+        saves=True,
     )
-    recompute: str | tuple[str, ...] = "none"
+    recompute: str | tuple[str, ...] = _technique("none", tries=("selective", "full"), saves="full")
     offload: tuple[str, ...] = _technique(
         (),
         Conflict(
@@ -169,6 +175,7 @@ class Plan:
         Conflict(lambda plan: plan.shard == 1, "reduce_each=True has no effect with shard=1. Remove it."),
         Conflict(lambda plan: plan.accumulate == 1, "reduce_each=True has no effect with accumulate=1. Remove it."),
         _not_yet("reduce_each", "pipeline"),
+        tries=(True,),
     )
     reshard: bool = _technique(
         True,
@@ -246,6 +253,11 @@ class Plan:
         """Whether each rank holds only a part of the optimizer's state."""
         return self.parameters_divided or self._divides("state")
 
+    @property
+    def state_parts(self) -> int:
+        """Into how many parts the replicas divide the optimizer's state of the parameters that each of them holds."""
+        return self.data if self._divides("state") else 1
+
     def _divides(self, what: str) -> bool:
         return any(getattr(self, name) != default for name, default in _DIVIDING[what])
 
@@ -280,13 +292,6 @@ def changed(plan: Plan) -> dict[str, Any]:
     }
 
 
-def at_precision(plan: Plan, precision: str) -> Plan:
-    """Return the plan with this precision, and with the dtypes it implies. Nothing changes if `plan` has it already."""
-    if precision == plan.precision:
-        return plan
-    return replace(plan, precision=precision, **OWN_DTYPES)
-
-
 def _check_type(name: str, value: Any, default: Any) -> None:
     """Raise PlanError if an integer field is not an integer of at least 1, or a boolean field is not a bool."""
     if isinstance(default, bool):
@@ -294,13 +299,6 @@ def _check_type(name: str, value: Any, default: Any) -> None:
             raise PlanError(f"{name}={value!r} must be True or False (true or false in a file).")
     elif isinstance(default, int) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise PlanError(f"{name}={value!r} must be a whole number of at least 1. Use {name}=1.")
-
-
-def check_name(name: str) -> None:
-    """Raise PlanError if a plan has no field of this name."""
-    known = {f.name for f in fields(Plan)}
-    if name not in known:
-        raise PlanError(f"a plan has no field '{name}'.{nearest(name, known)} Fields are {', '.join(sorted(known))}.")
 
 
 def _recompute(value: Any) -> str | tuple[str, ...]:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import AXES, Plan, check_name
+from meshwise.spec.plan import AXES, Plan
+from meshwise.spec.plan_settings import check_name
 
 PREDICTED = "predicted"
 """A plan file may have a table of this name, with a prediction. It is no field of the plan (spec/prediction.py)."""

@@ -7,11 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import AXES, RECOMPUTES, Plan, changed, check_name
+from meshwise.spec.errors import PlanError, nearest
+from meshwise.spec.plan import AXES, OWN_DTYPES, RECOMPUTES, Plan, changed
+
+
+def check_name(name: str) -> None:
+    """Raise PlanError if a plan has no field of this name."""
+    known = {f.name for f in fields(Plan)}
+    if name not in known:
+        raise PlanError(f"a plan has no field '{name}'.{nearest(name, known)} Fields are {', '.join(sorted(known))}.")
+
+
+def at_precision(plan: Plan, precision: str) -> Plan:
+    """Return the plan with this precision, and with the dtypes it implies. Nothing changes if `plan` has it already."""
+    if precision == plan.precision:
+        return plan
+    return replace(plan, precision=precision, **OWN_DTYPES)
 
 
 def plan_from_settings(settings: Iterable[str], start: Plan | None = None) -> Plan:
