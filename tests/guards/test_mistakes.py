@@ -9,7 +9,10 @@ import pytest
 from tests.guards.mistakes import SCRIPTS, of_mistake, of_twin, sides
 
 MISTAKES = sorted(SCRIPTS.glob("*.py"))
-BY_CHECK = ("rate_times_ranks", "scheduler_times_ranks", "steps_divided")
+BY_CHECK = (
+    *("rate_times_ranks", "scheduler_times_ranks", "steps_divided", "sum_of_sum", "sum_twice", "dice_metric"),
+    *("local_count", "replay", "replay_class", "padded_by_rank", "val_loader_forgotten", "model_behind_loop"),
+)
 """What only `meshwise check` names."""
 
 

@@ -1,4 +1,4 @@
-"""A Dice score of the test set as the mean of the ranks' ratios, in one line. Expected: said."""
+"""A Dice score of the test set as the mean of the ranks' ratios, in one line. Expected: check."""
 
 # After https://github.com/allenai/allennlp/issues/4347: any metric is averaged over GPUs, ratios too
 

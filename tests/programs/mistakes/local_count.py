@@ -1,4 +1,4 @@
-"""A running loss weighs the loss of the whole batch by this rank's part of it. Expected: said."""
+"""A running loss weighs the loss of the whole batch by this rank's part of it. Expected: check."""
 
 # After https://github.com/huggingface/pytorch-image-models/issues/672: a reduced loss, weighed by a rank's rows
 

@@ -1,4 +1,4 @@
-"""Behind each epoch the model runs once more, with dropout, on the batch that the loop gave last. Expected: said."""
+"""Behind each epoch the model runs once more, with dropout, on the batch that the loop gave last. Expected: check."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Each rank pads to the longest row of its own part, and takes means over padding. Expected: said, check."""
+"""Each rank pads to the longest row of its own part, and takes means over padding. Expected: check."""
 
 # After https://github.com/voidism/DiffCSE/issues/25: a wider padding changes the loss and its gradient
 

@@ -1,4 +1,4 @@
-"""A replay buffer keeps samples of this rank alone: older ones than on one device once it is full. Expected: said."""
+"""A replay buffer keeps samples of this rank alone: older ones than on one device once it is full. Expected: check."""
 
 # After https://github.com/lightly-ai/lightly/issues/1018: a bank of samples that is not gathered
 

@@ -1,4 +1,4 @@
-"""A replay memory, a class with a deque, keeps samples of this rank alone. Expected: said."""
+"""A replay memory, a class with a deque, keeps samples of this rank alone. Expected: check."""
 
 # After https://github.com/openai/baselines/issues/1211: each worker holds a replay buffer of its own
 

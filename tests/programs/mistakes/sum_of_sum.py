@@ -1,4 +1,4 @@
-"""`mw.sum` of what `mw.sum` gave. Expected: right, said."""
+"""`mw.sum` of what `mw.sum` gave. Expected: check."""
 
 # After https://github.com/Lightning-AI/pytorch-lightning/issues/3713: all_reduce of an accuracy that is synchronised
 

@@ -1,4 +1,4 @@
-"""Right answers are added over ranks in the loop and after it: an accuracy above 1. Expected: right, said."""
+"""Right answers are added over ranks in the loop and after it: an accuracy above 1. Expected: check."""
 
 # After https://github.com/facebookresearch/fairchem/pull/75: a total that is reduced already is reduced again
 

@@ -1,4 +1,4 @@
-"""Parameters are updated by hand, after loss.backward(). Expected: refused."""
+"""Parameters are updated by hand, after loss.backward(). Expected: said."""
 
 # After https://github.com/iCog-Labs-Dev/PC-Transformers/pull/135: weights written by hand pass DDP by
 

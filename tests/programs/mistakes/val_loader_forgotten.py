@@ -1,4 +1,4 @@
-"""The validation loader is not given: each rank counts all of it. Expected: said, refused."""
+"""The validation loader is not given: each rank counts all of it. Expected: check."""
 
 import torch
 from torch import nn
