@@ -1,8 +1,8 @@
 """Who hears what happens in a training loop, and for how long.
 
 Steps are tested in whole programs (engine/steps.py). What listens is tested with what it says: guards/registry.py,
-engine/carried.py, engine/given.py,
-engine/notices.py, guards/loss_looks.py.
+engine/engine.py and
+guards/loss_looks.py.
 """
 
 import math

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.autograd.loss_graph import adds_rows, has_penalty, mean_term, summed_loss, uneven_mean
+from meshwise.autograd.loss_graph import adds_rows, summed_loss, uneven_mean
 from meshwise.engine.weighing import check_reduction, unsaid_weight
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
@@ -77,33 +77,6 @@ NO_SUMS = {
 def test_the_graph_tells_a_sum_from_a_mean() -> None:
     assert [name for name, loss in SUMS.items() if not summed_loss(loss)] == []
     assert [name for name, loss in NO_SUMS.items() if summed_loss(loss)] == []
-
-
-def test_a_sum_of_weighed_samples_is_said_and_not_refused() -> None:
-    drawn = torch.distributions.Categorical(logits=ROWS).log_prob(CLASSES)
-    weighed = {
-        "rewards": (-(drawn * torch.tensor([0.3, -1.7, 2.2, 0.1]))).sum(),
-        "weights": (torch.rand(4) * EACH).sum(),
-    }
-    for loss in weighed.values():
-        assert not summed_loss(loss)
-        said = check_reduction(loss, None, 2, "train.py:3", "mw.backward(loss, ", 4)
-        assert said.startswith("train.py:3: this loss looks like a sum") and "reduction='mean' if" in said
-        assert [check_reduction(loss, given, 2, "", "", 4) for given in ("mean", "sum")] == ["", ""]
-    assert [name for name, loss in NO_SUMS.items() if summed_loss(loss, weighed=True)] == []
-    halves = (EACH * torch.tensor([0.5, 0, 0.5, 0])).sum()
-    assert not summed_loss(halves, weighed=True), "factors that add up to one"
-
-
-def test_a_sum_and_a_mean_in_one_loss_are_refused() -> None:
-    both = SUMS["cross entropy"] + 0.1 * (ROWS - TARGETS).square().mean()
-    for reduction in (None, "sum"):
-        with pytest.raises(UsageError, match=r"line 3: this loss adds a sum .* and a mean \(.mean\(\)\)"):
-            check_reduction(both, reduction, 2, "line 3", "mw.backward(loss, ")
-    assert check_reduction(both, "mean", 2, "", "") == ""
-    assert mean_term(F.mse_loss(ROWS, TARGETS)) == "mean squared error"
-    assert [name for name, loss in SUMS.items() if mean_term(loss)] == ["beside a mean"]
-    assert not mean_term(W.square().mean())
 
 
 HALF = torch.tensor([0, 1, -100, -100])
@@ -195,41 +168,6 @@ def test_a_job_is_told_what_to_return_beside_its_loss() -> None:
     said = check_reduction(loss, None, 2, "the loss of job 'x'", "Job(…, ", 4)
     assert said.startswith("the loss of job 'x': this loss") and "return loss, (y != -100).sum()" in said
     assert check_reduction((loss, 3), None, 2, "", "", 4) == "", "it has a weight"
-
-
-SUMMED = F.mse_loss(ROWS, TARGETS, reduction="sum")
-PENALTIES = {
-    "squares": 0.01 * sum(p.pow(2).sum() for p in (W, B)),
-    "norms": sum((p.norm() for p in (W, B)), torch.zeros(())) / 10,
-    "one vector": 0.1 * torch.cat([W.flatten(), B]).abs().sum(),
-    "stacked": torch.stack([p.abs().sum() for p in (W, B)]).mean(),
-    "products": (W * W).sum() + 1.0,
-}
-NO_PENALTIES = {
-    "of two ranks already": PENALTIES["squares"] / 2,
-    "rows weighed": (W[0] * TARGETS).sum(),
-    "beside data": (TARGETS - W[0]).pow(2).sum(),
-    "another loss": F.l1_loss(F.linear(TARGETS, W), TARGETS, reduction="sum"),
-}
-
-
-def test_the_graph_tells_a_penalty_from_a_term_of_samples() -> None:
-    assert not has_penalty(SUMMED, 2)
-    assert [name for name, term in PENALTIES.items() if not has_penalty(SUMMED + term, 2)] == []
-    assert [name for name, term in NO_PENALTIES.items() if has_penalty(SUMMED + term, 2)] == []
-
-
-def penalised() -> Any:
-    model = net()
-    model, loader = mw.distribute(model, DataLoader(samples(), batch_size=5), view="rank")
-    for x, y in loader:
-        mw.backward(F.cross_entropy(model(x), y, reduction="sum") + model[0].weight.square().sum(), reduction="sum")
-    return default_engine().notes
-
-
-def test_a_penalty_in_a_sum_is_said_with_its_line(pool: Any) -> None:
-    ((note, *_), _) = pool(2).run(penalised)
-    assert "test_sum_losses.py:" in note and "Divide that term by mw.world_size()" in note
 
 
 def samples(count: int = 11) -> TensorDataset:
@@ -385,5 +323,4 @@ def test_a_graph_that_branches_at_every_step_is_walked_once() -> None:
     x = weight * 0.1
     for _ in range(30):
         x = x + x.pow(2)
-    assert summed_loss(x.sum()) == "" and mean_term(x.sum()) == "" and has_penalty(x.sum(), 2) in (True, False)
-    assert uneven_mean(x.sum(), 4) == ""
+    assert summed_loss(x.sum()) == "" and uneven_mean(x.sum(), 4) == ""

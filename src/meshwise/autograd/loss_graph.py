@@ -53,24 +53,21 @@ JOINED = ("StackBackward0", "CatBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
-def summed_loss(loss: Tensor, weighed: bool = False) -> str:
+def summed_loss(loss: Tensor) -> str:
     """Return the name of a loss function that `loss` adds up over samples without dividing by their number. Return an
     empty string if no such sum is found.
 
     If `loss` adds several terms, each term is checked. Reads the values of constant factors, which waits for an
     accelerator.
-
-    weighed: also find a sum in which samples are multiplied by constants, such as rewards. These constants may already
-        contain the division by the number of samples, so the result is only a suspicion.
     """
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
-            if not all(_is_of_leaves(each, 0) for each in below):
+            if not all(_is_of_leaves(each) for each in below):
                 return f"{KNOWN[kind]}, reduction='sum'"
         elif kind in (*SUMS, "NegBackward0"):
             following += below
-        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0], weighed)) and _reads_data(node):
+        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0])) and _reads_data(node):
             return f"{what} of each sample, then .sum()"
     return ""
 
@@ -105,20 +102,6 @@ def _is_of_one_row(term: Any) -> bool:
     return rows == {1}
 
 
-def mean_term(loss: Tensor) -> str:
-    """Return the name of a loss function in `loss` that takes the mean over samples, e.g. ".mean()". The function must
-    be a term of `loss`. Return an empty string if there is no such term."""
-    for node, following in _walk(loss.grad_fn):
-        kind = node.name()
-        if kind in KNOWN and getattr(node, "_saved_reduction", None) == MEAN and _reads_data(node):
-            return KNOWN[kind]
-        if kind == "MeanBackward0" and _reads_data(node):
-            return ".mean()"
-        if kind in SUMS or kind in FACTORS:
-            following += _below(node)
-    return ""
-
-
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
     """Walk a graph breadth-first from `node`."""
     open_nodes, seen = deque([node]), {None}
@@ -133,37 +116,34 @@ def _below(node: Any) -> list[Any]:
     return [each for each, _ in node.next_functions if each is not None]
 
 
-def _of_each(elements: Any, weighed: bool) -> str:
+def _of_each(elements: Any) -> str:
     """Return the name of the loss function with which `elements`, a node of the graph, was computed for each sample."""
     what = "a loss"
     for node, following in _walk(elements):
         kind, below = node.name(), _below(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) in (NONE, SUM):
             what = KNOWN[kind]
-        elif kind in OF_EACH or _is_of_each(node, kind, weighed):
+        elif kind in OF_EACH or _is_of_each(node, kind):
             following += below
         elif kind not in OF_ROWS and not (kind in PRODUCTS and any(map(_is_parameter, below))):
             return ""
     return what
 
 
-def _is_of_each(node: Any, kind: str, weighed: bool) -> bool:
+def _is_of_each(node: Any, kind: str) -> bool:
     """Return whether a node is a logsumexp or a product that computes each sample separately."""
     if kind == "LogsumexpBackward0":
         return 0 not in node._saved_dim and node._saved_self.dim() > 1
-    return kind == "MulBackward0" and _divides_not(node, weighed)
+    return kind == "MulBackward0" and _divides_not(node)
 
 
-def _divides_not(product: Any, weighed: bool) -> bool:
-    """Return whether a product has a constant factor that looks unlike 1 / (number of samples)."""
+def _divides_not(product: Any) -> bool:
+    """Return whether a product has a constant factor of whole numbers, unlike 1 / (number of samples)."""
     (left, _), (right, _) = product.next_functions
     factor = product._saved_self if left is None else product._saved_other if right is None else None
     if factor is None or factor.is_complex():
         return False
-    whole = bool((factor == factor.round()).all()) if factor.is_floating_point() else True
-    if whole or not weighed or factor.numel() == 1:
-        return whole
-    return bool(factor.min() != factor.max()) and abs(float(factor.abs().sum()) - 1) > 0.01
+    return bool((factor == factor.round()).all()) if factor.is_floating_point() else True
 
 
 def _is_parameter(node: Any) -> bool:
@@ -284,26 +264,13 @@ def _is_mean_of_some(node: Any, samples: int) -> bool:
         return False
     for each, following in _walk(below):
         if each.name() in PICKS:
-            return not all(_is_of_leaves(one, 0) for one in _below(each))
+            return not all(_is_of_leaves(one) for one in _below(each))
         if each.name() in OF_EACH or each.name() in FACTORS:
             following += _below(each)
     return False
 
 
-def has_penalty(loss: Tensor, ranks: int) -> bool:
-    """Return whether a term of `loss` depends on parameters only, as an L2 penalty does, and is not divided by `ranks`.
-
-    Only penalties that are built of known operators are found.
-    """
-    for node, following in _walk(loss.grad_fn):
-        if _is_of_leaves(node, ranks):
-            return True
-        if node.name() in SUMS:
-            following += _below(node)
-    return False
-
-
-def _is_of_leaves(term: Any, ranks: int) -> bool:
+def _is_of_leaves(term: Any) -> bool:
     """Return whether `term` is a penalty, such as an L2 penalty, that depends on parameters and plain numbers alone."""
     leaves = 0
     for node, following in _walk(term):
@@ -311,7 +278,7 @@ def _is_of_leaves(term: Any, ranks: int) -> bool:
         leaves += kind == LEAF
         if kind in FACTORS and None in followers:
             number = node._saved_other if followers[1] is None else node._saved_self
-            if number is None or number.numel() != 1 or (kind == "DivBackward0" and number == ranks):
+            if number is None or number.numel() != 1:
                 return False
         elif kind in SUMS and None in followers:
             if len(node._input_metadata[0].shape):  # what is added is no number

@@ -14,32 +14,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshwise import parallel
 from meshwise.compat.loss_scale import note_scaling
+from meshwise.compat.sharding import groups_of, local_of, sharded_modules
+from meshwise.compat.tree import tensors_in
 from meshwise.data.generators import ProgramGenerator
 from meshwise.data.keyed import ExactDraws
 from meshwise.data.order import BatchSlice
 from meshwise.engine.events import EVENTS, Events, When
-from meshwise.engine.given import Given
-from meshwise.engine.held_bytes import held_bytes
 from meshwise.engine.loops import Loops
-from meshwise.engine.notices import Notices
+from meshwise.engine.model_stream import ModelStream
 from meshwise.engine.phases import Phases
 from meshwise.engine.program import Program
 from meshwise.engine.seeds import StepDraws
-from meshwise.engine.watcher import CallWatcher, Watcher
 from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.timeline.recorder import current
+from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
@@ -49,14 +54,83 @@ Seen = tuple[int, int, BatchSlice | None, Tensor]
 NOTHING = contextlib.nullcontext()
 
 
+class Notices:
+    """Prints each notice for the user once, on rank 0. say: prints a line. untrue: notices that would be false in this
+    run, and are therefore not printed."""
+
+    def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
+        self._say, self.untrue = say, untrue
+        self._said = set[str]()  # to the newest program of the process
+        self.all: list[str] = []
+        """All notices so far. Every rank keeps them."""
+
+    def __call__(self, text: str) -> None:
+        """Print `text` for the user on rank 0, unless it was printed before. An empty text is not printed."""
+        if not text or text in self._said or text in self.untrue:
+            return
+        self._said.add(text)
+        self.all += [text] if text not in self.all else []
+        if collectives.get_rank(collectives.everyone()) == 0:
+            self._say(text)
+
+    def program_begins(self) -> None:
+        """Allow every notice to be printed again, because another program begins in this process."""
+        self._said.clear()
+
+
+@dataclass(eq=False)
+class Given:
+    """The objects that the program gave to `mw.distribute`, except its models and optimizers.
+
+    stream: the random numbers of models, in a program by rank that has called `mw.split`; else None.
+    schedulers: the learning rate schedulers.
+    fed: weak references to the schedulers with a `step` that takes a metric, e.g. ReduceLROnPlateau.
+    loaders: the distributed loaders.
+    loop_states: the objects that `mw.checkpoint` returned, each a `LoopState` (script/checkpoint.py).
+    earlier: objects that were given by earlier programs in this process.
+    waits: True in the middle of a Lightning step that takes several batches. A run that is asked to stop finishes such
+        a step first, because Lightning does not save its gradients.
+    saves: how often each file was saved. The counts are equal on all ranks, so they name the same save on every rank.
+    loads: how often a file was loaded. The count is equal on all ranks."""
+
+    stream: ModelStream | None = None
+    schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
+    fed: list[weakref.ref[Any]] = field(default_factory=list)
+    loaders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    saves: Counter[str] = field(default_factory=Counter)
+    loads: int = 0
+    waits: bool = False
+    loop_states: list[Any] = field(default_factory=list)
+    earlier: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    def add_scheduler(self, scheduler: LRScheduler) -> None:
+        """Add a scheduler that was given to `mw.distribute`."""
+        if isinstance(scheduler, ReduceLROnPlateau) and scheduler not in self.schedulers:
+            self.fed.append(weakref.ref(scheduler, self.fed.remove))
+        self.schedulers.add(scheduler)
+
+    def finishes_epoch(self) -> bool:
+        """Return whether the program should continue although the run was asked to stop. If so, it must first finish
+        its step (see `waits`) or its epoch (see `LoopState.finishes_epoch`)."""
+        return self.waits or any(state.finishes_epoch() for state in self.loop_states)
+
+    def close(self) -> None:
+        """Finish the saves of all objects that `mw.checkpoint` returned, as the program ends."""
+        for state in self.loop_states:
+            state.close()
+
+
 class Engine:
     """Trains a program's models by a plan, until `close`. It holds models, optimizers and loaders by weak
     references."""
 
     carried: Any
     """Sends a checksum of what must be equal on all ranks along with each loss: an `Agreed` (guards/agreed.py)."""
-    watcher: Watcher | None = None
-    calls: CallWatcher | None = None
+    watcher: Any = None
+    """Observes the engine from outside, on every rank alike: an `EngineWatcher` of `meshwise check`, or None."""
+    calls: Any = None
+    """Observes the calls of models in a program that sees whole batches: a `ModelTracer` of `meshwise check`, or
+    None."""
     view: str | None = None
     """The view that the first `mw.distribute` of the program has chosen."""
     whole: Any = None
@@ -101,7 +175,7 @@ class Engine:
         self.events.listen(self.phases, When.PHASE, only=EVENTS if script else hears)
         self.ends.callback(self.program.close)
 
-    def watch(self, watcher: Watcher) -> None:
+    def watch(self, watcher: Any) -> None:
         """Let `watcher` observe this engine from now on."""
         self.watcher = watcher
         self.notify.untrue = OF_DRAWS  # draws are keyed in a check
@@ -159,15 +233,39 @@ class Engine:
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context manager by which `self.watcher` observes a backward. If the engine has no watcher, it does
         nothing."""
-        return self.watcher.backward(reduce) if self.watcher else NOTHING
+        watched: contextlib.AbstractContextManager[None] = self.watcher.backward(reduce) if self.watcher else NOTHING
+        return watched
 
     def on_trial(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a run of a model whose results the program does not get."""
-        return self.calls.on_trial() if self.calls else NOTHING
+        trial: contextlib.AbstractContextManager[None] = self.calls.on_trial() if self.calls else NOTHING
+        return trial
 
     def attempt(self, part: Any) -> Callable[[], None]:
-        """Return a function to call if the call that begins now runs anew. See `CallWatcher`."""
-        return self.calls.attempt(part) if self.calls else _nothing
+        """Return a function to call if the call that begins now runs anew. See `ModelTracer`."""
+        forget: Callable[[], None] = self.calls.attempt(part) if self.calls else _nothing
+        return forget
+
+
+def held_bytes(program: Program) -> dict[str, float]:
+    """Return how many bytes this rank holds on its device, in a dict with the keys `parameters`, `gradients`,
+    `optimizer` (its state) and `buffers`. Gradients that are not reduced yet count as 0."""
+    models, device = program.models, torch.device(program.world.device).type
+    groups = (group for model in models for _, module in sharded_modules(model) for group in groups_of(module))
+    gathered = {whole: part for group in groups for whole, part in group.made_from().items()}
+    parameters = [gathered.get(id(p), p) for p in program.named_parameters().values()]
+    waiting = program.reduction is not None and program.reduction.unreduced
+
+    def size(tensors: Iterable[Tensor | None]) -> float:
+        own = {id(t): local_of(t) for t in tensors if t is not None}.values()
+        return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in own if t.device.type == device)
+
+    return {
+        "parameters": size(parameters),
+        "gradients": 0 if waiting else size(p.grad for p in parameters),
+        "optimizer": size(t for optimizer in program.optimizers for t in tensors_in(list(optimizer.state.values()))),
+        "buffers": size(b for model in models for b in model.buffers()),
+    }
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""Keep random numbers of a program and of its models apart, by rank.
+"""Keep random numbers of a program and of its models apart.
 
 Of the view by rank: a program draws the batches that it passes to `mw.split` alike on all ranks. Draws in a model's
 forward (dropout) are for this rank's samples, whose number differs between ranks: they must not move the program's

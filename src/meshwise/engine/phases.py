@@ -33,7 +33,8 @@ class Phases:
         """How many steps had ended when a batch was last requested."""
         self._recorder = current()
         self._range: Any = None  # of a profiler that is attached
-        self._since: Mark | None = None  # when the phase began that is recorded at its end
+        self.since: Mark | None = None
+        """When the phase began that is recorded at its end. None while there is no such phase."""
         self._trained = self._open = False  # a backward since the last batch was given, and since the last step's end
         self._optimizer: Mark | None = None
         self._stepped = False
@@ -72,6 +73,15 @@ class Phases:
         """Whether a step is half done: it has had a backward, but has not ended yet."""
         return self._open and not self.step_done
 
+    def step_over(self) -> None:
+        """End a step of a program that asks for no batches."""
+        self.steps, self._open, self._stepped, self._trained = self.steps + 1, False, False, False
+        self._recorder.begin_step(self.steps + 1)
+
+    def evaluation_begins(self) -> None:
+        """Record that an evaluation begins, before any batch of it is asked for."""
+        self._trained, self.since = False, self._recorder.mark()
+
     def go_on(self, steps: int) -> None:
         """Continue counting from `steps`, the number of steps that earlier runs of the loop have recorded."""
         self.steps = steps
@@ -83,9 +93,9 @@ class Phases:
         if self._open and (self._stepped or not self.optimizers):
             self.steps += 1
             self._open = self._stepped = False
-        since = None if self._trained else self._since
+        since = None if self._trained else self.since
         self._trained = False
-        self._since = self._recorder.turn("data", "evaluate", since)
+        self.since = self._recorder.turn("data", "evaluate", since)
         if NVTX or is_profiled():
             self._range = open_range("data")
 
@@ -93,8 +103,8 @@ class Phases:
         """Record that the loop has received its next batch."""
         recorder, step = self._recorder, None if loop is None else loop.step
         recorder.begin_step(self.steps + 1 if step is None else step)
-        since = recorder.turn("forward" if step is None else "idle", "data", self._since)
-        self._since = since if step is None else None
+        since = recorder.turn("forward" if step is None else "idle", "data", self.since)
+        self.since = since if step is None else None
         if self._range is not None:
             self._close_range()
 
@@ -102,7 +112,7 @@ class Phases:
         """Record that a loop gets no further batch. The phase `data` ends, and becomes `idle`. If an error has ended
         the loop, the phase remains `data`, so that the report of the error names this phase."""
         if current().phase == "data":
-            self._since = None
+            self.since = None
             if sys.exc_info()[0] is None:
                 current().come_to("idle")
         self._close_range()
@@ -114,7 +124,7 @@ class Phases:
 
     def backward_begins(self, loss: object, part: BatchSlice | None, *_: object) -> None:
         """Record that a backward begins."""
-        if self._since is None:  # outside of loops
+        if self.since is None:  # outside of loops
             self._recorder = current()
         recorder = self._recorder
         if not self._trained and part is not None:
@@ -123,7 +133,7 @@ class Phases:
         self._trained = self._open = True
         self.number = self.steps + 1
         self._before = recorder.phase
-        self._since = recorder.turn("backward", "forward", self._since)
+        self.since = recorder.turn("backward", "forward", self.since)
         if NVTX or is_profiled():
             self._range = open_range("backward")
 
@@ -135,11 +145,11 @@ class Phases:
         names it."""
         if self._range is not None:
             self._close_range()
-        assert self._since is not None
+        assert self.since is not None
         if mean is None:
-            self._recorder.ended("backward", self._since)
+            self._recorder.ended("backward", self.since)
             return
-        self._since = self._recorder.turn(self._before, "backward", self._since)
+        self.since = self._recorder.turn(self._before, "backward", self.since)
         now = time.monotonic()
         if now - self._counted > LOSS_EVERY:
             self._counted = now
@@ -156,5 +166,5 @@ class Phases:
         """Record that an optimizer's step has ended."""
         now = self._recorder.turn("idle", "optimizer", self._optimizer)
         self._optimizer, self._stepped = None, True
-        if self._since is not None:
-            self._since = now
+        if self.since is not None:
+            self.since = now

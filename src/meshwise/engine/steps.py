@@ -15,21 +15,22 @@ Tested in tests/script/test_distribute.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshwise.compat import gradient_reads
 from meshwise.compat.compiling import pass_by
 from meshwise.compat.gradient_reads import WATCHING
 from meshwise.compat.loss_scale import SCALED, unscaled
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
-from meshwise.engine.waiting_gradients import keeping
-from meshwise.engine.watcher import Watcher
+from meshwise.engine.program import Program
 from meshwise.engine.weighing import (
     StepWeights,
     as_weight,
@@ -40,6 +41,7 @@ from meshwise.engine.weighing import (
     unpadded,
 )
 from meshwise.parallel.step_hooks import Order, is_by_numbers, subscribe
+from meshwise.transfer.reading import look_out, meet
 from meshwise.workers.verb_log import came_to, in_progress
 
 Batch = TypeVar("Batch")
@@ -51,6 +53,11 @@ AS_WRITTEN = [
     )
 ]
 """Modules that torch.compile must not trace, in case a program compiles a function that contains a whole step."""
+ALONE = (
+    "{here}: rank {rank} reads a gradient that mw.accumulate() has not added up over the ranks yet, and {other}. All "
+    "ranks must read this gradient together. Read it outside of code that only some ranks run, or run the last batch "
+    "before it outside of mw.accumulate()."
+)
 
 
 def batches(
@@ -108,7 +115,7 @@ def batches(
 
 
 def _limited(
-    watcher: Watcher, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
+    watcher: Any, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
 ) -> Iterator[Batch]:
     """Return the iterator from which to take the next batch: `source`, or if the watcher allows only a smaller batch,
     the iterator that `limited` returns."""
@@ -207,7 +214,35 @@ def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float 
 
 def _watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
     watched = engine.watched_backward(engine.reduce)
-    return watched if engine.reduce and not WATCHING else keeping(engine.program, engine.reduce, watched)
+    return watched if engine.reduce and not WATCHING else _keeping(engine.program, engine.reduce, watched)
+
+
+@contextlib.contextmanager
+def _keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Return a context manager for a backward under `mw.accumulate`, or for the first backward after it: gradients stay
+    on their rank inside. The next backward reduces them, or `optimizer.step`, or any code that reads or sets a `.grad`
+    before: clipping, unscaling, logging a norm and an update by hand find the gradients of one device.
+
+    reduce: whether the backward reduces gradients. If not, they stay as they are on each rank. They are reduced when
+        code outside of a backward reads or sets the gradient of a parameter.
+    watched: another context manager, to enter inside this one."""
+    gradient_reads.end()
+    with watched:
+        yield
+    if program.reduction is not None and not reduce:
+        look_out()
+        gradient_reads.watch(functools.partial(_read, program))
+
+
+def _read(program: Program, p: Tensor) -> None:
+    reduction = program.reduction
+    if reduction is None or not reduction.unreduced:
+        gradient_reads.end()
+    elif any(p is own for own in program.named_parameters().values()):
+        meet("a gradient", ALONE)
+        gradient_reads.end()
+        with torch.inference_mode(False), torch.enable_grad():  # who clips reads without
+            reduction.reduce_now()
 
 
 def follow_optimizers(engine: Engine) -> None:

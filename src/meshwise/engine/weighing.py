@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meshwise.autograd.loss_graph import adds_rows, has_penalty, mean_term, summed_loss, uneven_mean
+from meshwise.autograd.loss_graph import adds_rows, summed_loss, uneven_mean
 from meshwise.data.order import BatchSlice
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.reductions import REDUCTIONS
@@ -180,8 +180,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
     """Check that a loss is what the program says: a mean or a sum over samples. Return a note for the user if it seems
     to be something else, and an empty string otherwise.
 
-    Raise UsageError if the loss is certainly a sum, but the program did not say so. Also raise it if the loss adds a
-    sum and a mean.
+    Raise UsageError if the loss is certainly a sum, but the program did not say so.
 
     found: the loss, or a tuple (loss, weight), where the weight is the number of items over which the loss is a mean.
     reduction: "mean" or "sum" as given by the program, or None.
@@ -191,33 +190,16 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):
         return ""
-    if reduction == "sum" and has_penalty(loss, ranks):
-        return (
-            f"{where}: this sum over samples has a term that depends on the parameters alone (a penalty). "
-            f"Each of the {ranks} ranks adds this term. Divide that term by mw.world_size()."
+    if reduction is None and (what := summed_loss(loss)):
+        raise UsageError(
+            f"{where}: this loss is a sum over samples ({what}). If it is used as a mean, its gradients are those of "
+            f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to accept them."
         )
-    if reduction != "mean" and (what := summed_loss(loss)):
-        if mean := mean_term(loss):
-            raise UsageError(
-                f"{where}: this loss adds a sum over samples ({what}) and a mean ({mean}). No weighting of {ranks} "
-                "ranks is right for both. Make all terms of the loss means, or all terms sums."
-            )
-        if reduction is None:
-            raise UsageError(
-                f"{where}: this loss is a sum over samples ({what}). If it is used as a mean, its gradients are those "
-                f"of one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to accept them."
-            )
     if reduction is None and adds_rows(loss, samples):
         raise UsageError(
             f"{where}: this loss adds up one term for each of this rank's {samples} samples. If it is used as a mean, "
             f"its gradients are those of one device divided by {ranks}. Divide the loss by the number of terms, or "
             f"write {verb}reduction='sum'). To accept smaller gradients, write reduction='mean'."
-        )
-    if reduction is None and (what := summed_loss(loss, weighed=True)):
-        return (
-            f"{where}: this loss looks like a sum over samples ({what}), but is used as a mean: then its gradients "
-            f"are those of one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' if its "
-            "factors divide it by the number of samples."
         )
     said = samples <= 0 or reduction == "sum" or loss is not found
     return "" if said else unsaid_weight(loss, samples, where, verb)

@@ -52,7 +52,7 @@ GRACE = 60.0  # seconds in which all ranks must come to the same place of the pr
 
 class EngineWatcher:
     """Records everything that an engine does in one run of a check. The attribute `found` is complete after `end`. See
-    engine/watcher.py for the events.
+    engine/events.py for the events.
 
     draws: the random draws of the run on one device, which this run repeats. None if this is the run on one device.
     job: the job that the engine trains. None if the engine runs a script.

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from meshwise.compat import program_calls
 from meshwise.compat.collective_calls import Call, Ended, watch
+from meshwise.engine.phases import Phases
 from meshwise.parallel.step_hooks import Order, held_parameters, subscribe
 from meshwise.recording.recording import Clocks, Recording, record_script
 from meshwise.spec.units import seconds_text
@@ -106,16 +107,13 @@ class PlainProgram:
         self._before = make_current(self._recorder)
         self.recording: Recording | None = None
         self._clocks: Clocks | None = None
+        self._phases = Phases()
+        self._phases.optimizers = True
         self._thread = threading.get_ident()  # what other threads read or compute is none of the loop's
         self._inside = False
         self._asked: Mark = 0
-        self._since: Mark | None = None
-        """When the last watched call (see the class) ended. None before the first, and while a batch is read."""
-        self._read = self._trained = self._stepped = self._evaluates = False
-        """_read: a batch was read. _trained: a backward ran since that batch, or since model.eval(). _stepped: a step
-            has ended, and the next has not begun. _evaluates: model.eval() was called."""
-        self._optimizer: Mark | None = None
-        self._optimizers_known = False
+        self._read = self._stepped = self._evaluates = False
+        """_read: a batch was read. _stepped: an optimizer has made a step. _evaluates: model.eval() was called."""
         self._backwards = 0
         self._optimizers: set[int] = set()
         """The ids of the optimizers that have made a step since the batch was read."""
@@ -146,47 +144,41 @@ class PlainProgram:
             yield
             return
         self._pass_gate()
-        recorder = self._recorder
-        if self._since is not None and not self._trained and (self._read or self._evaluates):
-            recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
-        self._since, self._asked = None, recorder.clock()
-        recorder.come_to("data")
-        self._read = self._trained = False
+        self._phases.batch_asked(None)
+        self._asked, self._read = self._recorder.clock(), False
         try:
             with self._within():
                 yield  # StopIteration leaves here
-        finally:
-            self._new_step()
-            recorder.come_to("idle")
-        self._data_ends(recorder.clock())
+        except BaseException:
+            self._phases.since = None
+            self._recorder.begin_step(self._phases.steps + 1)
+            self._recorder.come_to("idle")
+            raise
+        self._phases.batch_given(None, None)
         self._read = True
         self._optimizers.clear()
-
-    def _data_ends(self, now: Mark) -> None:
-        recorder = self._recorder
-        recorder.add(recorder.code("data", lane=recorder.host_lane), self._asked, now)
-        recorder.phase_ends("data")
 
     @contextlib.contextmanager
     def _backward(self) -> Iterator[None]:
         if self._is_inside():
             yield
             return
-        recorder = self._recorder
         self._begin()
+        recorder, phases, before = self._recorder, self._phases, self._recorder.phase
+        phases.backward_begins(None, None)
         self._evaluates = False
-        if self._since is not None:
-            recorder.ended("forward", self._since)
-        with recorder.span("backward"), self._within():
-            yield
+        try:
+            with self._within():
+                yield
+        finally:
+            phases.since = recorder.turn(before, "backward", phases.since)
         while self._by_reducer:
             verb_log.came_to(self._by_reducer.pop(0))
-        self._trained = True
         self._backwards += 1
-        if not self._optimizers_known and self._backwards >= MOST_ACCUMULATED:  # it updates its parameters by hand
-            self._stepped = True
+        if not self._stepped and self._backwards >= MOST_ACCUMULATED:  # it updates its parameters by hand
+            phases.optimizers = False
             if not self._read:
-                self._new_step()
+                phases.step_over()
 
     def _step_begins(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -195,28 +187,26 @@ class PlainProgram:
             self._pass_gate()
         if any(p.grad is not None for p in held_parameters(optimizer)):
             self._begin()
-        self._since = self._optimizer = self._recorder.mark()
+        self._phases.step_begins(optimizer)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
-        if self._optimizer is None:
+        if threading.get_ident() != self._thread:
             return
-        recorder = self._recorder
-        recorder.ended("optimizer", self._optimizer)
-        self._optimizer, self._stepped, self._since = None, recorder.on, recorder.mark()
-        self._optimizers_known = True
+        self._phases.step_ends(optimizer)
+        self._phases.optimizers = self._stepped = True
         if id(optimizer) in self._optimizers:  # its batch is no step: it was read once for many
             self._read = False
         self._optimizers.add(id(optimizer))
-        if not self._read:
-            self._new_step()
+        if not self._read and self._recorder.on:
+            self._phases.step_over()
 
     @contextlib.contextmanager
     def _eval(self) -> Iterator[None]:
         yield
-        recorder = self._recorder
-        if self._is_inside() or self._evaluates or not recorder.on:
+        if self._is_inside() or self._evaluates or not self._recorder.on:
             return
-        self._evaluates, self._trained, self._since = True, False, recorder.mark()
+        self._evaluates = True
+        self._phases.evaluation_begins()
         self._ends.append(program_calls.around_trains(self._train))
 
     @contextlib.contextmanager
@@ -224,22 +214,16 @@ class PlainProgram:
         """Record that an evaluation has ended."""
         if not self._is_inside():
             self._ends.pop()()
-            recorder = self._recorder
-            if self._evaluates and self._since is not None and not self._trained:
-                recorder.add(recorder.code("evaluate"), self._since, recorder.mark())
-            self._evaluates, self._since = False, recorder.mark()
+            if self._evaluates and not self._phases.trained:
+                self._phases.since = self._recorder.turn("idle", "evaluate", self._phases.since)
+            self._evaluates = False
         yield
-
-    def _new_step(self) -> None:
-        if self._stepped:
-            self._recorder.begin_step(self._recorder.step + 1)
-            self._stepped = False
 
     def _pass_gate(self) -> None:
         """Raise an exception that stops the program here, if the run was asked to stop."""
         gate = rank_context().gate
         if not gate.begin():
-            raise gate.stop(max(0, self._recorder.step - (not self._stepped)))
+            raise gate.stop(self._phases.done)
 
     def _is_inside(self) -> bool:
         """Return whether the current call to torch is not a call of the training loop itself, and must be ignored."""
@@ -251,7 +235,7 @@ class PlainProgram:
         try:
             yield
         finally:
-            self._inside, self._since = False, self._recorder.mark()
+            self._inside = False
 
     # The records.
 
@@ -262,11 +246,11 @@ class PlainProgram:
         self.recording = record_script(
             self.world, foreign=False, say=self.say, recorder=self._recorder, clocks=self._clocks
         )
-        self._recorder.on = True
-        self._recorder.come_to("idle")
-        self._recorder.begin_step(1)
-        if self._read and isinstance(self._since, int):
-            self._data_ends(self._since)
+        recorder, since = self._recorder, self._phases.since
+        recorder.on = True
+        recorder.begin_step(1)
+        if self._read and isinstance(since, int):
+            recorder.add(recorder.code("data", lane=recorder.host_lane), self._asked, since)
 
     # Several workers.
 
@@ -315,12 +299,12 @@ class PlainProgram:
     def _waits(self) -> Ended | None:
         """Record the time since the last watched call: as an evaluation after `model.eval()`, otherwise as a
         forward."""
-        recorder, since = self._recorder, self._since
+        recorder, since = self._recorder, self._phases.since
         if since is None or self._is_inside():
             return None
         recorder.add(recorder.code("evaluate" if self._evaluates else "forward"), since, recorder.mark())
 
         def goes_on() -> None:
-            self._since = recorder.mark()
+            self._phases.since = recorder.mark()
 
         return goes_on

@@ -1,4 +1,4 @@
-"""Divide a batch that all ranks hold, for a program without a loader.
+"""Divide a batch that all ranks hold: `mw.split`.
 
 Tested in tests/script/test_split.py.
 """
@@ -47,7 +47,7 @@ def _begin_step(engine: Engine, part: BatchSlice) -> None:
     """Begin a step, except in a loop over batches, which begins its steps itself. part: this rank's part of the batch
     that the program has made."""
     engine.part = part
-    engine.reads.ended = engine.reads.whole = None
+    engine.reads.ended = None
     if engine.generator.in_loop:
         return
     engine.phases.batch_asked(None)

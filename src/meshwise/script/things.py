@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwise.engine.given import CheckpointedLoop
 from meshwise.spec.errors import CheckpointError, UsageError
 
 Things = Any
@@ -63,7 +62,7 @@ def compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[st
             raise CheckpointError(f"{folder} is for optimizer {kind}, not {type(optimizer).__name__}. Use {kind}.")
 
 
-def kept_by(states: Iterable[CheckpointedLoop]) -> list[Any]:
+def kept_by(states: Iterable[Any]) -> list[Any]:
     """Return the program's objects that `mw.checkpoint` saves. states: what the calls of `mw.checkpoint` have
     returned."""
     return [each for state in states for each in state.keeps()]
