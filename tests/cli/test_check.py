@@ -16,13 +16,12 @@ import pytest
 from rich.console import Console
 
 from meshwise import cli
-from meshwise.api.check import CheckOptions
 from meshwise.equivalence.compare import KINDS, Comparison
 from meshwise.equivalence.proof import Proof
 from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.spec.plan import Plan
-from meshwise.workers.fork_server import LISTENS, ForkServer
+from meshwise.workers.fork_server import LISTENS, Forks
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -234,8 +233,7 @@ def test_what_cannot_be_is_two(words: tuple[object, ...], says: str, check: Chec
     assert code == 2 and says in err and not out, err
 
 
-def test_passes_and_steps_are_shown_from_the_first_moment_on(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.commands.check.QUIET_SECONDS", -1)
+def test_passes_are_shown_from_the_first_moment_on(check: Check) -> None:
     code, _, err = check("train.py:job", "--steps", "2")
     shown = [line.removeprefix("train.py:job  ") for line in err.splitlines()]
     plan = "Plan(data=2) on 2xcpu"
@@ -244,25 +242,21 @@ def test_passes_and_steps_are_shown_from_the_first_moment_on(check: Check, monke
         "pass 1 of 4: one device, in float64",
         "pass 2 of 4: one device, in the plan's own precision",
         f"pass 3 of 4: {plan}, in float64",
-        "pass 3 of 4, step 1 of 2",
-        "pass 3 of 4, step 2 of 2",
         f"pass 4 of 4: {plan}, in the plan's own precision",
-        "pass 4 of 4, step 1 of 2",
-        "pass 4 of 4, step 2 of 2",
     ]
 
 
 def test_torch_is_imported_once_for_the_workers_of_all_passes(
     check: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    servers = list[ForkServer]()
-    begin = ForkServer.__init__
+    servers = list[Forks]()
+    begin = Forks.server
 
-    def counted(server: ForkServer, *arguments: Any) -> None:
-        servers.append(server)
-        begin(server, *arguments)
+    def counted(forks: Forks, variables: Any) -> Forks:
+        servers.extend([forks] if forks._line is None else [])
+        return begin(forks, variables)
 
-    monkeypatch.setattr(ForkServer, "__init__", counted)
+    monkeypatch.setattr(Forks, "server", counted)
     monkeypatch.setattr("meshwise.api.check.allowed_cores", lambda: range(4))  # the plan's passes run beside each other
     (tmp_path / "script.py").write_text(VALIDATION.replace("mw.log(VALUE)", "").replace("(12, 3)", "(13, 3)"))
     code, _, err = check("script.py")
@@ -281,14 +275,6 @@ def test_a_check_in_python_needs_no_server_begun_before(tmp_path: Path) -> None:
 def test_what_is_refused_later_has_said_at_once_that_it_began(check: Check) -> None:
     _, _, err = check("absent.py:job")
     assert err.startswith("absent.py:job  a check of 3 steps\n")
-
-
-def test_the_old_name_of_notify_is_known_for_a_release() -> None:
-    said = list[str]()
-    with pytest.warns(DeprecationWarning, match="notify="):
-        options = CheckOptions("mnist-mlp", tell=said.append)
-    options.notify("a line")
-    assert said == ["a line"]
 
 
 def test_a_program_that_raises_is_shown_once_and_without_our_frames(check: Check, tmp_path: Path) -> None:

@@ -214,8 +214,8 @@ def test_where_nothing_fits_the_nearest_is_named_and_nothing_is_saved(planned: P
 
 def test_explain_alone_is_that_of_the_first_and_json_has_it(planned: Planned) -> None:
     words = ("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01")
-    code, out, _ = planned(*words, "--explain", "--price", "2")
-    assert code == 0 and "data=1 in detail" in out and "What limits it: " in out and "at 2 an hour" in out
+    code, out, _ = planned(*words, "--explain")
+    assert code == 0 and "data=1 in detail" in out and "What limits it: " in out
     told = json.loads(planned(*words, "--explain", "1", "--memory", "--json")[1])
     explained, memory = told["explained"], told["memory"]
     assert explained["plan"] == {"data": 1} and explained["time"]["phases"]["forward"]["computing"] > 0
@@ -238,7 +238,6 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("mnist-mlp", "--machine", "1xH100", "--price", "-1"), "0 or more, but it is -1"),
         (("mnist-mlp", "--machine", "1xH100", "--steps", "0"), "--steps must be at least 1, but it is 0"),
         (
             ("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01", "--explain", "9"),

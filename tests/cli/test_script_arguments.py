@@ -112,14 +112,13 @@ def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
     [
         (
             "train.py --devices 2xcpu --lr 1",
-            "--devices: options after train.py .*write meshwise run --devices 2xcpu train.py",
+            "--devices: options after train.py .*write it before train.py",
         ),
         (
             "--log wandb train.py --lr 1 --out=x --set a",
-            "run --log wandb --out=x --set a train.py --lr 1. .*write train.py -- ",
+            "--out=x.* --set.*write train.py -- --out=x",
         ),
-        ("train.py --json 1", "meshwise run --json train.py 1."),
-        ("train.py --devices", "meshwise run --devices train.py."),
+        ("train.py --json 1", "--json: options after train.py"),
         ("train.py --epochs 3", ""),  # an option of jobs, which nobody could mean for meshwise here
         ("train.py -- --devices 2xcpu", ""),
         ("--devices 2xcpu train.py --lr 1", ""),

@@ -21,6 +21,7 @@ from meshwise.machine.find import find_devices
 from meshwise.machine.measure.processes import device_names
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.views.explain_text import runner_up_sentences
+from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.machine import Machine
@@ -28,7 +29,7 @@ from meshwise.spec.plan import OWN_DTYPES
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.prediction import prediction_to_toml
-from meshwise.spec.units import bytes_text, plural, seconds_text
+from meshwise.spec.units import bytes_text, plural
 from meshwise.workers.environment import started_by_launcher
 
 SECONDS = 20.0
@@ -70,8 +71,10 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
     with console.status("rehearsing plans"):
         plans = plan_options(words)
     chosen, why = _choice(plans, len(slots))
-    for line in _told(plans, chosen, why, len(slots)):
-        console.print(line, soft_wrap=not console.is_terminal, markup=False, highlight=False)
+    on = f" on {chosen.plan.devices} of {len(slots)} devices" if chosen.plan.devices < len(slots) else ""
+    console.print(plans_text(plans, console.width if console.is_terminal else None), soft_wrap=True)
+    text = f"plan auto: {settings_text(chosen.plan)}{on}. {why}".rstrip()
+    console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     predicted = plans.predicted if plans.first is not None and plans.first.estimate.plan == chosen.plan else None
     text = plan_to_toml(chosen.plan) + ("" if predicted is None else prediction_to_toml(predicted))
     return replace(options, plan=PlanText(text), devices=_first_of(slots, chosen.plan.devices))
@@ -113,18 +116,6 @@ def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
     elsewhere = (each for each in others if each.plan.devices != best.plan.devices)
     runner_up = next(itertools.chain(elsewhere if best.plan.devices < devices else (), others), None)
     return best, "".join(runner_up_sentences(best, runner_up))
-
-
-def _told(plans: Plans, chosen: Estimate, why: str, devices: int) -> list[str]:
-    seconds, memory = chosen.seconds, chosen.memory
-    on = f" on {chosen.plan.devices} of {devices} devices" if chosen.plan.devices < devices else ""
-    step = ""
-    if seconds is not None:
-        step = f", a step {seconds_text(seconds.value)} ({seconds_text(seconds.low)} to {seconds_text(seconds.high)})"
-    room = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
-    searched = f"{plural(len(plans.found.estimates), 'plan')} in {seconds_text(plans.found.seconds)}"
-    line = f"plan auto: {settings_text(chosen.plan)}{on}{step}, {bytes_text(memory.total.value)}{room}; {searched}"
-    return [line, *([why] if why else [])]
 
 
 def _first_of(slots: Sequence[WorkerSlot], count: int) -> str:

@@ -7,7 +7,6 @@ Tested in tests/cli/test_check.py.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -59,12 +58,8 @@ class CheckOptions:
     arguments: Sequence[str] = ()
     notify: Callable[[str], None] = lambda text: None
     progress: Callable[[str], None] = lambda text: None
-    tell: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         settle(self, "steps")
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices is empty. Use 2xcpu, or leave --devices out.")
-        if self.tell is not None:
-            warnings.warn("check(tell=...) is now check(notify=...).", DeprecationWarning, stacklevel=4)
-            object.__setattr__(self, "notify", self.tell)

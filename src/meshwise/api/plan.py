@@ -66,7 +66,6 @@ class Plans:
     memory: what takes the memory under one plan. None unless it was requested.
     steps: the number of optimizer steps of the whole training. None if it is unknown.
     said: notes for the user about assumptions, e.g. that the model is planned in bfloat16.
-    price: the price of one device for an hour. None if the user gave no price.
     first: the rehearsal (simulation) of the first plan of the list. None if it was not kept.
     """
 
@@ -79,7 +78,6 @@ class Plans:
     memory: MemoryParts | None = None
     steps: int | None = None
     said: tuple[str, ...] = ()
-    price: float | None = None
     first: Rehearsed | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -138,7 +136,7 @@ def _planned(options: PlanOptions, machine: Machine, job: Job | Script) -> Plans
     rehearse = _Kept(rehearser(program, machine, options.cap, brief=True))
     options, said = _in_bf16(program, options)
     space = functools.cache(lambda: _space(program, machine, options))
-    plans = Plans(job.name, job.batch_size, machine, _NOTHING, price=options.price, said=said)
+    plans = Plans(job.name, job.batch_size, machine, _NOTHING, said=said)
     if options.fits is not None or options.memory:
         estimate = functools.cache(lambda plan: rehearse(plan).estimate)
         plans = replace(plans, found=_judged(machine, options, estimate, space), one=True)

@@ -51,7 +51,6 @@ class PlanOptions:
     memory: Annotated[
         bool, Option("what the memory of one plan goes to: on one device, of --set or of --fits", name="--memory")
     ] = False
-    price: Annotated[float | None, Option("money for an hour of one device, in any currency: 2.5")] = None
     steps: Annotated[int | None, Option("optimizer steps of the training; default: those of the job's epochs")] = None
     batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
     settings: Annotated[tuple[str, ...], OfThePlan("a field that every plan has: precision=bf16")] = ()
@@ -68,8 +67,6 @@ class PlanOptions:
             check_known("--allow", name, ALLOW)
         if not self.seconds > 0:
             raise UsageError(f"--seconds must be above 0, but it is {self.seconds}.")
-        if self.price is not None and not self.price >= 0:
-            raise UsageError(f"--price must be the price of one device for an hour, 0 or more, but it is {self.price}.")
 
     @property
     def cap(self) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -25,8 +24,6 @@ from meshwise.spec.units import plural
 from meshwise.workers.fork_server import Forks
 
 LONGEST_NAME = 80
-QUIET_SECONDS = 10
-"""If the output is not a terminal, progress is printed only if nothing was printed for this many seconds."""
 app = typer.Typer(add_completion=False)
 
 
@@ -68,22 +65,13 @@ def check(
 
 @contextmanager
 def _progress_shown(job: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """Yield two functions for output. The first prints a line. The second shows the present progress: on a terminal as
-    a status line that changes, elsewhere as a line from time to time."""
+    """Yield two functions for output. The first prints a line. The second shows the present progress on a terminal, as
+    a status line that changes."""
     job = job if len(job) <= LONGEST_NAME else f"…{job[-LONGEST_NAME:]}"
-    console, last = Console(stderr=True), time.monotonic()
+    console = Console(stderr=True)
 
     def line(text: str) -> None:
-        nonlocal last
-        last = time.monotonic()
         console.print(f"{job}  {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
-    def seldom(text: str) -> None:
-        if time.monotonic() - last > QUIET_SECONDS:
-            line(text)
-
-    if not console.is_terminal:
-        yield line, seldom
-        return
-    with console.status("checking") as status:
+    with console.status("checking") as status:  # which draws nothing elsewhere than on a terminal
         yield line, status.update

@@ -141,10 +141,7 @@ class ScriptCommand(TyperCommand):
         else:
             of_ours = options_of(ctx.obj) if ctx.obj else ()
             of_jobs = {option_name(name, option) for name, _, option in of_ours if not option.scripts}
-            flags = {name: getattr(each, "is_flag", False) for each in self.params for name in each.opts}
-            before = [ctx.command_path, *(word for word in args[: len(args) - len(own) - 1] if word != "--")]
-            known = {name: flag for name, flag in flags.items() if name not in of_jobs}
-            check_options_behind(str(job), before, own, known)
+            check_options_behind(str(job), own, {name for each in self.params for name in each.opts} - of_jobs)
         if is_script(job):
             ctx.args = own
         return own

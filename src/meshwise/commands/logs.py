@@ -27,6 +27,8 @@ from meshwise.timeline.views.live_progress import loss_text
 ROUND = 0.3  # seconds between two looks
 EVERY = 15.0  # seconds between two lines on how far the run is
 LAST = 15  # lines of what a batch script printed
+Line = tuple[int, int, str, str]
+"""A line that a rank printed: the number of the run's attempt, the rank, its host ("" if unknown), the text."""
 app = typer.Typer(add_completion=False)
 
 
@@ -45,30 +47,15 @@ def logs(
     meshwise logs gpt --rank 0 --rank 7    show the output of two ranks
     """
     found = names.newest_run(Path(folder), queued=True) if run is None else find_run(Path(folder), run)
-    attempt = 1
-    for line in _log_lines(found, rank, follow, _progress(found)):
-        if line.attempt != attempt:
-            attempt = line.attempt
+    shown = 1
+    for attempt, number, host, text in _log_lines(found, rank, follow, _progress(found)):
+        if attempt != shown:
+            shown = attempt
             print(f"--- attempt {attempt}", flush=True)
-        host = f" @ {line.host}" if line.host else ""
-        print(f"rank {line.rank}{host}: {line.text}", flush=True)
+        print(f"rank {number}{f' @ {host}' if host else ''}: {text}", flush=True)
     for output in sorted(found.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)[-1:]:
         last = "\n".join(_last_lines(output))
         print(f"--- the end of {output}: what the launcher showed\n{last}" if last else f"--- {output}: empty")
-
-
-@dataclass(frozen=True)
-class _LogLine:
-    """A line that a rank printed.
-
-    attempt: the number of the run's attempt, from 1.
-    host: the host of the rank. Empty if it is unknown.
-    """
-
-    rank: int
-    host: str
-    attempt: int
-    text: str
 
 
 @dataclass
@@ -86,7 +73,7 @@ class _Log:
     at: int = 0
     rest: bytes = field(default=b"", repr=False)
 
-    def lines(self, began: Sequence[float]) -> Iterator[_LogLine]:
+    def lines(self, began: Sequence[float]) -> Iterator[Line]:
         """Yield the lines written since the last call.
 
         began: when each attempt of the run began, in seconds since 1970.
@@ -102,10 +89,10 @@ class _Log:
                 self.host = begins["host"]
                 self.attempt = max(self.attempt, bisect_right(began, float(begins["time"]) + 0.1))
             else:
-                yield _LogLine(self.rank, self.host, self.attempt, printable(text))
+                yield self.attempt, self.rank, self.host, printable(text)
 
 
-def _log_lines(folder: Path, ranks: Sequence[int], follow: bool, look: Callable[[], object]) -> Iterator[_LogLine]:
+def _log_lines(folder: Path, ranks: Sequence[int], follow: bool, look: Callable[[], object]) -> Iterator[Line]:
     """Yield the lines that ranks printed, sorted by attempt and rank. Raises UsageError for a rank without a log.
 
     ranks: the ranks. If empty, all.
@@ -114,7 +101,7 @@ def _log_lines(folder: Path, ranks: Sequence[int], follow: bool, look: Callable[
     """
     logs: dict[Path, _Log] = {}
     first = list(_new_lines(folder, logs, ranks))
-    yield from sorted(first, key=lambda line: (line.attempt, line.rank))
+    yield from sorted(first, key=lambda line: line[:2])
     missing = sorted(set(ranks) - {log.rank for log in logs.values()})
     if missing and not follow:
         raise UsageError(f"rank {missing[0]} has printed nothing in {folder}. The folder has: {_ranks(folder)}.")
@@ -152,7 +139,7 @@ def _last_lines(path: Path) -> list[str]:
     return [printable(line) for line in lines[-LAST:]]
 
 
-def _new_lines(folder: Path, logs: dict[Path, _Log], ranks: Sequence[int]) -> Iterator[_LogLine]:
+def _new_lines(folder: Path, logs: dict[Path, _Log], ranks: Sequence[int]) -> Iterator[Line]:
     began = [session["began"] for session in names.read_run(folder).get("sessions", [])]
     for rank, attempt, path in logs_of(folder):
         if not ranks or rank in ranks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -37,9 +36,6 @@ def report(
     to: Annotated[str | None, typer.Option(metavar="DIR", help="where files are written; default: RUN")] = None,
     live: Annotated[bool, typer.Option("--live", help="follow a running one")] = False,
     steps: Annotated[str | None, typer.Option(metavar="A:B", help="show these steps span by span")] = None,
-    fail_above: Annotated[
-        str | None, typer.Option(metavar="5%", help="exit with 1 where a step of RUN2 is clearly slower by more")
-    ] = None,
 ) -> None:
     """Say what limited a run, and show where its time and memory went. With two runs, compare them.
 
@@ -49,31 +45,25 @@ def report(
     meshwise report RUN RUN2           two runs, compared
     meshwise report RUN --live         follow a run while it runs
     meshwise report --steps 100:104    these steps, span by span
-    meshwise report A B --fail-above 5%   exit code 1 if B is over 5% slower
     """
     console, run, span = Console(), api.report.run_folder(folder), api.report.step_range(steps)
-    most = None if fail_above is None else _share(fail_above)
-    if most is not None and other is None:
-        raise UsageError("--fail-above compares two runs. Use: meshwise report RUN RUN2 --fail-above 5%")
     wanted = [name for name, given in vars(views).items() if given]
     _refuse_together([*wanted, *["live"] * live, *["steps"] * (span is not None)], other)
     to_folder = Path(to) if to else run
     if live:
         timeline.views.follow.follow(run, console)
     elif other is not None:
-        _print_comparison(console, run, other, as_json=bool(wanted), most=most)
+        _print_comparison(console, run, other, as_json=bool(wanted))
     else:
         _print_views(console, run, wanted, to_folder, span)
 
 
-def _print_comparison(console: Console, run: Path, other: str, *, as_json: bool, most: float | None) -> None:
+def _print_comparison(console: Console, run: Path, other: str, *, as_json: bool) -> None:
     compared = api.report.compare(run, other)
     if as_json:
         print(json.dumps(timeline.compare_runs.comparison_dict(compared), indent=2))
     else:
         console.print(timeline.views.run_comparison_text.run_comparison_text(compared), soft_wrap=True)
-    if most is not None and timeline.compare_runs.is_slower(compared, most):
-        raise typer.Exit(1)
 
 
 def _print_views(console: Console, run: Path, wanted: list[str], to_folder: Path, span: tuple[int, int] | None) -> None:
@@ -84,17 +74,6 @@ def _print_views(console: Console, run: Path, wanted: list[str], to_folder: Path
         print(text)
     for path in written:
         print(f"written     {path}", file=sys.stderr if printed else sys.stdout)
-
-
-def _share(text: str) -> float:
-    """Parse a fraction such as `5%` or `0.05`. Raises UsageError for any other text."""
-    try:
-        share = float(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
-    except ValueError:
-        share = math.nan
-    if not 0 <= share < math.inf:
-        raise UsageError(f"--fail-above must be a percentage such as 5%, but it is {text}.")
-    return share
 
 
 def _refuse_together(options: list[str], other: str | None) -> None:

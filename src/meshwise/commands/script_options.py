@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from meshwise.spec.errors import UsageError
@@ -23,17 +22,16 @@ _GIVEN_AWAY = re.compile(r"(?<!def )\b(\w+)\(\s*(?:\w*parser\b|sys\.argv\b)")
 """Finds functions that are called with a parser or `sys.argv`. Such a function may declare options of the script."""
 
 
-def check_options_behind(script: str, before: Sequence[str], own: Sequence[str], flags: Mapping[str, bool]) -> None:
+def check_options_behind(script: str, own: Sequence[str], known: Container[str]) -> None:
     """Check whether options for meshwise were written after a script's name by mistake. Options there go to the script.
 
-    before: the command, and the words before the script's name.
     own: the words after the script's name.
-    flags: the options of meshwise. The value is True for a switch, which takes no value.
+    known: the options of meshwise.
 
     Raises UsageError if `own` has an option of meshwise that the script does not declare. If the script passes its
     parser to a library, the library may declare the option. A note is printed then instead of the error.
     """
-    given = [word for word in own if word.startswith("--") and word.partition("=")[0] in flags]
+    given = [word for word in own if word.startswith("--") and word.partition("=")[0] in known]
     if not given or not is_readable(Path(script)):  # one that is not there is told where it is run
         return
     texts = list(_texts_of(Path(script)))
@@ -48,30 +46,10 @@ def check_options_behind(script: str, before: Sequence[str], own: Sequence[str],
             file=sys.stderr,
         )
         return
-    moved, left = _moved(own, given, flags)
-    meant = f"{before[0]} {shlex.join([*before[1:], *moved, script, *left])}"
     raise UsageError(
         f"{some(given)}: options after {script} go to the script, but the script does not declare this option. If "
-        f"meshwise should read it, write {meant}. If the script should, write {shlex.join([script, '--', *own])}."
+        f"meshwise should read it, write it before {script}. If the script should, write {script} -- {given[0]}."
     )
-
-
-def _moved(own: Sequence[str], given: Sequence[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Separate options of meshwise from the other words that follow a script's name. Return (the options with their
-    values, the remaining words).
-
-    own: the words that follow the script's name.
-    given: the options to take out.
-    flags: for each of these options, True if it takes no value."""
-    moved, left, words = list[str](), list[str](), iter(own)
-    for word in words:
-        if word not in given:
-            left.append(word)
-            continue
-        moved.append(word)
-        if "=" not in word and not flags[word]:
-            moved += [value for value in [next(words, None)] if value is not None]
-    return moved, left
 
 
 def is_readable(path: Path) -> bool:

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.records.run_list import fields_of
-from meshwise.spec.errors import UsageError
 from meshwise.spec.units import seconds_text
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KINDS
@@ -120,15 +119,6 @@ def compare_runs(first: tuple[StepTable, Report], second: tuple[StepTable, Repor
         notes=_notes(names, report_a, report_b),
         differs=_differs(_settings(report_a), _settings(report_b)),
     )
-
-
-def is_slower(comparison: RunComparison, share: float) -> bool:
-    """Return True if steps of the second run take longer by more than the fraction `share`, and chance does not explain
-    the difference (`TimeDifference.clear`). Raises UsageError if the runs have no steps to compare."""
-    step = comparison.step
-    if step is None or step.ratio is None:
-        raise UsageError("--fail-above: these runs have no steps to compare. Use runs that trained.")
-    return step.clear and step.ratio > 1 + share
 
 
 def comparison_dict(comparison: RunComparison) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def plans_dict(plans: Any) -> dict[str, Any]:
         "refused": [{"plan": json_value(changed(each.plan)), "why": each.why} for each in found.refused],
         "not_rehearsed": [json_value(changed(each)) for each in found.left],
         "likely_slower": len(found.worse),
-        "training": {"steps": plans.steps, "price": plans.price},
+        "training": {"steps": plans.steps},
         "explained": None if plans.explained is None else explanation_dict(plans.explained),
         "memory": json_value(plans.memory),
         "warnings": [*plans.said, *plans.machine.warnings],

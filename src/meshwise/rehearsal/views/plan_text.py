@@ -91,15 +91,8 @@ def plan_columns(plans: Any) -> dict[str, list[Cell]]:
     columns["samples/s"] = ["" if not each.rate else rate_text(each.rate) for each in shown]
     columns["memory"] = [bytes_text(each.memory.total.value) for each in shown]
     columns[fits] = [each.memory.verdict for each in shown]
-    if plans.price is not None:
-        columns["cost"] = [_cost(plans, each) for each in shown]
     columns["most of it"] = [_parts(each) for each in shown]
     return {title: cells for title, cells in columns.items() if any(cells)}
-
-
-def _cost(plans: Any, estimate: Estimate) -> str:
-    hours = plans.device_hours(estimate)
-    return "unknown" if hours is None else f"{hours * plans.price:,.2f}"
 
 
 def training_sentence(plans: Any) -> str:
@@ -109,8 +102,7 @@ def training_sentence(plans: Any) -> str:
     if hours is None:
         return ""
     told = f"Training of {plural(plans.steps, 'step')}: {seconds_text(plans.steps * first.seconds.value)}"
-    told += f", {hours:.2g} device hours" if hours < 10 else f", {hours:,.0f} device hours"
-    return f"{told}{'' if plans.price is None else f', {hours * plans.price:,.2f} at {plans.price:g} an hour'}."
+    return f"{told}, {f'{hours:.2g}' if hours < 10 else f'{hours:,.0f}'} device hours."
 
 
 def _interval(estimate: Estimate) -> str:
