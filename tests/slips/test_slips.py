@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import random
-from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +28,6 @@ RIGHT: list[Case] = []
 TWICE, RATIO = TEXTS["twice"], TEXTS["ratio"]
 DIVIDED = "batch_size is {} divided by the number of ranks"
 RUNNING = "running adds up losses of this rank's part of each batch"
-BUFFER = "buffer keeps samples of this rank alone"
 OWN = "loss is the loss of this rank's own samples here. Write loss = mw.backward(loss)"
 
 
@@ -483,28 +480,6 @@ def progress(p: Program) -> None:
         seen += len(x)
         total += loss.item()
         print(f"[{seen}/{len(p.data)}] {total}")
-
-
-# Buffers.
-
-
-@mistake(BUFFER)
-def of_samples(p: Program) -> None:
-    buffer: deque[Any] = deque(maxlen=6)
-    for x, y in p.loader:
-        buffer.extend(zip(x, y, strict=True))  # here
-        mw.backward(F.cross_entropy(p.model(x), y))
-        random.sample(buffer, 3)
-        p.step()
-
-
-@right
-def recent_losses(p: Program) -> None:
-    recent: deque[float] = deque(maxlen=2)
-    for x, y in p.loader:
-        recent.append(mw.backward(F.cross_entropy(p.model(x), y)).item())
-        p.step()
-        print(sum(recent) / len(recent), random.choice(recent))
 
 
 SAID = [*slips_in([__file__]), *says_divided()]

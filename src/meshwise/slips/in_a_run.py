@@ -40,7 +40,7 @@ UNREAD = (
     "{which} over in the restored state, but the program has not read saved.epoch. A loop over all epochs, such as "
     "range(4), trains {epochs} too many. Write for epoch in range(saved.epoch, …)."
 )
-COUNTS = {"world_size", "get_world_size", "device_count", "WORLD_SIZE"}
+RANKS = re.compile(r"(?i)world_size|device_count")
 _ONLY_SHOWN = re.compile(r"^\s*(\w+\.)*(print|info|log)\(")
 
 
@@ -53,22 +53,17 @@ def says_divided() -> Iterator[str]:
             if not name_of(call).endswith("DataLoader"):
                 continue
             sizes = [each.value for each in call.keywords if each.arg == "batch_size"] or call.args[1:2]
-            for whole in [whole for size in sizes for whole in _dividends(source, source.value(size))]:
+            for whole in [whole for size in sizes for whole in _dividends(source, source.value(size))][:1]:
                 yield DIVIDED.format(place=source.place(call.lineno), whole=ast.unparse(whole))
 
 
 def _dividends(source: Source, size: ast.expr) -> Iterator[ast.expr]:
     """Yield `n` if a size is `n // world_size`, or divided by another expression of the number of ranks."""
-    nodes = list(ast.walk(size))
-    if any(isinstance(node, ast.Mult) for node in nodes):  # rounded to a multiple
-        return
-    for node in nodes:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
-            for each in ast.walk(source.value(node.right)):
-                words = {getattr(each, kind, None) for kind in ("id", "attr", "value")}
-                if any(isinstance(word, str) and word in COUNTS for word in words):
-                    yield node.left
-                    return
+    nodes = [node for node in ast.walk(size) if isinstance(node, ast.BinOp)]
+    rounded = any(isinstance(node.op, ast.Mult) for node in nodes)  # to a multiple
+    for node in nodes if not rounded else ():
+        if isinstance(node.op, ast.FloorDiv | ast.Div) and RANKS.search(ast.unparse(source.value(node.right))):
+            yield node.left
 
 
 class Asked:

@@ -1,7 +1,7 @@
 """Find mistakes of the per-rank view in a program's source, for `meshwise check`.
 
-Such mistakes are sums, averages and buffers of this rank's samples that the program takes for those of all ranks. What
-is returned, or passed to other functions of the file, may be summed over ranks there, and is left alone.
+Such mistakes are sums and averages of this rank's samples that the program takes for those of all ranks. What is
+returned, or passed to other functions of the file, may be summed over ranks there, and is left alone.
 
 Tested in tests/slips/test_slips.py and tests/equivalence/test_hints.py.
 """
@@ -34,15 +34,11 @@ TEXTS = {
     "whole batch, the same on every rank.",
     "running": "{name} adds up losses of this rank's part of each batch, but nothing adds it up over the ranks: it may "
     "differ from the value on one device. Add up what mw.backward returns, times n = mw.sum(len(x)).",
-    "buffer": "{name} keeps samples of this rank alone and drops the oldest. It keeps older samples than on one "
-    "device, and each rank trains on different ones. Let every rank keep all samples: do not pass the loader to "
-    "mw.distribute, and cut the training batches with x, y = mw.split(x, y).",
     "divided": "this evaluation divides by {name}, the number of backwards that make a step, so its result is {count} "
     "times too small. Divide only a loss that mw.backward accumulates.",
 }
-JOINS = ("reduce", "gather", "sync", "sum", "mean", "average")
-KEEPS = ("append", "extend", "update", "add", "push", "put")
-DRAWS = ("sample", "choice", "choices", "randint", "randperm", "randrange", "permutation")
+JOINS = ("reduce", "gather", "sync", "sum", "mean", "average", "append", "extend", "update", "add", "push", "put")
+"""Parts of the names of functions that reduce a value over the ranks, or keep it for later."""
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 Found = Iterator[tuple[int, str]]
 """Source lines and what is wrong there."""
@@ -52,7 +48,7 @@ def slips_in(files: Iterable[str]) -> list[str]:
     """Return a sentence for each mistake in the source of these files."""
     found = dict[str, None]()
     for source in (source for file in files for source in sources_in(file)):
-        for find in (_sums, _own_losses, _running_losses, _buffers):
+        for find in (_sums, _own_losses, _running_losses):
             found |= dict.fromkeys(f"{source.place(line)}: {text}" for line, text in sorted(find(source)))
     return list(found)
 
@@ -76,12 +72,9 @@ def _is_joined(source: Source, node: ast.expr, behind: tuple[str, ...] = ()) -> 
         parts, behind = source.given_to(node.id), (*behind, node.id)
     else:
         return source.verb(node) in ("sum", "mean")
-    parts = [each for each in map(bare, parts) if not _is_start(each) and getattr(each, "id", None) not in behind]
+    parts = [each for each in map(bare, parts) if getattr(each, "id", None) not in behind]
+    parts = [each for each in parts if not isinstance(each, ast.Constant) and "zeros(" not in ast.unparse(each)]
     return bool(parts) and all(_is_joined(source, each, behind) for each in parts)
-
-
-def _is_start(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) or (isinstance(node, ast.Call) and name_of(node) == "zeros")
 
 
 def _is_ratio(source: Source, node: ast.expr) -> bool:
@@ -127,7 +120,7 @@ def _shows(source: Source, node: ast.stmt, name: str) -> bool:
     """Return whether a statement compares the value of a loss, formats it, or passes it to a call as a number."""
     if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Compare):
         return any(_is_value(side, name) for side in (node.test.left, *node.test.comparators))
-    if not isinstance(node, ast.Expr) or _joins(source, node, KEEPS):
+    if not isinstance(node, ast.Expr) or _joins(source, node):
         return False
     nodes = list(ast.walk(node))
     values = [each.value for each in nodes if isinstance(each, ast.FormattedValue | ast.keyword)]
@@ -141,14 +134,12 @@ def _is_value(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _joins(source: Source, node: ast.AST, also: tuple[str, ...] = ()) -> bool:
+def _joins(source: Source, node: ast.AST) -> bool:
     """Return whether code may reduce values over the ranks, by the names of its functions; or is of one rank."""
-    called = [name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)]
-    functions = {each.name for each in ast.walk(source.tree) if isinstance(each, FUNCTIONS)}
-    names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
-    if any(word in each.lower() for each in called for word in JOINS) or functions.intersection(called):
+    called = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    if any(word in each.lower() for each in called for word in JOINS) or "rank" in ast.unparse(node).lower():
         return True
-    return any(each in also for each in called) or any("rank" in each.lower() for each in (*called, *names))
+    return any(isinstance(each, FUNCTIONS) and each.name in called for each in ast.walk(source.tree))
 
 
 def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
@@ -168,62 +159,25 @@ def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> b
     return False
 
 
-def _training_loops(source: Source) -> Iterator[tuple[ast.For, set[str]]]:
-    """Yield the loops with a backward, and the names in them that hold the batch or a part of it."""
-    for loop in (node for node in inside(source.scope) if isinstance(node, ast.For)):
-        if any(source.verb(node) == "backward" for node in inside(loop)):
-            rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-            values = [pair for node in inside(loop) for pair in given(node)]
-            yield loop, rows | {name for name, value in values if whole_of(bare(value)) in rows}
-
-
 def _running_losses(source: Source) -> Found:
     """Find sums of this rank's losses, or of losses that are weighted by this rank's samples."""
-    for loop, rows in _training_loops(source):
+    for loop in (node for node in inside(source.scope) if isinstance(node, ast.For)):
         nodes = list(inside(loop))
         backwards = [node for node in nodes if isinstance(node, ast.Call) and source.verb(node) == "backward"]
         own = {_own_loss(source, call) for call in backwards}
         whole = {name for node in nodes for name, value in given(node) if bare(value) in backwards}
         for node in filter(adds, nodes):
-            factors = _factors(node.value)
-            names = {each.id for each in map(bare, factors) if isinstance(each, ast.Name)}
-            weighted = any(_is_size(source.value(each), rows) for each in factors)
-            if (names & own or (names & whole and weighted)) and not _may_be_joined(source, whole_of(node.target)):
+            parts = [each for each in ast.walk(node.value) if isinstance(each, ast.expr)]
+            names = {each.id for each in parts if isinstance(each, ast.Name)}
+            found = names & own or (names & whole and any(_is_size(source.value(each)) for each in parts))
+            if found and not _joins(source, node.value) and not _may_be_joined(source, whole_of(node.target)):
                 yield node.lineno, TEXTS["running"].format(name=ast.unparse(node.target))
 
 
-def _factors(value: ast.expr) -> list[ast.expr]:
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
-        return [*_factors(value.left), *_factors(value.right)]
-    return [value]
-
-
-def _is_size(node: ast.expr, rows: set[str]) -> bool:
-    """Return whether an expression is `len(x)`, `x.size(0)` or `x.shape[0]`, where `x` is a part of the batch."""
-    if isinstance(node, ast.Call) and name_of(node) in ("len", "size") and node.args:
-        return whole_of(node.func.value if isinstance(node.func, ast.Attribute) else node.args[0]) in rows
-    shape = node.value if isinstance(node, ast.Subscript) else None
-    return isinstance(shape, ast.Attribute) and shape.attr == "shape" and whole_of(shape) in rows
-
-
-def _buffers(source: Source) -> Found:
-    """Find lists and deques of this rank's samples that let old samples go, and that are drawn from."""
-    for loop, rows in _training_loops(source):
-        calls = [node for node in inside(loop) if isinstance(node, ast.Call)]
-        for call in calls:
-            if name_of(call) == "extend" and any(reads(each, row) for each in call.args for row in rows):
-                name = whole_of(call.func)
-                drawn = any(name_of(each) in DRAWS and reads(each, name) for each in calls)
-                if drawn and _lets_go(source, loop, name):
-                    yield call.lineno, TEXTS["buffer"].format(name=name)
-
-
-def _lets_go(source: Source, loop: ast.For, name: str) -> bool:
-    """Return whether old entries of a collection are removed, such as by `del buffer[0]` or `deque(maxlen=9)`."""
-    made = [name_of(each) for each in source.given_to(name) if isinstance(each, ast.Call)]
-    cut = [each for node in inside(loop) for each, of in given(node) if isinstance(of, ast.Subscript)]
-    deleted = any(isinstance(node, ast.Delete) and reads(node, name) for node in inside(loop))
-    return deleted or "deque" in made or name in cut
+def _is_size(node: ast.expr) -> bool:
+    """Return whether an expression is like `len(x)`, `x.size(0)` or `x.shape[0]`."""
+    shape = isinstance(node, ast.Attribute) and node.attr == "shape"
+    return shape or (isinstance(node, ast.Call) and name_of(node) in ("len", "size"))
 
 
 def divided_evaluations(places: Iterable[tuple[str, int]], count: int) -> Iterator[str]:

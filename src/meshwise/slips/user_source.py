@@ -42,12 +42,9 @@ class Source:
     def verb(self, node: ast.AST) -> str:
         """Return the name of the meshwise function that a node calls, such as `sum` for `mw.sum(x)`; empty for any
         other node."""
-        if not isinstance(node, ast.Call):
-            return ""
-        modules, functions = _imported(self.tree)
-        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-            return node.func.attr if node.func.value.id in modules else ""
-        return functions.get(name_of(node), "") if isinstance(node.func, ast.Name) else ""
+        function = node.func if isinstance(node, ast.Call) else None
+        of_meshwise = isinstance(function, ast.Attribute) and ast.unparse(function.value) in ("mw", "meshwise")
+        return function.attr if of_meshwise else ""  # type: ignore[union-attr]
 
     def given_to(self, name: str) -> list[ast.expr]:
         """Return the expressions that the scope gives to a name, such as `a + b` for `a += b`; else those of the
@@ -66,18 +63,6 @@ class Source:
             values = self.given_to(node.id) if isinstance(node, ast.Name) else []
             node = values[0] if len(values) == 1 else node
         return node
-
-
-@functools.lru_cache(4)
-def _imported(tree: ast.Module) -> tuple[set[str], dict[str, str]]:
-    """Return the names of meshwise in a file, and the names of its functions."""
-    modules, functions = set[str](), dict[str, str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {each.asname or each.name for each in node.names if each.name == "meshwise"}
-        elif isinstance(node, ast.ImportFrom) and node.module == "meshwise":
-            functions |= {each.asname or each.name: each.name for each in node.names}
-    return modules, functions
 
 
 def sources_in(file: str, names: dict[str, Any] | None = None) -> list[Source]:
