@@ -1,4 +1,4 @@
-"""Five houses that the core does without: deleted, in a copy of the package, one and all.
+"""Six houses that the core does without: deleted, in a copy of the package, one and all.
 
     python -m pytest -m slow tests/test_houses.py
 
@@ -22,6 +22,11 @@ HOUSES = {
     "check": ("equivalence/", "api/check.py", "api/check_options.py", "api/check_plain.py", "commands/check.py"),
     "plan": ("rehearsal/", "api/plan.py", "api/plan_options.py", "api/auto.py", "commands/plan.py"),
     "arrays": ("arrays/",),
+    "integrations": (
+        *("compat/accelerate_states.py", "compat/lightning_parts.py", "script/in_front.py"),
+        *(f"script/lightning{part}.py" for part in ("", "_kinds", "_metrics", "_strategy", "_values")),
+        *(f"script/trainer{part}.py" for part in ("", "_accelerator", "_front", "_loader", "_loss")),
+    ),
     "lab": (
         *("machine/measure/", "machine/bench.py"),
         *("machine/views/bench.py", "api/bench.py", "api/bench_hosts.py", "commands/bench.py"),
@@ -45,6 +50,7 @@ USE_A_HOUSE = (
         "old/test_old.py",
         "splits/test_split_levels.py",
     ),
+    *("script/test_lightning.py", "script/test_trainer.py"),
     *(f"parallel/test_{name}.py" for name in ("complex", "expert_layouts", "experts", "pipeline")),
     *("parallel/test_torch_utilities.py", "parallel/test_trial.py", "transfer/test_faults_collectives.py"),
 )

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from meshwise.parallel.apply import TECHNIQUES
+
 ASKS = [
     "torch.cuda.is_available()",
     "torch.cuda.device_count()",
@@ -67,3 +69,26 @@ def test_a_name_that_is_used_first_moves_no_random_numbers_of_the_program(proces
     """rich draws from Python's generator where it is imported: `python` and `meshwise run` drew other numbers."""
     done = run("-c", DRAWS)
     assert done.stdout.strip() == "[True, True, True]", done.stdout + done.stderr
+
+
+STEP = """
+import sys, torch
+import meshwise as mw
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters())
+loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
+model(next(iter(loader))).sum().backward()
+optimizer.step()
+print(*(name.removeprefix("meshwise.") for name in sys.modules if name.startswith("meshwise.")))
+"""
+NEEDS_NONE = ("api", "commands", "compat.fake", "equivalence", "job", "launcher", "machine", "prediction", "rehearsal")
+NEEDS_NONE += ("recording.recording", "script.checkpoint", "script.lightning", "script.trainer", "tracking")
+NEEDS_NONE += tuple(f"parallel.{name.partition('.')[0]}" for name, _ in TECHNIQUES)
+
+
+def test_a_step_of_a_plain_script_loads_what_it_needs_alone(processes: None) -> None:
+    """A technique, a Trainer, records, states: each is loaded when a plan or a program asks for it."""
+    loaded = run("-c", STEP).stdout.split()
+    assert "script.distribute" in loaded
+    assert not [name for name in loaded if any(f"{name}.".startswith(f"{none}.") for none in NEEDS_NONE)]

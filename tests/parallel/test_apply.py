@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from torch.utils.data import Subset
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.jobs.registry import find_job
-from meshwise.parallel.apply import apply
+from meshwise.parallel.apply import TECHNIQUES, apply
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.rebind import rebind
+from meshwise.parallel.technique import Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -81,6 +83,13 @@ def test_a_training_loop_runs_what_needs_nothing_of_it(more: Any, pool: Any) -> 
     assert len(want) == 3
     for got in [losses(Plan(precision="fp64", **more)), *pool(2).run(losses, Plan(data=2, precision="fp64", **more))]:
         assert got == pytest.approx(want, abs=1e-9)
+
+
+def test_techniques_are_where_the_table_says_and_used_by_fields_of_a_plan() -> None:
+    for place, names in TECHNIQUES:
+        file, _, name = place.partition(".")
+        assert isinstance(getattr(import_module(f"meshwise.parallel.{file}"), name), Technique)
+        assert set(names.split()) <= {field.name for field in fields(Plan)}
 
 
 def mesh_facts() -> tuple[Any, ...]:

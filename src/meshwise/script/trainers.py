@@ -1,4 +1,4 @@
-"""Find the integration that distributes a Trainer, and load it when one is given.
+"""Find and load the integration that distributes a Trainer.
 
 Nothing of a Trainer's library is imported. Tested in tests/script/test_trainer.py and test_lightning.py.
 """

@@ -22,7 +22,6 @@ import numpy as np
 from meshwise.records import folder as names
 from meshwise.records.run_list import fields_of, plan_of
 from meshwise.spec.errors import UsageError
-from meshwise.spec.plan import AXES
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import CollectiveReport
 from meshwise.timeline.spans import KIND
@@ -31,8 +30,8 @@ from meshwise.timeline.timeline import Timeline
 
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
 """The kinds of time that grow with the number of samples that a rank works on."""
-DIVIDES = (*AXES, "schedule", "sequence", "zero1", "offload", "reshard", "batch_norm", "bucket_mb")
-"""Fields of the plan that say how work is divided over devices. Plans that differ only in these do the same work."""
+WORK = ("accumulate", "precision", "recompute", "compile", "param_dtype", "compute_dtype", "grad_dtype")
+"""Fields of the plan that change the work of one device. The others say how work is divided over devices."""
 FEWEST = 10
 """A run with fewer steps is too short to tell how long a step takes."""
 MOST_READ, BLOCKS = 5, 40
@@ -88,7 +87,7 @@ def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     known |= {"source": facts.get("source"), "arguments": facts.get("arguments"), "versions": facts.get("versions")}
     known["job"] = str(asked.get("job")).rpartition(":")[2]
     known["devices"] = {str(device).partition(":")[0] for device in facts.get("devices") or ()}
-    known["plan"] = {name: text for name, text in fields_of(plan_of(folder)).items() if name not in DIVIDES}
+    known["plan"] = {name: text for name, text in fields_of(plan_of(folder)).items() if name in WORK}
     return known if facts.get("source") else None
 
 
