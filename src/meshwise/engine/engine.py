@@ -35,10 +35,9 @@ from meshwise.data.keyed import ExactDraws
 from meshwise.data.order import BatchSlice
 from meshwise.engine.events import EVENTS, Events, When
 from meshwise.engine.loops import Loops
-from meshwise.engine.model_stream import ModelStream
 from meshwise.engine.phases import Phases
 from meshwise.engine.program import Program
-from meshwise.engine.seeds import StepDraws
+from meshwise.engine.seeds import ModelStream, StepDraws
 from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
@@ -180,7 +179,8 @@ class Engine:
         self.watcher = watcher
         self.notify.untrue = OF_DRAWS  # draws are keyed in a check
         self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
-        self.events.listen(watcher, When.WATCH, only=("backward_begins", "step_begins", "step_ends"))
+        hears = ("batch_asked", "backward_begins", "step_begins", "step_ends", "loop_ends")
+        self.events.listen(watcher, When.WATCH, only=hears)
 
     def close(self) -> None:
         """Close the engine. Later steps of the optimizers no longer call it."""

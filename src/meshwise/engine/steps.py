@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def batches(
     limited: returns an iterator whose next batch has at most n samples, for `limited(n)`. It is read instead of
         `source` if `engine.watcher` wants a smaller batch, e.g. the last batch of a check.
     loop: the record of this loop, if it is a loop of a script or the training loop of a job."""
-    watcher, now = engine.watcher, loop or LoopRead()
+    now = loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
     if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):
         engine.events.begins()
@@ -84,16 +84,15 @@ def batches(
     with engine.generator.loop():
         in_progress.add(name)
         engine.stopped = False
-        if watcher is not None:
-            watcher.loop_begins()
         try:
             while True:
                 if now.given >= heard.due or heard.state is not engine.events.state:
                     heard = engine.events.of_loop(now.given)
                 for hear in heard.asked:
                     hear(now)
-                if watcher is not None:
-                    source = _limited(watcher, source, size, limited)
+                if engine.watcher is not None and limited is not None:
+                    limit = engine.watcher.batch_limit(size)
+                    source = source if limit is None else limited(limit)
                 batch = next(source, None)
                 if batch is None:
                     break
@@ -108,20 +107,8 @@ def batches(
         finally:
             for hear in engine.events.loop_ends:
                 hear(now)
-            if watcher is not None:
-                watcher.loop_ends()
             engine.part = engine.reads.end(now) if engine.script else None
             in_progress.discard(name)
-
-
-def _limited(
-    watcher: Any, source: Iterator[Batch], size: int, limited: Callable[[int], Iterator[Batch]] | None
-) -> Iterator[Batch]:
-    """Return the iterator from which to take the next batch: `source`, or if the watcher allows only a smaller batch,
-    the iterator that `limited` returns."""
-    watcher.batch_asked()
-    limit = watcher.batch_limit(size) if limited is not None else None
-    return source if limit is None or limited is None else limited(limit)
 
 
 def backward(

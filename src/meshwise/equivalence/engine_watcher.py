@@ -23,6 +23,7 @@ from meshwise.compat.reducer import default_store
 from meshwise.data.keyed import Rows
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
+from meshwise.engine.loops import LoopRead
 from meshwise.equivalence import across_ranks
 from meshwise.equivalence.contents import Reading, reading_of
 from meshwise.equivalence.diagnose_evaluation import UNSUMMED
@@ -110,14 +111,13 @@ class EngineWatcher:
 
     # A loop over batches.
 
-    def loop_begins(self) -> None:
-        """Record that a loop over batches begins."""
-        self._loops.loop_begins()
-        if self.hints is not None:
-            self.hints.loop_begins()
-
-    def batch_asked(self) -> None:
-        """Record that a loop asks for its next batch. A forward pass that had no backward pass is discarded."""
+    def batch_asked(self, loop: LoopRead | None = None) -> None:
+        """Record that a loop begins, or asks for its next batch. A forward pass that had no backward pass is
+        discarded."""
+        if loop is not None and loop.given == 0:
+            self._loops.loop_begins()
+            if self.hints is not None:
+                self.hints.loop_begins()
         self._end_forward(discard=True)
         self._batch = None
 
@@ -145,7 +145,7 @@ class EngineWatcher:
         self._loops.batch_given()
         self._begin_forward()
 
-    def loop_ends(self) -> None:
+    def loop_ends(self, loop: LoopRead) -> None:
         """Record that a loop has ended, or that the program left it."""
         self.batch_asked()
         if self.hints is not None:

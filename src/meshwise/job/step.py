@@ -129,13 +129,11 @@ class Microbatches:
         with self._recorder.span("forward", name), self._engine.computing(), exact:
             now, found = pipeline.run(action, lambda: self._found(number))
             loss = self._scaled(number, found) if pipeline.is_last(action) else None
-        if self._engine.watcher is not None:
-            self._engine.watcher.forward_ends()
+        self._engine.events.send("forward_ends")
         return now, loss, draws
 
     def _tell_place(self, action: Action) -> None:
-        if self._engine.watcher is not None:
-            self._engine.watcher.in_stage(action.stage, action.microbatch)
+        self._engine.events.send("in_stage", action.stage, action.microbatch)
 
     def _begin(self, number: int) -> KeyedDraws | None:
         engine, part = self._engine, self._parts[number][1]

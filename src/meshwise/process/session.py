@@ -57,10 +57,9 @@ def _begin() -> None:
 
 
 def show(text: str) -> None:
-    """Tell the engine's watcher, if there is one, that the program prints or logs a text at the user's current line."""
-    watcher = engines[-1].watcher if engines else None
-    if watcher is not None:
-        watcher.shown(user_place(), text)
+    """Tell the engine's listeners that the program prints or logs a text at the user's current line."""
+    if engines:
+        engines[-1].events.send("shown", user_place(), text)
 
 
 def process_engine() -> Engine:
